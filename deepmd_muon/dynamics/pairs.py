@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.data.errors import NeighborError, naming_frame
-from deepmd_muon.data.neighbors.ghosts import with_ghosts
-from deepmd_muon.data.neighbors.lists import find_pairs, group_limits
+from deepmd_muon.data.neighbors.lists import find_pairs, group_limits, with_ghosts
 from deepmd_muon.model import EnergyModel, Structures
 
 

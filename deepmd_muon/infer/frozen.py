@@ -14,7 +14,7 @@ from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.frames import Parameters
-from deepmd_muon.data.neighbors.ghosts import with_ghosts
+from deepmd_muon.data.neighbors.lists import with_ghosts
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.frozen_archive import load_program, weights_of
 from deepmd_muon.infer.prediction import Prediction

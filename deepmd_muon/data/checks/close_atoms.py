@@ -1,4 +1,4 @@
-"""Atoms that nearly coincide, found in many frames at once: they are sorted along one direction of the cell."""
+"""Atoms that nearly coincide, found in many frames at once by sorting along one direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.system import System
 
-#: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider search takes longer.
+#: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider
+#: search takes longer.
 NEARLY_COINCIDE = 0.3
 # Frames read at once [atoms].
 _CHUNK = 1 << 16
@@ -19,14 +20,14 @@ _CHUNK = 1 << 16
 class ClosePairs(NamedTuple):
     """The closest two atoms of each frame."""
 
-    distance: np.ndarray  # (nframes,) [Å]; infinite where none are nearer than the limit
-    first: np.ndarray  # (nframes,): number of an atom
-    second: np.ndarray  # (nframes,)
+    distance: np.ndarray  # (nframes,) [Å]; infinite if none are nearer than the limit
+    i: np.ndarray  # (nframes,): numbers of the atoms
+    j: np.ndarray  # (nframes,)
 
     def words(self, row: int) -> str:
         """Return which atoms of a frame are how far apart."""
-        atoms = sorted((int(self.first[row]), int(self.second[row])))
-        return f"atoms {atoms[0]} and {atoms[1]} are {self.distance[row]:.3g} Å apart"
+        i, j = sorted((int(self.i[row]), int(self.j[row])))
+        return f"atoms {i} and {j} are {self.distance[row]:.3g} Å apart"
 
 
 def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
@@ -38,76 +39,92 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
         fractions = np.linalg.solve(box.transpose(0, 2, 1), apart[..., None])[..., 0]
         apart -= (np.round(fractions)[:, None] @ box)[:, 0]
     distance = np.sqrt((apart**2).sum(axis=1))
-    closest = np.full(frames.nframes, np.inf)
-    pair = np.zeros((2, frames.nframes), dtype=np.int64)
     near = np.flatnonzero(distance < limit)
-    near = near[np.argsort(-distance[near], kind="stable")]  # the nearest of a frame comes last
-    closest[rows[near]] = distance[near]
-    pair[:, rows[near]] = i[near], j[near]
-    return ClosePairs(closest, *pair)
+    # numpy keeps the last of several values for a row: the nearest pair of a frame comes last.
+    near = near[np.argsort(-distance[near], kind="stable")]
+    closest = ClosePairs(
+        distance=np.full(frames.nframes, np.inf),
+        i=np.zeros(frames.nframes, dtype=np.int64),
+        j=np.zeros(frames.nframes, dtype=np.int64),
+    )
+    closest.distance[rows[near]] = distance[near]
+    closest.i[rows[near]] = i[near]
+    closest.j[rows[near]] = j[near]
+    return closest
 
 
 def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return frames and numbers of the pairs of atoms that are nearer than `limit` [Å] along each direction."""
+    """Return pairs of atoms, by frame and numbers, nearer than `limit` [Å] along each direction."""
     natoms = frames.natoms
-    first_places, *other_places = sorted(_places(frames), key=lambda places: places.crowd(limit))
-    order = np.argsort(first_places.along, axis=1)
-    along = np.take_along_axis(first_places.along, order, axis=1)
-    # Behind the last atom comes the first one again; padding has no place in this row.
+    # Sort along the direction with the fewest atoms within the limit.
+    directions = sorted(_directions(frames), key=lambda direction: direction.crowd(limit))
+    sorting = directions[0]
+    order = np.argsort(sorting.along, axis=1)
+    along = np.take_along_axis(sorting.along, order, axis=1)
+    # Each row twice: the first atom follows the last one, a period later. Padding, at the end of
+    # `along`, has no place here.
     count = (frames.atype >= 0).sum(axis=1, keepdims=True).clip(1)
     turn, place = np.divmod(np.arange(2 * natoms), count)
-    turned = np.take_along_axis(along, place, axis=1) + turn * first_places.period[:, None]
+    twice = np.take_along_axis(along, place, axis=1) + turn * sorting.period[:, None]
     none = np.zeros(0, dtype=np.int64)
     parts = [(none, none, none)]
     for ahead in range(1, natoms):
-        at = np.flatnonzero(turned[:, ahead : ahead + natoms] - along < limit)
+        at = np.flatnonzero(twice[:, ahead : ahead + natoms] - along < limit)
         if not len(at):
             break
-        # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
         rows = at // natoms
-        i, j = order.ravel()[at], order[rows, place[rows, at % natoms + ahead]]
-        other = i != j  # a cell may be flatter than the limit
-        rows, i, j = rows[other], i[other], j[other]
-        for places in other_places:
-            near = places.near(rows, i, j, limit)
-            rows, i, j = rows[near], i[near], j[near]
+        i = order.ravel()[at]
+        j = order[rows, place[rows, at % natoms + ahead]]
+        distinct = i != j  # a cell may be flatter than the limit
+        rows = rows[distinct]
+        i = i[distinct]
+        j = j[distinct]
+        # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
+        for direction in directions[1:]:
+            near = direction.near(rows, i, j, limit)
+            rows = rows[near]
+            i = i[near]
+            j = j[near]
         parts.append((rows, i, j))
     rows, i, j = (np.concatenate(column) for column in zip(*parts, strict=True))
     return rows, i, j
 
 
-class _Places(NamedTuple):
-    """Places of atoms along a direction."""
+class _Direction(NamedTuple):
+    """Positions of atoms along a direction."""
 
     along: np.ndarray  # (nframes, natoms) [Å]; NaN for padding
     period: np.ndarray  # (nframes,) [Å]; infinite without a cell
 
     def crowd(self, limit: float) -> int:
-        """Return the largest number of atoms of the first frame that `limit` [Å] of the direction hold."""
+        """Return the largest number of atoms of frame 0 within `limit` [Å] of each other."""
         along = np.sort(self.along[0])
-        return int((np.searchsorted(along, along + limit) - np.arange(len(along))).max(initial=0))
+        end = np.searchsorted(along, along + limit)
+        return int((end - np.arange(len(along))).max(initial=0))
 
     def near(self, rows: np.ndarray, i: np.ndarray, j: np.ndarray, limit: float) -> np.ndarray:
-        """Return which pairs of atoms, by their frames and numbers, are nearer than `limit` [Å] along the direction."""
+        """Return which atoms i and j of frames `rows` are nearer than `limit` [Å]."""
         step = np.abs(self.along[rows, j] - self.along[rows, i])
         return np.asarray(np.minimum(step, self.period[rows] - step) < limit)
 
 
-def _places(frames: Frames) -> list[_Places]:
-    """Return the places of atoms along three directions."""
+def _directions(frames: Frames) -> list[_Direction]:
+    """Return the normals of the cell's faces, or the axes without a cell."""
     if frames.box is None:
-        period = np.full(frames.nframes, 1e300)
-        found = [_Places(frames.coord[..., axis].copy(), period) for axis in range(3)]
+        positions = frames.coord
+        periods = np.full((frames.nframes, 3), 1e300)
     else:
         inverse = np.linalg.inv(frames.box)
-        heights = 1.0 / np.sqrt((inverse**2).sum(axis=1))  # (nframes, 3)
+        periods = 1.0 / np.sqrt((inverse**2).sum(axis=1))  # heights of the cell, (nframes, 3)
         fractions = frames.coord @ inverse
         fractions -= np.floor(fractions)
-        places = fractions * heights[:, None]
-        found = [_Places(places[..., axis].copy(), heights[:, axis]) for axis in range(3)]
-    for each in found:
-        each.along[frames.atype < 0] = np.nan
-    return found
+        positions = fractions * periods[:, None]
+    directions = []
+    for axis in range(3):
+        along = positions[..., axis].copy()
+        along[frames.atype < 0] = np.nan  # sorts to the end
+        directions.append(_Direction(along, periods[:, axis]))
+    return directions
 
 
 def distance_problem(
@@ -116,36 +133,50 @@ def distance_problem(
     shortest: float,
     rcut: float,
 ) -> str | None:
-    """Say what is wrong with the shortest distance of frames `numbers` of each system [Å]; None where nothing is.
+    """Say what is wrong with the shortest distance of frames of systems; None if nothing is.
 
     Frames are read again only to name atoms that nearly coincide.
+
+    Parameters
+    ----------
+    systems
+        The systems.
+    numbers
+        Frames of each system that were counted.
+    shortest
+        Shortest distance between two of their atoms [Å]; infinite without neighbours.
+    rcut
+        Cut-off [Å].
     """
     if shortest < NEARLY_COINCIDE:
         place = first_close_pair(systems, numbers)
-        return (
-            None
-            if place is None
-            else f"{place}; remove such frames, or see that positions are in Å"
-        )
+        if place is None:
+            return None
+        return f"{place}; remove such frames, or see that positions are in Å"
     if np.isfinite(shortest):
         return None
+    nframes = sum(len(chosen) for chosen in numbers)
     return (
-        f"no atom has a neighbour within the cut-off of {rcut:g} Å in the {sum(map(len, numbers))} frames that were "
-        "counted: a model can learn nothing but energies of single atoms from them; see that rcut, positions and "
-        "cells are in Å"
+        f"no atom has a neighbour within the cut-off of {rcut:g} Å in the {nframes} frames that "
+        "were counted: a model can learn nothing but energies of single atoms from them; see that "
+        "rcut, positions and cells are in Å"
     )
 
 
 def first_close_pair(systems: Sequence[System], numbers: Sequence[np.ndarray]) -> str | None:
-    """Name the closest atoms of frames `numbers` of systems: system, frame and atoms; None where none nearly coincide."""
-    closest, words = np.inf, None
+    """Name the system, frame and atoms of the closest pair in frames `numbers` of systems.
+
+    Return None if no atoms nearly coincide.
+    """
+    closest = np.inf
+    words = None
     for system, chosen in zip(systems, numbers, strict=True):
         step = max(1, _CHUNK // system.natoms)
         for begin in range(0, len(chosen), step):
-            some = chosen[begin : begin + step]
-            pairs = close_pairs(system.frames(some))
+            chunk = chosen[begin : begin + step]
+            pairs = close_pairs(system.frames(chunk))
             row = int(pairs.distance.argmin())
             if pairs.distance[row] < closest:
                 closest = float(pairs.distance[row])
-                words = f"{system.name}: frame {int(some[row])}: {pairs.words(row)}"
+                words = f"{system.name}: frame {int(chunk[row])}: {pairs.words(row)}"
     return words

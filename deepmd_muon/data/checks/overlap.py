@@ -10,53 +10,66 @@ import numpy as np
 from deepmd_muon.data.checks.structures import structure_keys, tolerance
 from deepmd_muon.data.system import System
 
-# Validation frames compared, atoms of training frames read, and systems opened, at most: a second or two of work.
-_FRAMES, _ATOMS, _SYSTEMS = 512, 4_000_000, 8192
+# Validation frames that are compared, atoms of training frames and systems that are read, at most:
+# a second or two of work.
+_FRAMES = 512
+_ATOMS = 4_000_000
+_SYSTEMS = 8192
+# Atoms of frames that are read at a time.
 _CHUNK_ATOMS = 1 << 18
 
 
 def shared_frames(train: Sequence[System], valid: Sequence[System]) -> tuple[int, int]:
-    """Count validation frames that are also training frames, among those looked at, and the frames looked at.
+    """Count validation frames that are also training frames.
 
-    Systems at the same place share all frames. Of the others, a sample of validation frames is compared with all
-    training frames, in large data with a sample of these: a frame whose atoms are shifted together, or moved by cell
-    vectors, is the same frame. All have the same type map.
+    Systems at the same place share all frames. Of other systems, a sample of validation frames is
+    compared with all training frames, in large data with a sample of them. A frame with atoms that
+    are shifted together, or moved by cell vectors, is the same frame. All systems have the same
+    type map.
+
+    Returns
+    -------
+    tuple
+        The shared frames among the validation frames that were compared, and the number compared.
     """
     places = {_place(system) for system in train}
-    same = sum(system.nframes for system in valid if _place(system) in places)
-    others = [system for system in valid if _place(system) not in places]
-    if not others:
-        return same, same
-    known = _keys(train, _ATOMS / sum(system.nframes * system.natoms for system in train))
-    known = known[np.argsort(known[:, 0])]
-    found = looked = 0
-    share = _FRAMES / sum(system.nframes for system in others)
-    for system in others[:: -(-len(others) // _FRAMES)]:
+    at_same_place = sum(system.nframes for system in valid if _place(system) in places)
+    elsewhere = [system for system in valid if _place(system) not in places]
+    if not elsewhere:
+        return at_same_place, at_same_place
+    train_atoms = sum(system.nframes * system.natoms for system in train)
+    train_keys = _keys(train, _ATOMS / train_atoms)
+    train_keys = train_keys[np.argsort(train_keys[:, 0])]
+
+    n_shared = 0
+    n_compared = 0
+    share = _FRAMES / sum(system.nframes for system in elsewhere)
+    for system in elsewhere[:: -(-len(elsewhere) // _FRAMES)]:
         keys = _keys([system], share)
         within = tolerance(system.natoms)
-        first, end = (
-            np.searchsorted(known[:, 0], keys[:, 0] + shift) for shift in (-within, within)
-        )
-        near = (
-            np.abs(known[a:b] - row) <= within for a, b, row in zip(first, end, keys, strict=True)
-        )
-        found += sum(bool(rows.all(axis=1).any()) for rows in near)
-        looked += len(keys)
-    return same + found, same + looked
+        # Candidates of each key are the training keys in order from `begin` to `end`.
+        begins = np.searchsorted(train_keys[:, 0], keys[:, 0] - within)
+        ends = np.searchsorted(train_keys[:, 0], keys[:, 0] + within)
+        for key, begin, end in zip(keys, begins, ends, strict=True):
+            near = np.abs(train_keys[begin:end] - key) <= within
+            n_shared += bool(near.all(axis=1).any())
+        n_compared += len(keys)
+    return at_same_place + n_shared, at_same_place + n_compared
 
 
 def _place(system: System) -> tuple[str, str]:
+    """Return the real path of a system and its group in that file."""
     path, _, group = system.name.partition("#")
     return os.path.realpath(path), group.strip("/")
 
 
 def _keys(systems: Sequence[System], share: float) -> np.ndarray:
-    """Return the structure keys of a share of the frames of systems, evenly spread, (nframes, 6)."""
+    """Return the structure keys of a share of the frames, evenly spread, (nframes, 6)."""
     parts = []
     for system in systems[:: -(-len(systems) // _SYSTEMS)]:
         count = max(1, round(min(1.0, share) * system.nframes))
-        chosen = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
+        numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
         step = max(1, _CHUNK_ATOMS // system.natoms)
-        blocks = (chosen[first : first + step] for first in range(0, len(chosen), step))
-        parts += [structure_keys(system.structures(block)) for block in blocks]
+        chunks = (numbers[begin : begin + step] for begin in range(0, len(numbers), step))
+        parts += [structure_keys(system.structures(chunk)) for chunk in chunks]
     return np.concatenate(parts)

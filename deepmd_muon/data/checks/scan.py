@@ -1,18 +1,19 @@
-"""Frames that stand out from the others of their system, and frames that repeat: one pass over the data.
+"""Frames that stand out from others of their system, and frames that repeat, in one pass.
 
-All frames are read where the data are small, else an even share of them. What is wrong in every frame is left to the
-checks of units, signs and labels (`labels`).
+All frames are read where the data are small, else an even share of them. What is wrong in every
+frame is left to the checks of units, signs and labels (`labels`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from deepmd_muon.data.checks.close_atoms import close_pairs
-from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, pairs_to_try
+from deepmd_muon.data.checks.near_pairs import MOST_PAIRS, NearPairs, pairs_to_try
 from deepmd_muon.data.checks.structures import same_structure, structure_keys, tolerance
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import COVALENT_RADII
@@ -20,33 +21,43 @@ from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.system import System
 
-# Atoms of all frames that are read, frames, and systems: a tenth of a second of work.
-_ATOMS, _FRAMES, _SYSTEMS = 1 << 17, 1 << 14, 2048
-# An energy per atom so far from those of the other frames [eV], and so many times the median distance from their median,
-# is none of the same atoms: the cohesive energy of tungsten is 8.9 eV. Large forces are so many times the median, too.
-_FAR_ENERGY, _FAR_TIMES = 10.0, 20.0
+# Atoms of all frames that are read, frames, and systems, at most: a tenth of a second of work.
+_ATOMS = 1 << 17
+_FRAMES = 1 << 14
+_SYSTEMS = 2048
+# Energies per atom [eV] so far from the median of other frames, and so many times as far as the
+# median frame, are not energies of the same atoms: the cohesive energy of tungsten is 8.9 eV.
+_FAR_ENERGY = 10.0
+_FAR_TIMES = 20.0  # large forces are so many times the median force, too
 # Forces that do so much work on their atoms along this way explain a high energy [Å].
 _WAY = 2.0
 # A force this large [eV/Å] needs an atom nearer than this share of the sum of covalent radii.
-_LARGE_FORCE, _PUSHED = 100.0, 0.75
+_LARGE_FORCE = 100.0
+_PUSHED = 0.75
 # Without known radii an atom this near explains a force [Å].
 _PUSHED_DISTANCE = 1.0
-# Forces that are zero by symmetry: pulls of the neighbours add up to less than this share of their sizes.
+# Forces are zero by symmetry if the pulls of neighbours add up to less than this share of the
+# largest pull.
 _SYMMETRIC = 1e-3
-# Frames without forces whose symmetry is looked at.
+# Most frames without forces that are looked at for symmetry.
 _MOST_WITHOUT = 4
 # Share of the largest virial by which it may differ from its transpose.
 _ASYMMETRIC = 0.05
 # Energies of the same structure differ by less than this [eV], and less than this for each atom.
-_CONTRADICTION, _OF_ATOM = 0.2, 0.005
-# Copies of one frame that are named: at least so many, and this share of the frames of the system.
-_COPIES, _SHARE = 5, 0.1
+_CONTRADICTION = 0.2
+_CONTRADICTION_PER_ATOM = 0.005
+# Copies of one frame are named if there are so many, and this share of the frames of the system.
+_COPIES = 5
+_COPIED_SHARE = 0.1
 # Energies of copies differ by less than this share.
 _EQUAL = 1e-6
-# Groups of equal frames that are looked at, and frames of each.
-_MOST_GROUPS, _MOST_VERIFIED = 200, 64
-# Coordinates of float16: so many values, and most of them no simple fractions as sites of crystals are.
-_FEWEST_VALUES, _SIMPLE = 60, 64
+# Groups of equal frames that are looked at, and frames of each, at most.
+_MOST_GROUPS = 200
+_MOST_VERIFIED = 64
+# Coordinates of float16: at least so many values that are no multiples of 1 / _SIMPLE, as sites of
+# crystals are.
+_FEWEST_VALUES = 60
+_SIMPLE = 64
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,9 @@ def chosen_systems(systems: Sequence[System]) -> Sequence[System]:
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # labels may be absurdly large
 def scan(system: System, share: float) -> Scanned | None:
-    """Read a share of the frames of a system, evenly spread; None where they cannot be read.
+    """Read a share of the frames of a system, evenly spread.
 
-    Who reads them to train on them says why.
+    Return None if they cannot be read: training reads them again, and says why.
     """
     count = max(1, round(share * system.nframes))
     numbers = np.arange(system.nframes)
@@ -89,8 +100,9 @@ def scan(system: System, share: float) -> Scanned | None:
         return None
     energy = np.full(frames.nframes, np.nan) if frames.energy is None else frames.energy
     if frames.box is not None and not (np.abs(np.linalg.det(frames.box)) > 1e-9).all():
-        return Scanned(system, numbers, (), np.zeros((frames.nframes, 6)), energy)
-    sentences = [
+        no_keys = np.zeros((frames.nframes, 6))
+        return Scanned(system, numbers, sentences=(), keys=no_keys, energy=energy)
+    sentences = (
         *_close_atoms(frames, numbers),
         *_far_energies(frames, numbers),
         *_equal_energies(frames),
@@ -98,47 +110,50 @@ def scan(system: System, share: float) -> Scanned | None:
         *_zero_forces(frames, numbers),
         *_asymmetric_virials(frames, numbers),
         *_coarse_positions(frames),
-    ]
-    return Scanned(system, numbers, tuple(sentences), structure_keys(frames), energy)
+    )
+    return Scanned(system, numbers, sentences, structure_keys(frames), energy)
 
 
 def _close_atoms(frames: Frames, numbers: np.ndarray) -> Iterator[str]:
     pairs = close_pairs(frames)
-    bad = np.flatnonzero(np.isfinite(pairs.distance))
-    if len(bad):
+    close = np.flatnonzero(np.isfinite(pairs.distance))
+    if len(close):
         worst = int(pairs.distance.argmin())
         yield (
-            f"atoms nearly coincide in {frame_words(numbers[bad])} (frame {numbers[worst]}: "
+            f"atoms nearly coincide in {frame_words(numbers[close])} (frame {numbers[worst]}: "
             f"{pairs.words(worst)}); remove such frames, or see that positions are in Å"
         )
 
 
 def _far_energies(frames: Frames, numbers: np.ndarray) -> Iterator[str]:
-    """Energies that frames of the same atoms do not have: placeholders, and those of other structures."""
+    """Find energies that these atoms do not have: placeholders, or of other structures."""
     if frames.energy is None:
         return
-    for rows in _same_atoms(frames):
-        rows = rows[frames.present("energy")[rows]]
+    for same_atoms in _same_atoms(frames):
+        rows = same_atoms[frames.present("energy")[same_atoms]]
         if len(rows) < 5:
             continue
         natoms = int((frames.atype[rows[0]] >= 0).sum())
         energy = frames.energy[rows]
-        middle = float(np.median(energy))
-        distance = np.abs(energy - middle)
+        median = float(np.median(energy))
+        distance = np.abs(energy - median)
         usual = _FAR_TIMES * float(np.median(distance))
-        far = distance > np.maximum(usual, _FAR_ENERGY * natoms)
+        is_far = distance > np.maximum(usual, _FAR_ENERGY * natoms)
         if frames.force is not None:
-            pushed = np.nansum(np.abs(frames.force[rows]), axis=(1, 2))
-            far &= ~(distance < _WAY * pushed)
-        missing = (energy == 0.0) & (abs(middle) > max(usual, 1.0))
-        bad = np.flatnonzero(far | missing)
-        if len(bad):
-            worst = bad[distance[bad].argmax()]
-            good = np.delete(energy, bad)
-            usual_words = f"{good.min():.6g} to {good.max():.6g} eV" if len(good) else ""
+            total_force = np.nansum(np.abs(frames.force[rows]), axis=(1, 2))
+            is_far &= ~(distance < _WAY * total_force)
+        is_missing = (energy == 0.0) & (abs(median) > max(usual, 1.0))
+        wrong = np.flatnonzero(is_far | is_missing)
+        if len(wrong):
+            worst = wrong[distance[wrong].argmax()]
+            usual_energies = np.delete(energy, wrong)
+            usual_words = ""
+            if len(usual_energies):
+                usual_words = f"{usual_energies.min():.6g} to {usual_energies.max():.6g} eV"
             yield (
-                f"the energy of {frame_words(numbers[rows[bad]])} is {energy[worst]:.6g} eV, that of the other frames "
-                f"{usual_words}; remove such frames, or see where the number comes from"
+                f"the energy of {frame_words(numbers[rows[wrong]])} is {energy[worst]:.6g} eV, "
+                f"that of the other frames {usual_words}; remove such frames, or see where the "
+                "number comes from"
             )
 
 
@@ -146,14 +161,17 @@ def _same_atoms(frames: Frames) -> list[np.ndarray]:
     """Return the rows of frames with the same numbers of atoms of every type."""
     if (frames.atype == frames.atype[:1]).all():
         return [np.arange(frames.nframes)]
-    counts = np.sort(frames.atype, axis=1)
-    _, kind = np.unique(counts, axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
+    sorted_types = np.sort(frames.atype, axis=1)
+    _, kind = np.unique(sorted_types, axis=0, return_inverse=True)
+    kind = kind.reshape(-1)  # numpy 2.0 returns (nframes, 1)
     return [np.flatnonzero(kind == k) for k in range(int(kind.max()) + 1)]
 
 
 def _equal_energies(frames: Frames) -> Iterator[str]:
-    """One energy for all frames, whose forces differ; those of symmetric copies have the same sizes."""
+    """Find one energy for all frames though forces differ.
+
+    Forces of symmetric copies differ, too, but have the same sizes.
+    """
     if frames.energy is None or frames.force is None or frames.nframes < 3:
         return
     if (frames.energy != frames.energy[0]).any():  # the usual case
@@ -167,8 +185,8 @@ def _equal_energies(frames: Frames) -> Iterator[str]:
     # Atoms that move by a tenth of an Å gain this energy, many times what float32 rounds off.
     if np.ptp(size) > 0.01 * size.max() and 0.1 * np.ptp(size) > max(1e-3, 10.0 * rounding):
         yield (
-            f"the energy is {frames.energy[0]:.6g} eV in all frames, though forces differ; is it of one frame, or a "
-            "placeholder?"
+            f"the energy is {frames.energy[0]:.6g} eV in all frames, though forces differ; is it "
+            "of one frame, or a placeholder?"
         )
 
 
@@ -178,137 +196,127 @@ def _large_forces(
     """Find forces that no near atom explains, much larger than the largest ones of other frames."""
     if frames.force is None or not np.nanmax(np.abs(frames.force), initial=0.0) > _LARGE_FORCE / 2:
         return
-    size = np.nan_to_num(np.sqrt((frames.force**2).sum(axis=-1)))
+    size = np.nan_to_num(np.sqrt((frames.force**2).sum(axis=-1)))  # (nframes, natoms)
     largest = size.max(axis=1, initial=0.0)
-    limit = max(_LARGE_FORCE, _FAR_TIMES * float(np.median(largest)))
-    suspects = np.flatnonzero(largest > limit)
-    bad = []
-    for row in suspects.tolist():
-        atom = int(size[row].argmax())
-        if not _is_pushed(frames, row, atom, names):
-            bad.append(row)
-    if bad:
-        worst = bad[int(largest[bad].argmax())]
+    median = np.median(largest)
+    limit = max(_LARGE_FORCE, _FAR_TIMES * float(median))
+    wrong = [
+        row
+        for row in np.flatnonzero(largest > limit).tolist()
+        if not _is_pushed(frames, row, int(size[row].argmax()), names)
+    ]
+    if wrong:
+        worst = wrong[int(largest[wrong].argmax())]
         yield (
-            f"a force is much too large in {frame_words(numbers[bad])} (frame {numbers[worst]}: "
-            f"{largest[worst]:.4g} eV/Å on atom {int(size[worst].argmax())}, which no atom is near enough for; the "
-            f"median of the frames' largest forces is {np.median(largest):.3g}); remove such frames"
+            f"a force is much too large in {frame_words(numbers[wrong])} (frame {numbers[worst]}: "
+            f"{largest[worst]:.4g} eV/Å on atom {int(size[worst].argmax())}, which no atom is near "
+            f"enough for; the median of the frames' largest forces is {median:.3g}); remove such "
+            "frames"
         )
 
 
 def _is_pushed(frames: Frames, row: int, atom: int, names: Sequence[str] | None) -> bool:
     """Whether an atom has a neighbour so near that its force may be large."""
-    others = np.flatnonzero(frames.atype[row] >= 0)
-    others = others[others != atom]
-    apart = frames.coord[row, others] - frames.coord[row, atom]
+    neighbors = np.flatnonzero(frames.atype[row] >= 0)
+    neighbors = neighbors[neighbors != atom]
+    apart = frames.coord[row, neighbors] - frames.coord[row, atom]
     if frames.box is not None:
         fractions = apart @ np.linalg.inv(frames.box[row])
         apart -= np.round(fractions) @ frames.box[row]
     distance = np.sqrt((apart**2).sum(axis=1))
-    limit = np.full(len(others), _PUSHED_DISTANCE)
+    limit = np.full(len(neighbors), _PUSHED_DISTANCE)
     if names is not None:
         radii = np.array([COVALENT_RADII.get(name, np.nan) for name in names])
-        sums = radii[frames.atype[row, others]] + radii[frames.atype[row, atom]]
+        sums = radii[frames.atype[row, neighbors]] + radii[frames.atype[row, atom]]
         limit = np.where(np.isnan(sums), limit, _PUSHED * sums)
     return bool((distance < limit).any())
 
 
 def _zero_forces(frames: Frames, numbers: np.ndarray) -> Iterator[str]:
-    """Frames whose forces are all zero, but not by symmetry."""
+    """Find frames with forces that are all zero, but not by symmetry."""
     if frames.force is None:
         return
     if (frames.force[:, 0] != 0.0).any(axis=1).all():  # the usual case
         return
-    real = (frames.atype >= 0).sum(axis=1)
-    zero = np.flatnonzero((frames.force == 0.0).all(axis=(1, 2)) & (real > 1))
-    if not len(zero) or (real[zero].max() == 2 and len(zero) == 1):
+    natoms = (frames.atype >= 0).sum(axis=1)
+    zero = np.flatnonzero((frames.force == 0.0).all(axis=(1, 2)) & (natoms > 1))
+    # Two atoms in one frame may well be at their minimum.
+    if not len(zero) or (natoms[zero].max() == 2 and len(zero) == 1):
         return
-    looked = zero[:: -(-len(zero) // _MOST_WITHOUT)]
-    some = frames.rows(looked.tolist())
-    if pairs_to_try(some.natoms, some.box) * len(looked) > MOST_PAIRS:
+    rows = zero[:: -(-len(zero) // _MOST_WITHOUT)]
+    looked_at = frames.rows(rows.tolist())
+    if pairs_to_try(looked_at.natoms, looked_at.box) * len(rows) > MOST_PAIRS:
         return
-    uneven = _uneven(some)
-    if not uneven.all():
+    if not _are_pulled(looked_at).all():
         return
-    every = len(zero) == frames.nframes
-    where = "all frames" if every and len(zero) > 1 else frame_words(numbers[zero])
+    in_all = len(zero) == frames.nframes > 1
+    where = "all frames" if in_all else frame_words(numbers[zero])
     yield (
-        f"all forces are zero in {where}, though neighbours pull the atoms; labels without forces must not have "
-        "force.npy"
+        f"all forces are zero in {where}, though neighbours pull the atoms; labels without forces "
+        "must not have force.npy"
     )
 
 
-def _uneven(frames: Frames) -> np.ndarray:
-    """Return in which frames the neighbours of an atom are not in balance `(nframes,)`."""
+def _are_pulled(frames: Frames) -> np.ndarray:
+    """Return in which frames the pulls on an atom, 1 / r³ of each neighbour, are not in balance."""
     pairs = NearPairs.of(frames)
     pull = pairs.vector / (pairs.distance[:, None] ** 4 + 1e-6)
     size = np.sqrt((pull**2).sum(axis=1))
     net = np.zeros((frames.nframes, frames.natoms, 3))
     np.add.at(net, (pairs.frame, pairs.i), pull)
     np.add.at(net, (pairs.frame, pairs.j), -pull)
-    largest = np.zeros(frames.nframes)
-    np.maximum.at(largest, pairs.frame, size)
-    return np.asarray(
-        np.sqrt((net**2).sum(axis=-1)).max(axis=1, initial=0.0) > _SYMMETRIC * largest + 1e-12
-    )
+    largest_pull = np.zeros(frames.nframes)
+    np.maximum.at(largest_pull, pairs.frame, size)
+    largest_net = np.sqrt((net**2).sum(axis=-1)).max(axis=1, initial=0.0)
+    return np.asarray(largest_net > _SYMMETRIC * largest_pull + 1e-12)
 
 
 def _asymmetric_virials(frames: Frames, numbers: np.ndarray) -> Iterator[str]:
     if frames.virial is None:
         return
     virial = np.nan_to_num(frames.virial).reshape(-1, 3, 3)
-    odd = np.abs(virial - virial.transpose(0, 2, 1)).max(axis=(1, 2))
-    bad = np.flatnonzero(odd > _ASYMMETRIC * np.abs(virial).max())
-    if len(bad):
-        where = "all frames" if len(bad) == frames.nframes > 1 else frame_words(numbers[bad])
+    asymmetry = np.abs(virial - virial.transpose(0, 2, 1)).max(axis=(1, 2))
+    wrong = np.flatnonzero(asymmetry > _ASYMMETRIC * np.abs(virial).max())
+    if len(wrong):
+        in_all = len(wrong) == frames.nframes > 1
+        where = "all frames" if in_all else frame_words(numbers[wrong])
         yield (
-            f"the virial is not symmetric in {where} (by up to {odd.max():.3g} eV); its nine numbers are xx, xy, xz, "
-            "yx, …, zz"
+            f"the virial is not symmetric in {where} (by up to {asymmetry.max():.3g} eV); its nine "
+            "numbers are xx, xy, xz, yx, …, zz"
         )
 
 
 def _coarse_positions(frames: Frames) -> Iterator[str]:
-    """Positions that float16 holds: at 8 Å its numbers are 0.008 Å apart."""
+    """Find positions that float16 holds: at 8 Å its numbers are 0.008 Å apart."""
     values = frames.coord[:20][frames.atype[:20] >= 0][:1000].ravel()
+    # float16 ends at 65,504.
     if np.abs(values).max(initial=0.0) > 6e4 or (values.astype(np.float16) != values).any():
         return
     values = np.unique(values[values % (1.0 / _SIMPLE) != 0.0])
     if len(values) >= _FEWEST_VALUES:
         step = float(np.spacing(np.float16(np.abs(values).max())))
         yield (
-            f"positions are rounded as float16 rounds them, to {step:.2g} Å; write them as float32 or float64, and "
-            "label what was written"
+            f"positions are rounded as float16 rounds them, to {step:.2g} Å; write them as float32 "
+            "or float64, and label what was written"
         )
 
 
-# -- frames that repeat --------------------------------------------------------------------------------------------
+# ----- frames that repeat ------------------------------------------------------------------------
 
 
 def repeated_frames(scanned: Sequence[Scanned]) -> list[str]:
-    """Name structures that occur many times in a system, or with other energies anywhere in the data."""
+    """Name structures that occur many times in a system, or with other energies anywhere."""
     frames = _AllFrames.of([one for one in scanned if len(one.numbers)])
     copies: list[str] = []
-    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for looked, group in enumerate(frames.groups()):
-        if looked == _MOST_GROUPS:
-            break
+    # Rows with different energies for one structure, by the numbers of their systems.
+    contradictions: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for group in itertools.islice(frames.groups(), _MOST_GROUPS):
         low, high = frames.extremes(group)
-        if frames.contradict(low, high):
-            same = frames.verified(low, group)
-            if high in same:
-                pairs.setdefault((int(frames.owner[low]), int(frames.owner[high])), []).append(
-                    (low, high)
-                )
-        of_first = group[frames.owner[group] == frames.owner[group[0]]]
-        system = frames.systems[frames.owner[group[0]]]
-        total = np.count_nonzero(frames.owner == frames.owner[group[0]])
-        if system.natoms > 1 and len(of_first) >= max(_COPIES, _SHARE * total):
-            same = np.sort(frames.verified(of_first[0], of_first))
-            if len(same) >= _COPIES and frames.equal_energies(same):
-                copies.append(
-                    f"{system.name}: {frame_words(frames.number[same])} are copies of one structure; one is enough"
-                )
-    return copies + [frames.contradiction(found) for found in pairs.values()]
+        if frames.contradict(low, high) and high in frames.verified(low, group):
+            owners = (int(frames.owner[low]), int(frames.owner[high]))
+            contradictions.setdefault(owners, []).append((low, high))
+        copies += frames.copies(group)
+    return copies + [frames.contradiction(rows) for rows in contradictions.values()]
 
 
 @dataclass(frozen=True)
@@ -324,51 +332,77 @@ class _AllFrames:
     @classmethod
     def of(cls, scanned: Sequence[Scanned]) -> _AllFrames:
         counts = [len(one.numbers) for one in scanned]
+        # The empty arrays are for no systems.
         return cls(
-            [one.system for one in scanned],
-            np.repeat(np.arange(len(scanned)), counts),
-            np.concatenate([np.zeros(0, dtype=int), *(one.numbers for one in scanned)]),
-            np.concatenate([np.zeros((0, 6)), *(one.keys for one in scanned)]),
-            np.concatenate([np.zeros(0), *(one.energy for one in scanned)]),
+            systems=[one.system for one in scanned],
+            owner=np.repeat(np.arange(len(scanned)), counts),
+            number=np.concatenate([np.zeros(0, dtype=int), *(one.numbers for one in scanned)]),
+            keys=np.concatenate([np.zeros((0, 6)), *(one.keys for one in scanned)]),
+            energy=np.concatenate([np.zeros(0), *(one.energy for one in scanned)]),
         )
 
     def groups(self) -> Iterator[np.ndarray]:
-        """Yield the rows of each group of frames with the same keys; frames without keys are left out."""
-        within = np.array([tolerance(system.natoms) for system in self.systems])[self.owner][
-            :, None
-        ]
+        """Yield the rows of each group of frames with the same keys that are not zero."""
+        tolerances = np.array([tolerance(system.natoms) for system in self.systems])
+        within = tolerances[self.owner][:, None]
+        # Sort by coarse keys, then cut where neighbours in this order differ.
         order = np.lexsort(np.round(self.keys / (8.0 * within)).T[::-1])
-        apart = np.abs(np.diff(self.keys[order], axis=0))
-        same = (apart <= 2.0 * within[order[1:]]).all(axis=1) & self.keys[order[1:]].any(axis=1)
-        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(order) else order
-        for rows in np.split(order, starts[1:]):
+        steps = np.abs(np.diff(self.keys[order], axis=0))
+        is_same = (steps <= 2.0 * within[order[1:]]).all(axis=1)
+        is_same &= self.keys[order[1:]].any(axis=1)
+        cuts = np.flatnonzero(~is_same) + 1
+        for rows in np.split(order, cuts):
             if len(rows) > 1:
                 yield np.sort(rows)
 
     def extremes(self, group: np.ndarray) -> tuple[int, int]:
-        """Return the rows of a group with the lowest and the highest energy; its first row twice without energies."""
-        known = group[np.isfinite(self.energy[group])]
-        if not len(known):
-            return int(group[0]), int(group[0])
-        energy = self.energy[known]
-        return int(known[energy.argmin()]), int(known[energy.argmax()])
+        """Return the rows of a group with the lowest and the highest energy.
 
-    def equal_energies(self, rows: np.ndarray) -> bool:
-        """Whether energies differ by rounding at most: those of other spins or charges differ more."""
-        energy = self.energy[rows][np.isfinite(self.energy[rows])]
+        Without energies they are its first row twice.
+        """
+        labeled = group[np.isfinite(self.energy[group])]
+        if not len(labeled):
+            return int(group[0]), int(group[0])
+        energy = self.energy[labeled]
+        return int(labeled[energy.argmin()]), int(labeled[energy.argmax()])
+
+    def copies(self, group: np.ndarray) -> list[str]:
+        """Say if many frames of the first system of a group are copies of one structure."""
+        owner = self.owner[group[0]]
+        system = self.systems[owner]
+        of_system = group[self.owner[group] == owner]
+        nframes = np.count_nonzero(self.owner == owner)
+        if system.natoms <= 1 or len(of_system) < max(_COPIES, _COPIED_SHARE * nframes):
+            return []
+        same = np.sort(self.verified(of_system[0], of_system))
+        if len(same) < _COPIES or not self._equal_energies(same):
+            return []
+        words = frame_words(self.number[same])
+        return [f"{system.name}: {words} are copies of one structure; one is enough"]
+
+    def _equal_energies(self, rows: np.ndarray) -> bool:
+        """Whether energies differ by rounding at most: other spins or charges change them more."""
+        energy = self.energy[rows]
+        energy = energy[np.isfinite(energy)]
         return not len(energy) or bool(np.ptp(energy) <= _EQUAL * (1.0 + np.abs(energy).max()))
 
     def contradict(self, low: int, high: int) -> bool:
-        """Whether two energies of one structure are too far apart; parameters, such as a charge, may explain that."""
-        pair = [self.systems[self.owner[row]] for row in (low, high)]
-        limit = max(_CONTRADICTION, _OF_ATOM * pair[0].natoms)
-        apart = self.energy[high] - self.energy[low]
-        return bool(apart > limit) and not any(system.has_other_inputs for system in pair)
+        """Whether two energies of one structure are too far apart.
 
-    def verified(self, first: int, group: np.ndarray) -> np.ndarray:
-        """Return the frames of a group, some of many, that are the same structure as `first`, which is among them."""
-        rows = [first, *(row for row in group.tolist() if row != first)][:_MOST_VERIFIED]
-        parts = [self.systems[self.owner[row]].structures([int(self.number[row])]) for row in rows]
+        Further inputs of a system, such as a charge, may explain that.
+        """
+        pair = [self.systems[self.owner[row]] for row in (low, high)]
+        limit = max(_CONTRADICTION, _CONTRADICTION_PER_ATOM * pair[0].natoms)
+        gap = self.energy[high] - self.energy[low]
+        return bool(gap > limit) and not any(system.has_other_inputs for system in pair)
+
+    def verified(self, row: int, group: np.ndarray) -> np.ndarray:
+        """Return the rows of a group that have the structure of `row`, which is among them.
+
+        Of a large group, only some rows are compared.
+        """
+        rows = [row, *(other for other in group.tolist() if other != row)][:_MOST_VERIFIED]
+        parts = [self.systems[self.owner[r]].structures([int(self.number[r])]) for r in rows]
         shapes = {(part.natoms, part.box is None) for part in parts}
         if len(shapes) > 1:
             return np.array(rows[:1])
@@ -376,14 +410,15 @@ class _AllFrames:
         return same
 
     def contradiction(self, pairs: Sequence[tuple[int, int]]) -> str:
-        """Say which frames of two systems, or of one, have other energies for the same structures."""
+        """Say which frames of one or two systems have other energies for the same structures."""
         low, high = np.array(sorted(pairs)).T
-        first, second = self.systems[self.owner[low[0]]], self.systems[self.owner[high[0]]]
-        place = "" if first is second else f" of {second.name}"
-        apart = float(np.median(self.energy[high] - self.energy[low]))
-        one = len(low) == 1
+        low_system = self.systems[self.owner[low[0]]]
+        high_system = self.systems[self.owner[high[0]]]
+        place = "" if low_system is high_system else f" of {high_system.name}"
+        gap = float(np.median(self.energy[high] - self.energy[low]))
+        are_the_same = "is the same structure as" if len(low) == 1 else "are the same structures as"
         return (
-            f"{first.name}: {frame_words(self.number[low])} {'is' if one else 'are'} the same structure"
-            f"{'' if one else 's'} as {frame_words(self.number[high])}{place}, but their energies are {apart:.4g} eV "
-            "apart; are method, reference and charge the same?"
+            f"{low_system.name}: {frame_words(self.number[low])} {are_the_same} "
+            f"{frame_words(self.number[high])}{place}, but their energies are {gap:.4g} eV apart; "
+            "are method, reference and charge the same?"
         )

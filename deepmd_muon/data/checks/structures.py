@@ -8,17 +8,18 @@ from deepmd_muon.data.frames import Frames
 
 #: Copies differ by the rounding of float32 and of text, a random error of each coordinate [Å].
 ROUNDING = 2e-5
-# Keys depend on positions by up to this factor more than a sum of displacements: types weigh 1 to 2, cells are skewed.
+# Keys change by up to this factor more than positions: types weigh 1 to 2, and cells are skewed.
 _FACTOR = 4.0
 # Coordinates of copies differ by less [Å].
 _SAME_PLACE = 10.0 * ROUNDING
 
 
 def structure_keys(frames: Frames) -> np.ndarray:
-    """Return numbers that a translation, or moving atoms by cell vectors, does not change `(nframes, 6)` [Å].
+    """Return numbers that shifts of all atoms and moves by cell vectors do not change.
 
-    With a cell: sizes of structure factors at small reciprocal vectors, with a weight for every type, and two numbers of
-    the cell. Without: sums over the distances from the centre, and the sum of the weights.
+    With a cell, they are sizes of structure factors at small reciprocal vectors, with a weight for
+    every type, and two numbers of the cell; without one, sums over the distances from the centre,
+    and the sum of the weights. They are `(nframes, 6)` [Å].
     """
     weights = _weights(frames)
     keys = np.zeros((frames.nframes, 6))
@@ -36,12 +37,14 @@ def structure_keys(frames: Frames) -> np.ndarray:
     box = np.where(flat[:, None, None], np.eye(3), frames.box)
     length = np.cbrt(np.abs(np.linalg.det(box)))
     phase = 2.0 * np.pi * (frames.coord @ np.linalg.inv(box))
-    wave = np.cos(phase) + 1j * np.sin(phase)  # (nframes, natoms, 3); numpy's complex exp is slower
+    wave = np.cos(phase) + 1j * np.sin(phase)  # (nframes, natoms, 3); complex exp is slower
     for axis in range(3):
         keys[:, axis] = np.abs((weights * wave[..., axis]).sum(axis=1))
-    keys[:, 3] = np.abs((weights * wave[..., 0] * wave[..., 1] * wave[..., 2]).sum(axis=1))
+    diagonal = weights * wave[..., 0] * wave[..., 1] * wave[..., 2]
+    keys[:, 3] = np.abs(diagonal.sum(axis=1))
     keys[:, :4] *= length[:, None] / (2.0 * np.pi)
     metric = (box @ box.transpose(0, 2, 1)).reshape(-1, 9) / length[:, None]
+    # Two sums of the nine numbers with weights that are always the same.
     keys[:, 4:] = metric @ np.random.default_rng(1).uniform(0.5, 1.0, (9, 2))
     return keys
 
@@ -52,9 +55,9 @@ def tolerance(natoms: int) -> float:
 
 
 def same_structure(frames: Frames) -> np.ndarray:
-    """Return which frames are the first one but for a shift of all atoms and for moves by cell vectors `(nframes,)`.
+    """Return which frames are frame 0 after a shift of all atoms and moves by cell vectors.
 
-    Symmetric copies, which may have the same keys, are not.
+    Symmetric copies may have the same keys, but are other structures.
     """
     same = (frames.atype == frames.atype[:1]).all(axis=1)
     moved = frames.coord - frames.coord[:1]
@@ -70,6 +73,7 @@ def same_structure(frames: Frames) -> np.ndarray:
 
 
 def _weights(frames: Frames) -> np.ndarray:
-    """Weights between 1 and 2 of every atom, others for other types, 0 for padding; the golden ratio spreads them."""
+    """Return a weight of every atom by its type, between 1 and 2; 0 for padding."""
+    # The golden ratio spreads the weights of types evenly.
     weights = 1.0 + (frames.atype + 1) * 0.6180339887 % 1.0
     return np.asarray(np.where(frames.atype < 0, 0.0, weights))

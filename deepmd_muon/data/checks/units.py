@@ -18,10 +18,12 @@ ENERGY_UNITS: dict[str, float] = {
     "forces in kJ/mol/Å: divide them by 96.49": 1 / 96.4853,
     "forces in Hartree/Bohr: multiply them by 51.42": 51.4221,
     "forces in Rydberg/Bohr: multiply them by 25.71": 25.7110,
-    "forces in eV/Bohr (multiply them by 1.89), or all in Hartree (energies by 27.21, forces by 51.42)": 1.88973,
+    "forces in eV/Bohr (multiply them by 1.89), or all in Hartree (energies by 27.21, forces by "
+    "51.42)": 1.88973,
     "forces of the opposite sign: they must be −dE/dx": -1.0,
 }
-#: The same for positions, whose unit distances between known elements show, too: both must speak for it.
+#: The same for positions, whose unit distances between known elements show, too: both must speak
+#: for it.
 POSITION_UNITS: dict[str, float] = {
     "positions in Bohr: multiply them by 0.529": 0.529177,
     "positions in nm: multiply them by 10": 10.0,
@@ -49,38 +51,40 @@ VIRIAL_UNITS: dict[str, Callable[[float], float]] = {
     "forces in Hartree/Bohr: multiply them by 51.42": lambda volume: 51.4221,
     "forces of the opposite sign, too: they must be −dE/dx": lambda volume: -1.0,
 }
-# Numbers of the nine above the diagonal.
-_OFF_DIAGONAL = {1: "xy", 2: "xz", 5: "yz"}
-#: Places of the nine numbers of a virial that was written in another order.
-VIRIAL_ORDERS: dict[str, list[int]] = {
-    **{
-        f"the axes in the order {''.join('xyz'[k] for k in axes)}": [
-            3 * axes[k // 3] + axes[k % 3] for k in range(9)
-        ]
-        for axes in permutations(range(3))
-        if axes != (0, 1, 2)
-    },
-    # xy, xz and yz are numbers 1, 2 and 5 of the nine.
-    **{
-        f"{_OFF_DIAGONAL[a]}, {_OFF_DIAGONAL[b]} and {_OFF_DIAGONAL[c]} in place of xy, xz and yz": [
-            *(0, a, b),
-            *(a, 4, c),
-            *(b, c, 8),
-        ]
-        for a, b, c in permutations(_OFF_DIAGONAL)
-        if (a, b, c) != tuple(_OFF_DIAGONAL)
-    },
-}
-_WITHIN = 1.45  # factors are known so well
 
 
-def explain(labels: str, compared: str, factor: float, known: Mapping[str, float]) -> str:
+def _virial_orders() -> dict[str, list[int]]:
+    """Return the places of the nine numbers of a virial that was written in another order."""
+    orders = {}
+    for axes in permutations(range(3)):
+        if axes != (0, 1, 2):
+            names = "".join("xyz"[axis] for axis in axes)
+            order = [3 * axes[k // 3] + axes[k % 3] for k in range(9)]
+            orders[f"the axes in the order {names}"] = order
+    off_diagonal = {1: "xy", 2: "xz", 5: "yz"}  # by number of the nine
+    for a, b, c in permutations(off_diagonal):
+        if (a, b, c) != tuple(off_diagonal):
+            names = f"{off_diagonal[a]}, {off_diagonal[b]} and {off_diagonal[c]}"
+            orders[f"{names} in place of xy, xz and yz"] = [0, a, b, a, 4, c, b, c, 8]
+    return orders
+
+
+#: Places of the nine numbers of a virial, by what is unusual about their order.
+VIRIAL_ORDERS = _virial_orders()
+
+# Factors are known within this factor.
+_WITHIN = 1.45
+
+
+def explain(labels: str, compared: str, factor: float, causes: Mapping[str, float]) -> str:
     """Return a sentence with a factor and the units that would cause it."""
     away = {
-        words: abs(np.log(value / factor)) for words, value in known.items() if value * factor > 0
+        words: abs(np.log(value / factor)) for words, value in causes.items() if value * factor > 0
     }
-    nearest = sorted(
+    likely = sorted(
         (distance, words) for words, distance in away.items() if distance < np.log(_WITHIN)
     )
-    causes = " or ".join(f"{words} (would be {known[words]:.4g})" for _, words in nearest[:3])
-    return f"{labels} are {factor:.3g} times what {compared} imply; {causes or 'check units and signs of all labels'}"
+    named = " or ".join(f"{words} (would be {causes[words]:.4g})" for _, words in likely[:3])
+    if not named:
+        named = "check units and signs of all labels"
+    return f"{labels} are {factor:.3g} times what {compared} imply; {named}"

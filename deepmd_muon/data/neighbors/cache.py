@@ -1,4 +1,4 @@
-"""Neighbour lists that are built once: the cache that training reads, and the statistics of a data set."""
+"""The cache of neighbour lists that training reads, and the neighbour statistics of a data set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from deepmd_muon.data.neighbors.lists import (
     group_limits,
     stack_neighbors,
 )
-from deepmd_muon.data.neighbors.together import count_together
 from deepmd_muon.data.system import System
 
 log = logging.getLogger(__name__)
@@ -32,18 +31,19 @@ log = logging.getLogger(__name__)
 #: Most frames read at once while going through a system, and most atoms in them.
 CHUNK = 64
 CHUNK_ATOMS = 8192
-#: Seconds between two lines on how far the counting is.
-_LOG_INTERVAL = 10.0
-#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
+#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a
+#: thousand times too dense.
 DENSEST = 10.0
+# Seconds between two lines on how far the counting is.
+_LOG_INTERVAL = 10.0
 
 
 class NeighborRequest(Protocol):
-    """The neighbour lists that a descriptor reads; attributes as the parameters of `NeighborCache`."""
+    """The neighbour lists that a descriptor reads; attributes are parameters of `NeighborCache`."""
 
     @property
     def rcut(self) -> float:
-        """Cutoff radius [Å]."""
+        """Cut-off radius [Å]."""
 
     @property
     def sel(self) -> Sequence[int]:
@@ -55,20 +55,20 @@ class NeighborRequest(Protocol):
 
     @property
     def inner(self) -> Sequence[tuple[float, int]]:
-        """Shorter cutoffs [Å] and the most neighbours within each."""
+        """Shorter cut-offs [Å] and the most neighbours within each."""
 
 
 class NeighborCache:
     """Neighbour lists of frames, each built once and kept while the memory budget lasts.
 
-    Frames are kept in the layout of a batch, so that a batch of one frame is a view. When the budget is spent,
-    further frames are built anew each time and nothing is thrown out: training visits each frame once an epoch,
-    so the least recently used one is among those needed next.
+    Frames are kept in the layout of a batch, so that a batch of one frame is a view. When the
+    budget is spent, the cache builds further frames at every call and drops none: training visits
+    each frame once an epoch, so it needs the least recently used frame next.
 
     Parameters
     ----------
     rcut : float
-        Cutoff radius [Å].
+        Cut-off radius [Å].
     sel : sequence of int, optional
         Most neighbours kept per type; None keeps all.
     by_type : bool
@@ -78,7 +78,7 @@ class NeighborCache:
     ntypes : int, optional
         Number of types of the model; ``len(sel)`` when left out.
     inner : sequence of (float, int)
-        Shorter cutoffs, see `build_neighbors`.
+        Shorter cut-offs, see `build_neighbors`.
 
     Attributes
     ----------
@@ -121,7 +121,12 @@ class NeighborCache:
     def of(cls, request: NeighborRequest, ntypes: int, max_bytes: int = 2 << 30) -> NeighborCache:
         """Return the cache of the lists that a descriptor reads."""
         return cls(
-            request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner
+            rcut=request.rcut,
+            sel=request.sel,
+            by_type=request.by_type,
+            max_bytes=max_bytes,
+            ntypes=ntypes,
+            inner=request.inner,
         )
 
     def __len__(self) -> int:
@@ -136,23 +141,23 @@ class NeighborCache:
             When they cannot be built; names system and frame.
         """
         key = (system.name, number)
-        found = self._frames.get(key)
-        if found is not None:
-            return found
-        box = frames.box[row] if system.pbc and frames.box is not None else None
+        cached = self._frames.get(key)
+        if cached is not None:
+            return cached
         with naming_frame(number, system.name):
             built = build_neighbors(
-                frames.coord[row],
-                box,
-                frames.atype[row],
-                self.rcut,
-                self.sel,
-                self.by_type,
-                self.ntypes,
-                self.inner,
+                coord=frames.coord[row],
+                box=_cell(system, frames, row),
+                atype=frames.atype[row],
+                rcut=self.rcut,
+                sel=self.sel,
+                by_type=self.by_type,
+                ntypes=self.ntypes,
+                inner=self.inner,
             )
         with self._lock:
             self.dropped += built.dropped
+            # Another thread may have built the same frame meanwhile.
             if key not in self._frames and self.nbytes + built.nbytes <= self.max_bytes:
                 self._frames[key] = built
                 self.nbytes += built.nbytes
@@ -161,18 +166,22 @@ class NeighborCache:
     def statistics(
         self, system: System, number: int, frames: Frames, row: int
     ) -> NeighborStatistics:
-        """Return the statistics of a frame whose list is not wanted; arguments and errors as in `frame`."""
-        found = self._frames.get((system.name, number))
-        if found is not None:
-            return found.statistics
-        counted = _counted(system, number, frames, row, self.rcut, self.ntypes)
+        """Count the neighbours of a frame without building its list; arguments as in `frame`."""
+        cached = self._frames.get((system.name, number))
+        if cached is not None:
+            return cached.statistics
+        counted = _count(system, number, frames, row, rcut=self.rcut, ntypes=self.ntypes)
         self.note_most(np.array(counted.max_neighbors), counted.max_total)
         return counted
 
     def note_most(self, of_types: np.ndarray, total: int) -> None:
-        """Note in `dropped` whether `sel` cuts lists of atoms with so many neighbours of each type, and of all."""
+        """Note in `dropped` whether `sel` cuts lists of atoms with so many neighbours.
+
+        `of_types` counts the neighbours of each type `(ntypes,)`, `total` the
+        neighbours of all types.
+        """
         columns = of_types if self.by_type else np.array([total])
-        # As float64: the sum of limits that are not set exceeds int64.
+        # float64: the sum of limits that are not set exceeds int64.
         if (columns > self._limits).any() or total > self._limits.sum(dtype=np.float64):
             self.dropped = max(1, self.dropped)
 
@@ -183,16 +192,44 @@ class NeighborCache:
 
         A batch of one frame is a view of the cache: do not write into it.
         """
-        return stack_neighbors(
-            [self.frame(system, int(n), frames, row) for row, n in enumerate(indices)]
+        parts = [self.frame(system, int(number), frames, row) for row, number in enumerate(indices)]
+        return stack_neighbors(parts)
+
+
+def _cell(system: System, frames: Frames, row: int) -> np.ndarray | None:
+    return frames.box[row] if system.pbc and frames.box is not None else None
+
+
+def _count(
+    system: System, number: int, frames: Frames, row: int, *, rcut: float, ntypes: int
+) -> NeighborStatistics:
+    """Count the neighbours of frame `number` of a system, which is row `row` of `frames`."""
+    with naming_frame(number, system.name):
+        return frame_statistics(
+            coord=frames.coord[row],
+            box=_cell(system, frames, row),
+            atype=frames.atype[row],
+            rcut=rcut,
+            ntypes=ntypes,
         )
 
 
+# ----- statistics of a data set ------------------------------------------------------------------
+
+
 def worker_count() -> int:
-    """Return how many threads search for neighbours beside each other: as many as the process may use, at most 8."""
-    return min(
-        8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Return the number of threads that search for neighbours: one a core, at most 8."""
+    if not hasattr(os, "sched_getaffinity"):
+        return min(8, os.cpu_count() or 1)
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+class _Chunk(NamedTuple):
+    """Frames of a system that one thread reads and counts."""
+
+    system: System
+    numbers: np.ndarray
+    listed: np.ndarray | None  # frames of the system that the cache keeps lists of; None for all
 
 
 def neighbor_statistics(
@@ -210,25 +247,28 @@ def neighbor_statistics(
     systems : sequence of System
         The training data.
     rcut : float
-        Cutoff radius [Å].
+        Cut-off radius [Å].
     cache : NeighborCache, optional
-        Take lists from it and leave new ones in it; must have the same cutoff.
+        Take lists from it and leave new ones in it; must have the same cut-off.
     workers : int, optional
         Threads (the search itself runs outside of Python's lock); see `worker_count`.
     numbers : sequence of ndarray, optional
         Frames of each system; all of them when left out.
     listed : sequence of ndarray, optional
-        Frames of each system whose lists the cache shall hold; all that are counted when left out. Counting is faster.
+        Frames of each system that the cache builds lists of; all that are counted when left out.
+        Counting is faster.
 
     Raises
     ------
     NeighborError
-        When atoms coincide, a cell has no volume or is denser than any matter, or `cache` has another cutoff.
+        When atoms coincide, a cell has no volume or is denser than any matter, or `cache` has
+        another cut-off.
 
     Notes
     -----
-    Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat`` does not move
-    them back before it adds images, so for unwrapped trajectories it may report fewer neighbours.
+    Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat``
+    does not move them back before it adds images, so for unwrapped trajectories it may report fewer
+    neighbours.
     """
     ntypes = max(number_of_types(system) for system in systems)
     if cache is not None and (cache.rcut != rcut or cache.ntypes != ntypes):
@@ -237,109 +277,77 @@ def neighbor_statistics(
             f"statistics are wanted for {rcut} Å and {ntypes} types"
         )
 
+    chunks = []
+    for k, system in enumerate(systems):
+        chosen = np.arange(system.nframes) if numbers is None else numbers[k]
+        step = max(1, min(CHUNK, CHUNK_ATOMS // system.natoms))
+        for begin in range(0, len(chosen), step):
+            some = chosen[begin : begin + step]
+            chunks.append(_Chunk(system, some, None if listed is None else listed[k]))
+
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
-    shortest = np.inf  # of the chunks that are done
 
-    def chunk(job: tuple[System, np.ndarray, np.ndarray | None]) -> NeighborStatistics:
-        nonlocal shortest
-        system, chosen, wanted = job
-        frames = system.frames(chosen)
-        _check_density(system, chosen, frames)
-        kept = np.zeros(len(chosen), dtype=bool)
-        if cache is not None:
-            kept = ~kept if wanted is None else np.isin(chosen, wanted)
-        found, rest = _count_others(frames, kept, rcut, ntypes, shortest)
-        if cache is not None:
-            cache.note_most(np.array(found.max_neighbors), found.max_total)
-        for row in np.flatnonzero(rest).tolist():
-            number = int(chosen[row])
+    def count(chunk: _Chunk) -> NeighborStatistics:
+        system = chunk.system
+        frames = system.frames(chunk.numbers)
+        _check_density(system, chunk.numbers, frames)
+        is_listed = np.ones(len(chunk.numbers), dtype=bool)
+        if chunk.listed is not None:
+            is_listed = np.isin(chunk.numbers, chunk.listed)
+        total = nothing
+        for row, number in enumerate(chunk.numbers.tolist()):
             if cache is None:
-                own = _counted(system, number, frames, row, rcut, ntypes)
-            elif kept[row]:
-                own = cache.frame(system, number, frames, row).statistics
+                of_frame = _count(system, number, frames, row, rcut=rcut, ntypes=ntypes)
+            elif is_listed[row]:
+                of_frame = cache.frame(system, number, frames, row).statistics
             else:
-                own = cache.statistics(system, number, frames, row)
-            found = found.merge(own)
-        shortest = min(shortest, found.min_distance)
-        return found
+                of_frame = cache.statistics(system, number, frames, row)
+            total = total.merge(of_frame)
+        return total
 
-    every = [np.arange(system.nframes) for system in systems] if numbers is None else numbers
-    lists: Sequence[np.ndarray | None] = [None] * len(systems) if listed is None else listed
-    jobs = [
-        (system, mine[first : first + _chunk(system)], wanted)
-        for system, mine, wanted in zip(systems, every, lists, strict=True)
-        for first in range(0, len(mine), _chunk(system))
-    ]
-    with ThreadPoolExecutor(
-        workers or worker_count(), thread_name_prefix="deepmd_muon-neighbors"
-    ) as pool:
-        return reduce(NeighborStatistics.merge, _logged(pool.map(chunk, jobs), len(jobs)), nothing)
+    threads = workers or worker_count()
+    with ThreadPoolExecutor(threads, thread_name_prefix="deepmd_muon-neighbors") as pool:
+        results = _log_progress(pool.map(count, chunks), len(chunks))
+        return reduce(NeighborStatistics.merge, results, nothing)
 
 
-def _counted(
-    system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int
-) -> NeighborStatistics:
-    """Count the neighbours of frame `number` of a system, which is row `row` of `frames`."""
-    box = frames.box[row] if system.pbc and frames.box is not None else None
-    with naming_frame(number, system.name):
-        return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
-
-
-def _count_others(
-    frames: Frames, kept: np.ndarray, rcut: float, ntypes: int, shortest: float
-) -> tuple[NeighborStatistics, np.ndarray]:
-    """Count neighbours in frames that are not `kept` by `count_together`; return which frames are left `(nframes,)`."""
-    others = np.flatnonzero(~kept)
-    if not len(others):
-        return NeighborStatistics(np.inf, (0,) * ntypes, 0), kept
-    box = None if frames.box is None else frames.box[others]
-    found, counted = count_together(
-        frames.coord[others], box, frames.atype[others], rcut, ntypes, shortest
-    )
-    rest = kept.copy()
-    rest[others] = ~counted
-    return found, rest
-
-
-def _chunk(system: System) -> int:
-    """Frames of a system read at once."""
-    return max(1, min(CHUNK, CHUNK_ATOMS // system.natoms))
-
-
-def _logged(results: Iterable[NeighborStatistics], total: int) -> Iterator[NeighborStatistics]:
-    """Yield results; log the progress now and then."""
-    started = logged = time.monotonic()
+def _log_progress(
+    results: Iterable[NeighborStatistics], total: int
+) -> Iterator[NeighborStatistics]:
+    """Yield results; log the progress at intervals."""
+    started = time.monotonic()
+    last_line = started
     for done, result in enumerate(results, 1):
         now = time.monotonic()
-        if now - logged > _LOG_INTERVAL and done < total:
-            logged = now
-            left = (now - started) * (total - done) / done
-            log.info(
-                "counting neighbours: %.0f %% done, about %.0f s left", 100 * done / total, left
-            )
+        if now - last_line > _LOG_INTERVAL and done < total:
+            last_line = now
+            remaining = (now - started) * (total - done) / done
+            percent = 100 * done / total
+            log.info("counting neighbours: %.0f %% done, about %.0f s left", percent, remaining)
         yield result
 
 
 def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
-    """Refuse cells denser than any matter: counting would take minutes and much memory for a mistake in the units."""
+    """Reject cells denser than any matter, a mistake in units that would take minutes to count."""
     if frames.box is None:
         return
     density = densities(frames)
     densest = int(density.argmax())
     if density[densest] > DENSEST:
         raise NeighborError(
-            f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
-            "box and coord must be in Å (nm would look like this)"
+            f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ "
+            "(diamond has 0.18); box and coord must be in Å (nm would look like this)"
         )
 
 
 def densities(frames: Frames) -> np.ndarray:
-    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a cell or a volume."""
-    number = (frames.atype >= 0).sum(axis=1)
+    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a volume."""
+    natoms = (frames.atype >= 0).sum(axis=1)
     if frames.box is None:
-        return np.zeros(len(number))
+        return np.zeros(len(natoms))
     volume = np.abs(np.linalg.det(frames.box))
-    return np.asarray(np.divide(number, volume, out=np.zeros(len(volume)), where=volume > 1e-300))
+    has_volume = volume > 1e-300
+    return np.asarray(np.divide(natoms, volume, out=np.zeros(len(volume)), where=has_volume))
 
 
 def number_of_types(system: System) -> int:

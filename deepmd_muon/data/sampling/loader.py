@@ -34,13 +34,15 @@ from deepmd_muon.data.sampling.samples import packed, read_ahead, sample_frames
 from deepmd_muon.data.system import System
 
 # Systems of a batch, and frames of a system, that a message names.
-_SYSTEMS_NAMED, _FRAMES_NAMED = 8, 16
+_SYSTEMS_NAMED = 8
+_FRAMES_NAMED = 16
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the frames of a batch come from: names of systems and numbers of their frames, in the batch's order."""
+    """Where the frames of a batch come from."""
 
+    # Names of systems, each with the numbers of its frames, in the order of the batch.
     parts: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
@@ -49,7 +51,7 @@ class Origin:
         return cls(tuple((systems[k].name, tuple(numbers.tolist())) for k, numbers in plan.parts))
 
     def __str__(self) -> str:
-        """Name systems and frames; of many, the first ones."""
+        """Name systems and frames; the first ones if there are many."""
         by_system: dict[str, list[int]] = {}
         for name, numbers in self.parts:
             by_system.setdefault(name, []).extend(numbers)
@@ -57,8 +59,10 @@ class Origin:
             f"{name} ({_frames_in_words(numbers)})"
             for name, numbers in itertools.islice(by_system.items(), _SYSTEMS_NAMED)
         ]
-        more = len(by_system) - len(words)
-        return ", ".join([*words, f"{more} more systems"] if more else words)
+        n_unnamed = len(by_system) - len(words)
+        if n_unnamed:
+            words.append(f"{n_unnamed} more systems")
+        return ", ".join(words)
 
 
 def _frames_in_words(numbers: Sequence[int]) -> str:
@@ -70,7 +74,7 @@ def _frames_in_words(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """Frames with their neighbours, and where they come from."""
+    """Frames with their neighbours, and their origin."""
 
     frames: Frames
     neighbors: NeighborList
@@ -81,15 +85,16 @@ class Seats(NamedTuple):
     """The ranks that take a batch in a step."""
 
     number: int  # how many there are
-    mine: int | None  # place of this rank among them; None where it takes no batch
+    mine: int | None  # place of this rank among them; None if it takes no batch
 
 
 class DataLoader:
-    """Endless random batches whose position can be saved, and evenly spread samples.
+    """Endless random batches with a position that can be saved, and evenly spread samples.
 
-    Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead; the
-    batches and `state_dict` are the same. Under data parallelism all ranks hold the same position: rank r of
-    N takes batches r, r + N, r + 2N, … of one order. A loader is read by `next` or by `deal`, not by both.
+    Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead;
+    the batches and `state_dict` are the same. Under data parallelism all ranks hold the same
+    position: rank r of N takes batches r, r + N, r + 2N, … of one order. A loader is read by `next`
+    or by `deal`, not by both.
 
     Parameters
     ----------
@@ -112,13 +117,14 @@ class DataLoader:
     batches_per_step : int
         Batches that a reader needs at once: a position lies between such groups.
     balance : bool
-        Order batches so that those of a step cost about the same, see `BalancedOrder`, and deal out those of a step
-        that takes several by their cost. The order is the same for any number of readers.
+        Order batches so that the batches of a step cost about the same, see `BalancedOrder`. If a
+        reader takes several batches a step, deal them out by their cost. The order is the same for
+        any number of readers.
 
     Attributes
     ----------
     systems : tuple of System
-        Those in use: ``filter:N`` leaves some out.
+        The systems in use: ``filter:N`` leaves some out.
     batch_sizes : tuple of int
         Frames of a batch of each system.
     nbatches : tuple of int
@@ -155,17 +161,22 @@ class DataLoader:
         natoms = [system.natoms for system in self.systems]
         self.batch_sizes = rule.frames_per_batch(natoms)
         nframes = [system.nframes for system in self.systems]
-        # Batches of several systems draw single frames, so systems count by frames there.
+        # Batches of several systems draw single frames: there, systems count by their frames.
+        draws_frames = rule.kind in ("mixed", "mix")
         self.nbatches = tuple(
-            n if rule.kind in ("mixed", "mix") else -(-n // b)
-            for n, b in zip(nframes, self.batch_sizes, strict=True)
+            n if draws_frames else -(-n // size)
+            for n, size in zip(nframes, self.batch_sizes, strict=True)
         )
         self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
         if cache is None:
             if rcut is None:
                 raise NeighborError("give rcut and sel, or a NeighborCache")
             cache = NeighborCache(
-                rcut, sel, by_type, cache_bytes, max(map(number_of_types, self.systems))
+                rcut=rcut,
+                sel=sel,
+                by_type=by_type,
+                max_bytes=cache_bytes,
+                ntypes=max(map(number_of_types, self.systems)),
             )
         self.cache = cache
         self.rank = rank
@@ -178,39 +189,49 @@ class DataLoader:
         self._sampler: Sampler | AtomBudgetSampler
         if rule.kind == "mix":
             self._sampler = AtomBudgetSampler(
-                nframes, natoms, self.probabilities, rule.number, seed, identity
+                nframes=nframes,
+                natoms=natoms,
+                probabilities=self.probabilities,
+                budget=rule.number,
+                seed=seed,
+                identity=identity,
             )
         else:
-            mixed = rule.number if rule.kind == "mixed" else 0
             self._sampler = Sampler(
-                nframes, self.batch_sizes, self.probabilities, seed, mixed, identity
+                nframes=nframes,
+                sizes=self.batch_sizes,
+                probabilities=self.probabilities,
+                seed=seed,
+                mixed=rule.number if rule.kind == "mixed" else 0,
+                identity=identity,
             )
         self._order = BalancedOrder(self._sampler, self._cost) if balance else self._sampler
         self._balance = balance
-        self._costs: dict[int, float] = {}
-        self._bounded: dict[tuple[int, float], list[np.ndarray]] = {}
+        self._costs: dict[int, float] = {}  # of the first frame of each system
+        self._bounded: dict[tuple[int, float], list[np.ndarray]] = {}  # see `bounded_numbers`
+        # Plans of this rank that were drawn ahead; batches drawn but not taken do not count in the
+        # position.
         self._drawn: deque[Plan] = deque()
-        self._step = self._taken = 0
+        self._step = 0  # position: batches of all ranks in whole steps
+        self._taken = 0  # batches of this rank in the step
         self._seats: Iterator[Seats] = itertools.repeat(Seats(world_size, rank))
-        self._present = world_size
-        self._thread = (
-            ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
-        )
-        self._ahead: Future[Batch] | None = None
+        self._n_present = world_size  # seats of the step
+        self._thread: ThreadPoolExecutor | None = None
+        if prefetch:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data")
+        self._ahead: Future[Batch] | None = None  # the batch that the thread builds
 
-    # -- random batches --------------------------------------------------------------------------------------
+    # ----- random batches ------------------------------------------------------------------------
 
     def next(self) -> Batch:
         """Return the next random batch of this rank."""
         if self._thread is None:
             batch = self.build(self.draw())
         else:
-            ahead = (
-                self._ahead
-                if self._ahead is not None
-                else self._thread.submit(self.build, self.draw())
-            )
-            self._ahead = None
+            ahead = self._ahead
+            if ahead is None:
+                ahead = self._thread.submit(self.build, self.draw())
+            self._ahead = None  # not built again if it raises
             batch = ahead.result()
             self._ahead = self._thread.submit(self.build, self.draw())
         self.advance()
@@ -229,58 +250,66 @@ class DataLoader:
         return max(self._sampler.mixed, *self.batch_sizes)
 
     def draw(self) -> Plan:
-        """Draw the next batch of this rank without reading its frames, any number ahead of `advance`."""
+        """Draw the next batch of this rank without reading its frames.
+
+        It may be called any number of times ahead of `advance`.
+        """
         while not self._drawn:
-            number, mine = next(self._seats)
-            plans = [self._order.next() for _ in range(number * self.batches_per_step)]
-            if number * self.batches_per_step == 1 and mine is not None:
+            seats = next(self._seats)
+            plans = [self._order.next() for _ in range(seats.number * self.batches_per_step)]
+            if seats.mine is None:
+                continue
+            if len(plans) == 1:
                 self._drawn.extend(plans)
-            elif mine is not None:
-                by_cost = self._balance and self.batches_per_step > 1
-                costs = [self._cost(plan) if by_cost else 1.0 for plan in plans]
-                self._drawn.extend(plans[k] for k in distribute(costs, number)[mine])
+                continue
+            costs = [1.0] * len(plans)  # equal costs are dealt out in turn
+            if self._balance and self.batches_per_step > 1:
+                costs = [self._cost(plan) for plan in plans]
+            positions = distribute(costs, seats.number)[seats.mine]
+            self._drawn.extend(plans[k] for k in positions)
         return self._drawn.popleft()
 
     def _cost(self, plan: Plan) -> float:
-        """Return the cost of a batch: that of the first frame of its systems, for each of its frames."""
+        """Return the cost of a batch: every frame counts as the first frame of its system."""
         for k, _ in plan.parts:
             if k not in self._costs:
-                first = self.systems[k].frames(np.zeros(1, dtype=np.int64))
-                self._costs[k] = cost_of_frame(self.cache.frame(self.systems[k], 0, first, 0))
+                frame = self.systems[k].frames(np.zeros(1, dtype=np.int64))
+                self._costs[k] = cost_of_frame(self.cache.frame(self.systems[k], 0, frame, 0))
         return sum(len(numbers) * self._costs[k] for k, numbers in plan.parts)
 
     def advance(self) -> None:
-        """Take the next batch, which has been drawn: the position moves when the last one of a step has been taken."""
+        """Count the next drawn batch as taken; the last one of a step moves the position."""
         self._taken += 1
         if self._taken == self.batches_per_step:
-            self._step += self._present * self._taken
+            self._step += self._n_present * self._taken
             self._taken = 0
 
     def seat(self, seats: Iterator[Seats]) -> None:
-        """Deal out batches by these seats of each step, before the first draw; by default all ranks have one always.
+        """Deal out batches by these seats of each step; call it before the first draw.
 
-        They are read as far ahead as batches are drawn.
+        By default each rank takes part in every step. Seats are read as far ahead as batches are
+        drawn.
         """
         self._seats = seats
 
     def begin_step(self, seats: Seats) -> None:
-        """Note the seats of the step that begins: the position moves now where this rank has none."""
-        self._present = seats.number
+        """Note the seats of the step that begins; if this rank has none, the position moves now."""
+        self._n_present = seats.number
         if seats.mine is None:
             self._step += seats.number * self.batches_per_step
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position after the batches of whole steps: plain values, equal on all ranks."""
+        """Return the position after the last whole step: plain values, equal on all ranks."""
         return self._order.state_dict(self._step)
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue after a saved position: the next batches are those of an uninterrupted run.
+        """Continue after a saved position with the next batches of an uninterrupted run.
 
         Raises
         ------
         SamplerStateError
-            When the position was saved with other systems, batch sizes or probabilities; the loader stays as
-            it was.
+            When the position was saved with other systems, batch sizes or probabilities; the loader
+            stays as it was.
         """
         self._order.load_state_dict(state)
         self._step = self._order.step
@@ -290,95 +319,102 @@ class DataLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches until every system is expected to have been served once, ceil(max(batches / probability)).
+        """Batches until every system is expected to have been served once, of all ranks together.
 
-        Those of all ranks together; this is what ``numb_epoch`` multiplies, as in DeePMD.
+        This is ⌈max(batches / probability)⌉, which ``numb_epoch`` multiplies, as in DeePMD.
         """
         if isinstance(self._sampler, AtomBudgetSampler):
             return self._sampler.batches_per_epoch
-        drawn = self.probabilities > 0
-        turns = float((np.array(self.nbatches)[drawn] / self.probabilities[drawn]).max())
-        frames_a_batch = max(1, self._sampler.mixed)
+        is_drawn = self.probabilities > 0
+        draws = float((np.array(self.nbatches)[is_drawn] / self.probabilities[is_drawn]).max())
+        draws_per_batch = max(1, self._sampler.mixed)
         # 1e-9: probabilities in proportion to batches give the sum of batches up to rounding.
-        return math.ceil(turns * (1 - 1e-9) / frames_a_batch)
+        return math.ceil(draws * (1 - 1e-9) / draws_per_batch)
 
-    # -- batches dealt out to the ranks ------------------------------------------------------------------------
+    # ----- batches dealt out to the ranks --------------------------------------------------------
 
     def deal(self, count: int) -> Iterator[tuple[Batch, bool]]:
-        """Distribute the next `count` random batches among the ranks, which together see those of one process.
+        """Distribute the next `count` random batches among the ranks.
 
-        Yield a batch of this rank, and whether it counts: if `count` is not a multiple of the number of ranks, some
-        repeat a batch of another rank, so that all get equally many.
+        Together the ranks see the batches of one process. Yield a batch of this rank, and whether
+        it counts: if `count` is not a multiple of the number of ranks, some ranks repeat a batch of
+        another rank, so that all get equally many.
         """
 
-        def drawn() -> Iterator[Plan]:
+        def draw() -> Iterator[Plan]:
             for _ in range(count):
                 self._step += 1
                 yield self._order.next()
 
-        for batch, counts, _ in self._dealt(drawn()):
+        for batch, counts, _ in self._deal_plans(draw()):
             yield batch, counts
 
     def deal_all(self) -> Iterator[tuple[Batch, bool]]:
-        """Deal every frame of every system out once, in order; otherwise as `deal`. The random order does not move."""
+        """Deal every frame of every system out once, in order; otherwise as `deal`.
+
+        The random order does not move.
+        """
         for batch, counts, _ in self.deal_sample([system.nframes for system in self.systems]):
             yield batch, counts
 
     def deal_sample(self, wanted: Sequence[int]) -> Iterator[tuple[Batch, bool, int]]:
-        """Deal `wanted` frames of each system out, spread evenly over it, with its number; otherwise as `deal_all`."""
-        yield from self._dealt(self._spread(wanted))
+        """Deal `wanted` frames of each system out, spread evenly over it; otherwise as `deal_all`.
 
-    def _spread(self, wanted: Sequence[int]) -> Iterator[Plan]:
-        """Yield batches of at most `wanted` frames of each system, spread evenly over it."""
-        for k, (size, numbers) in enumerate(
-            zip(self.batch_sizes, self._numbers(wanted), strict=True)
-        ):
-            for first in range(0, len(numbers), size):
-                yield Plan(((k, numbers[first : first + size]),))
+        The third value is the number of the system.
+        """
+        yield from self._deal_plans(self._sample_plans(wanted))
 
-    def _numbers(self, wanted: Sequence[int]) -> list[np.ndarray]:
-        """Return the numbers of at most `wanted` frames of each system, spread evenly over it."""
-        pairs = (
-            (system.nframes, min(system.nframes, n))
-            for system, n in zip(self.systems, wanted, strict=True)
-        )
-        return [np.arange(n) * nframes // max(1, n) for nframes, n in pairs]
-
-    def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
+    def _deal_plans(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
         """Yield this rank's batches, whether each counts, and the number of its first system."""
         while turn := list(itertools.islice(plans, self.world_size)):
-            there = self.rank < len(turn)
-            plan = turn[self.rank if there else 0]
-            yield self.build(plan), there, plan.parts[0][0]
+            counts = self.rank < len(turn)
+            plan = turn[self.rank if counts else 0]
+            system, _ = plan.parts[0]
+            yield self.build(plan), counts, system
 
-    # -- samples for statistics ------------------------------------------------------------------------------
+    # ----- samples for statistics ----------------------------------------------------------------
 
     def sample_batches(self, nbatches: int) -> Iterator[Batch]:
-        """At most `nbatches` batches of every system, spread evenly over its frames, for statistics.
+        """Yield at most `nbatches` batches of every system, spread evenly over its frames.
 
-        The same on every rank, and leaves the random order where it is.
+        They are the same on every rank. The random order does not move.
         """
-        return map(self.build, self._spread([nbatches * size for size in self.batch_sizes]))
+        return map(self.build, self._sample_plans([nbatches * size for size in self.batch_sizes]))
 
     def bounded_batches(self, nbatches: int, most: float) -> Iterator[Batch]:
-        """Frames of `sample_batches`, small systems together in a batch; for measuring the data.
+        """Yield the frames of `sample_batches`, small systems together in a batch.
 
-        Where they cost more than `most`, a sample of them; see `sample_frames`.
+        If they cost more than `most`, take a sample of them; see `sample_frames`.
         """
         numbers = self.bounded_numbers(nbatches, most)
-        plans = (Plan(tuple(part)) for part in packed(self.systems, numbers, CHUNK_ATOMS))
+        plans = (Plan(tuple(pack)) for pack in packed(self.systems, numbers, CHUNK_ATOMS))
         return read_ahead(self.build, plans, worker_count())
 
     def bounded_numbers(self, nbatches: int, most: float) -> list[np.ndarray]:
         """Return the numbers of the frames of each system that `bounded_batches` reads."""
         if (nbatches, most) not in self._bounded:
-            candidates = self._numbers([nbatches * size for size in self.batch_sizes])
+            candidates = self._sample_numbers([nbatches * size for size in self.batch_sizes])
             self._bounded[nbatches, most] = sample_frames(
                 self.systems, most, self.cache.rcut, candidates
             )
         return self._bounded[nbatches, most]
 
-    # -- building --------------------------------------------------------------------------------------------
+    def _sample_plans(self, wanted: Sequence[int]) -> Iterator[Plan]:
+        """Yield batches of at most `wanted` frames of each system, spread evenly over it."""
+        for k, numbers in enumerate(self._sample_numbers(wanted)):
+            size = self.batch_sizes[k]
+            for begin in range(0, len(numbers), size):
+                yield Plan(((k, numbers[begin : begin + size]),))
+
+    def _sample_numbers(self, wanted: Sequence[int]) -> list[np.ndarray]:
+        """Return the numbers of at most `wanted` frames of each system, spread evenly over it."""
+        numbers = []
+        for system, most in zip(self.systems, wanted, strict=True):
+            count = min(system.nframes, most)
+            numbers.append(np.arange(count) * system.nframes // max(1, count))
+        return numbers
+
+    # ----- building ------------------------------------------------------------------------------
 
     def build(self, plan: Plan) -> Batch:
         """Read the frames of a plan and look their neighbours up."""
@@ -386,13 +422,17 @@ class DataLoader:
         neighbors = []
         for k, numbers in plan.parts:
             system = self.systems[k]
-            part = system.frames(numbers)
-            frames.append(part)
+            of_system = system.frames(numbers)
+            frames.append(of_system)
             neighbors += [
-                self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)
+                self.cache.frame(system, number, of_system, row)
+                for row, number in enumerate(numbers.tolist())
             ]
-        origin = Origin.of(self.systems, plan)
-        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), origin)
+        return Batch(
+            frames=Frames.concatenate(frames),
+            neighbors=stack_neighbors(neighbors),
+            origin=Origin.of(self.systems, plan),
+        )
 
     def close(self) -> None:
         """End the background thread; the loader still works, without it."""

@@ -1,9 +1,9 @@
 """Which frames make the next batch: batch sizes, probabilities of systems, and the sampler.
 
-The order of batches is a pure function of seed, systems and rules. The system of draw k comes from block
-``k // 1024`` of a random stream, and each system serves its frames in shuffled epochs, each epoch with a
-stream of its own. So the position is one integer, and resuming replays the choices instead of storing
-generators.
+The order of batches is a pure function of seed, systems and rules. The system of draw k comes from
+block ``k // 1024`` of a random stream, and each system serves its frames in shuffled epochs, each
+epoch with another stream. So the position is one integer, and resuming replays the choices instead
+of storing generators.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -24,19 +24,30 @@ BatchKind = Literal["fixed", "list", "auto", "max", "filter", "mixed", "mix"]
 #: System choices drawn at once; part of the definition of the order, do not change.
 CHOICE_BLOCK = 1024
 
-# The frames of a system that has one.
-_ONLY = np.zeros(1, dtype=np.int64)
+# The first integers of the seed of a stream, after the run's seed, so that no two streams are the
+# same; part of the definition of the order.
+_CHOICES = 0
+_EPOCHS = 1
+
+
+_BATCH_SIZES = (
+    'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N", "mixed:N" '
+    'or "mix:N"'
+)
 
 
 @dataclass(frozen=True)
 class BatchRule:
     """A parsed batch size.
 
-    ``fixed``: the same number of frames in every system. ``list``: one number per system. ``auto``: the smallest number
-    of frames with at least `number` atoms. ``max``: the largest with at most `number` atoms, and at least one.
-    ``filter``: as ``max``, and systems of more atoms are left out. ``mixed``: batches of `number` frames drawn from all
-    systems, padded to the largest. ``mix``: batches of frames of similar sizes from all systems, at most `number` atoms
-    with padding.
+    - ``fixed``: the same number of frames in every system.
+    - ``list``: one number per system.
+    - ``auto``: the smallest number of frames with at least `number` atoms.
+    - ``max``: the largest number of frames with at most `number` atoms, and at least one.
+    - ``filter``: as ``max``, and systems of more atoms are left out.
+    - ``mixed``: batches of `number` frames drawn from all systems, padded to the largest.
+    - ``mix``: batches of frames of similar sizes from all systems, at most `number` atoms with
+      padding.
     """
 
     kind: BatchKind
@@ -45,38 +56,33 @@ class BatchRule:
 
     @classmethod
     def parse(cls, spec: int | str | Sequence[int]) -> BatchRule:
-        """Read a batch size: ``4``, ``[1, 2]``, ``"auto"``, ``"auto:32"`` and, like it, max, filter, mixed and mix.
+        """Read a batch size: ``4``, ``[1, 2]``, ``"auto"``, ``"auto:32"``, ``"max:64"``, ….
 
         Raises
         ------
         SamplingError
             When `spec` is none of these or a number is not positive.
         """
-        help_text = 'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"'
+        error = SamplingError(f"batch_size {spec!r}: {_BATCH_SIZES}")
         if isinstance(spec, str):
-            kind, colon, tail = spec.partition(":")
             if spec == "auto":
                 return cls("auto", 32)
-            if (
-                kind in get_args(BatchKind)[2:]
-                and colon
-                and tail.isascii()
-                and tail.isdigit()
-                and int(tail) > 0
-            ):
-                return cls(kind, int(tail))  # type: ignore[arg-type]  # kind was just compared with the choices
-            raise SamplingError(f"batch_size {spec!r}: {help_text}")
-        numbers = [spec] if isinstance(spec, (int, np.integer)) else list(spec)
-        if not numbers or any(
-            isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0 for n in numbers
-        ):
-            raise SamplingError(f"batch_size {spec!r}: {help_text}")
+            kind, _, digits = spec.partition(":")
+            has_number = digits.isascii() and digits.isdigit() and int(digits) > 0
+            if kind not in get_args(BatchKind)[2:] or not has_number:  # all but fixed and list
+                raise error
+            return cls(kind, int(digits))  # type: ignore[arg-type]  # one of the choices, see above
         if isinstance(spec, (int, np.integer)):
+            if not _is_size(spec):
+                raise error
             return cls("fixed", int(spec))
-        return cls("list", sizes=tuple(int(n) for n in numbers))
+        sizes = list(spec)
+        if not sizes or not all(_is_size(size) for size in sizes):
+            raise error
+        return cls("list", sizes=tuple(int(size) for size in sizes))
 
     def keep(self, natoms: Sequence[int]) -> list[int]:
-        """Numbers of the systems that this rule leaves in.
+        """Return the numbers of the systems that this rule leaves in.
 
         Raises
         ------
@@ -85,19 +91,21 @@ class BatchRule:
         """
         if self.kind != "filter":
             return list(range(len(natoms)))
-        kept = [k for k, n in enumerate(natoms) if n <= self.number]
-        if not kept:
+        small = [k for k, n in enumerate(natoms) if n <= self.number]
+        if not small:
             raise SamplingError(
-                f"batch_size filter:{self.number} leaves no system: the smallest has {min(natoms)} atoms"
+                f"batch_size filter:{self.number} leaves no system: "
+                f"the smallest has {min(natoms)} atoms"
             )
-        return kept
+        return small
 
     def frames_per_batch(self, natoms: Sequence[int]) -> tuple[int, ...]:
-        """Frames of a batch of each system; `natoms` are the atoms of the systems that were kept."""
+        """Return the frames of a batch of each system, from the atoms of the systems left in."""
         if self.kind == "list":
             if len(self.sizes) != len(natoms):
                 raise SamplingError(
-                    f"batch_size lists {len(self.sizes)} numbers, but {len(natoms)} systems were found"
+                    f"batch_size lists {len(self.sizes)} numbers, "
+                    f"but {len(natoms)} systems were found"
                 )
             return self.sizes
         if self.kind in ("fixed", "mixed"):
@@ -107,20 +115,28 @@ class BatchRule:
         return tuple(max(1, self.number // n) for n in natoms)
 
 
+def _is_size(value: object) -> bool:
+    """Whether a value is a positive integer; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return bool(value > 0)
+
+
 def system_probabilities(
     nbatches: Sequence[int],
     auto_prob: str = "prob_sys_size",
     sys_probs: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """Probability of each system.
+    """Return the probability of each system.
 
     Parameters
     ----------
     nbatches : sequence of int, (nsystems,)
         Batches each system has.
     auto_prob : str
-        ``prob_uniform``; ``prob_sys_size`` (in proportion to batches); or ``prob_sys_size;a:b:w;…``: systems
-        a to b−1 share the weight w in proportion to their batches, and systems in no block are never drawn.
+        ``prob_uniform``; ``prob_sys_size`` (in proportion to batches); or
+        ``prob_sys_size;a:b:w;…``: systems a to b−1 share the weight w in proportion to their
+        batches, and systems in no block are never drawn.
     sys_probs : sequence of float, optional
         Explicit probabilities; negative ones share the rest in proportion to batches.
 
@@ -136,7 +152,7 @@ def system_probabilities(
     """
     size: np.ndarray = np.asarray(nbatches, dtype=np.float64)
     if sys_probs is not None:
-        return _given_probabilities(size, sys_probs)
+        return _complete_probabilities(size, np.asarray(sys_probs, dtype=np.float64))
     if auto_prob == "prob_uniform":
         return np.full(len(size), 1.0 / len(size))
     if auto_prob == "prob_sys_size":
@@ -144,58 +160,64 @@ def system_probabilities(
     if auto_prob.startswith("prob_sys_size;"):
         return _block_probabilities(size, auto_prob)
     raise SamplingError(
-        f'auto_prob {auto_prob!r}: use "prob_uniform", "prob_sys_size" or "prob_sys_size;first:last:weight;…"'
+        f'auto_prob {auto_prob!r}: use "prob_uniform", "prob_sys_size" or '
+        '"prob_sys_size;first:last:weight;…"'
     )
 
 
-def _given_probabilities(size: np.ndarray, sys_probs: Sequence[float]) -> np.ndarray:
-    given: np.ndarray = np.asarray(sys_probs, dtype=np.float64)
-    if given.shape != size.shape:
+def _complete_probabilities(size: np.ndarray, sys_probs: np.ndarray) -> np.ndarray:
+    """Replace negative probabilities by shares of the rest, in proportion to `size`."""
+    if sys_probs.shape != size.shape:
         raise SamplingError(
-            f"sys_probs has {given.size} entries, but {size.size} systems were found"
+            f"sys_probs has {sys_probs.size} entries, but {size.size} systems were found"
         )
-    if not np.isfinite(given).all():
-        raise SamplingError(f"sys_probs {given.tolist()} must be finite")
-    automatic = given < 0
-    rest = 1.0 - given[~automatic].sum()
+    if not np.isfinite(sys_probs).all():
+        raise SamplingError(f"sys_probs {sys_probs.tolist()} must be finite")
+    is_automatic = sys_probs < 0
+    rest = 1.0 - sys_probs[~is_automatic].sum()
     if rest < -1e-8:
         raise SamplingError(
             f"the probabilities given in sys_probs sum to {1 - rest:.6g}, more than 1"
         )
-    if automatic.any():
-        share = np.where(automatic, size, 0.0)
-        given = np.where(automatic, max(rest, 0.0) * share / share.sum(), given)
+    if is_automatic.any():
+        share = np.where(is_automatic, size, 0.0)
+        automatic = max(rest, 0.0) * share / share.sum()
+        sys_probs = np.where(is_automatic, automatic, sys_probs)
     elif rest > 1e-5:
         raise SamplingError(
             f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share the rest of 1"
         )
-    return np.asarray(given / given.sum())
+    return np.asarray(sys_probs / sys_probs.sum())
 
 
 def _block_probabilities(size: np.ndarray, rule: str) -> np.ndarray:
+    """Return the probabilities of a rule ``prob_sys_size;first:last:weight;…``."""
     weights: np.ndarray = np.zeros_like(size)
-    covered = np.zeros(len(size), dtype=bool)
+    is_covered = np.zeros(len(size), dtype=bool)
     for block in rule.split(";")[1:]:
         try:
-            first_text, last_text, weight_text = block.split(":")
-            first, last, weight = int(first_text), int(last_text), float(weight_text)
+            begin_text, end_text, weight_text = block.split(":")
+            begin = int(begin_text)
+            end = int(end_text)
+            weight = float(weight_text)
         except ValueError as error:
             raise SamplingError(
                 f"auto_prob: block {block!r} of {rule!r} is not first:last:weight"
             ) from error
-        if not (0 <= first < last and first < len(size)):
+        if not (0 <= begin < end and begin < len(size)):
             raise SamplingError(
-                f"auto_prob: block {block!r} holds none of the {len(size)} systems (last is excluded)"
+                f"auto_prob: block {block!r} holds none of the {len(size)} systems "
+                "(last is excluded)"
             )
         if not (weight >= 0 and math.isfinite(weight)):
             raise SamplingError(
                 f"auto_prob: the weight of block {block!r} must be finite and not negative"
             )
-        part = slice(first, last)
-        if covered[part].any():
+        systems = slice(begin, end)
+        if is_covered[systems].any():
             raise SamplingError(f"auto_prob: block {block!r} overlaps an earlier one of {rule!r}")
-        covered[part] = True
-        weights[part] = weight * size[part] / size[part].sum()
+        is_covered[systems] = True
+        weights[systems] = weight * size[systems] / size[systems].sum()
     if not weights.sum() > 0:
         raise SamplingError(f"auto_prob: all weights of {rule!r} are zero")
     return np.asarray(weights / weights.sum())
@@ -203,8 +225,9 @@ def _block_probabilities(size: np.ndarray, rule: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Plan:
-    """The frames of one batch: parts of one system each, in order."""
+    """The frames of one batch."""
 
+    # Numbers of systems, each with the numbers of its frames, in the order of the batch.
     parts: tuple[tuple[int, np.ndarray], ...]
 
 
@@ -215,17 +238,21 @@ def new_seed() -> int:
 
 
 class SavedOrder:
-    """An order of batches whose position, one integer, can be saved and restored."""
+    """An order of batches with a position, one integer, that can be saved and restored."""
 
     step: int  # batches drawn so far
     seed: int  # of the order
     _identity: str
 
     def state_dict(self, step: int | None = None) -> dict[str, int | str]:
-        """Position as plain values; `step` names another position than the present one."""
-        # The seed as text: it may have 128 bits, which not every serialiser takes as an integer.
-        at = int(self.step if step is None else step)
-        return {"version": 1, "step": at, "seed": str(self.seed), "identity": self._identity}
+        """Return the position as plain values; `step` names another position than this one."""
+        return {
+            "version": 1,
+            "step": int(self.step if step is None else step),
+            # As text: a seed may have 128 bits, which not every serialiser takes as an integer.
+            "seed": str(self.seed),
+            "identity": self._identity,
+        }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Go to a saved position; the seed comes along.
@@ -241,10 +268,12 @@ class SavedOrder:
             )
         if state["identity"] != self._identity:
             raise SamplerStateError(
-                "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
-                "probabilities of the systems have changed, so the order of batches cannot be continued"
+                "the saved position belongs to other training data: atoms, frames, labels, batch "
+                "sizes or probabilities of the systems have changed, so the order of batches "
+                "cannot be continued"
             )
-        self.seed, self.step = int(state["seed"]), int(state["step"])
+        self.seed = int(state["seed"])
+        self.step = int(state["step"])
         self._forget()
 
     def _forget(self) -> None:
@@ -252,12 +281,20 @@ class SavedOrder:
         raise NotImplementedError
 
 
+class _Epoch(NamedTuple):
+    """The frames of one system in the order of one epoch."""
+
+    number: int
+    frames: np.ndarray  # (nframes,)
+
+
 class Sampler(SavedOrder):
     """An endless, reproducible order of batches of `sizes` frames of systems of `nframes`.
 
-    Each system serves its frames without repetition until all were served (the last batch of such an epoch may be
-    smaller), then shuffles anew. Where `mixed` is positive, a batch is this many frames, each from a system drawn for
-    it. `identity` says more about the systems; it is compared when a position is restored.
+    Each system serves its frames without repetition until all were served (the last batch of such
+    an epoch may be smaller), then shuffles again. If `mixed` is positive, a batch is this many
+    frames, each from a system drawn for it. `identity` says more about the systems; it is compared
+    when a position is restored.
     """
 
     def __init__(
@@ -271,65 +308,71 @@ class Sampler(SavedOrder):
     ) -> None:
         self.nframes = tuple(int(n) for n in nframes)
         self.sizes = tuple(
-            1 if mixed else min(int(b), n) for b, n in zip(sizes, self.nframes, strict=True)
+            1 if mixed else min(int(size), n) for size, n in zip(sizes, self.nframes, strict=True)
         )
         self.seed = int(seed)
+        self.step = 0
         self.mixed = int(mixed)
         self._cumulative = np.cumsum(probabilities)
         # Rounding must not leave a gap at the end, nor draw a system of probability zero there.
-        self._cumulative[np.flatnonzero(probabilities)[-1] :] = 1.0
+        last_drawn = np.flatnonzero(probabilities)[-1]
+        self._cumulative[last_drawn:] = 1.0
         rule = (self.nframes, self.sizes, [float(p) for p in probabilities], self.mixed, identity)
         self._identity = hashlib.sha256(repr(rule).encode()).hexdigest()
-        self._choices: tuple[int, np.ndarray] | None = None
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}
-        self.step = 0
-        self._served = np.zeros(len(self.nframes), dtype=np.int64)
+        self._choices: tuple[int, np.ndarray] | None = None  # the last block that was drawn
+        self._epochs: dict[int, _Epoch] = {}  # by system
+        self._served = np.zeros(len(self.nframes), dtype=np.int64)  # batches of each system so far
 
     @property
     def mixes_systems(self) -> bool:
         """Whether the frames of a batch may come from several systems."""
         return self.mixed > 0
 
-    def _choice_block(self, block: int) -> np.ndarray:
-        """Systems of draws ``1024·block …``."""
-        if self._choices is None or self._choices[0] != block:
-            draws = np.random.Generator(np.random.PCG64([self.seed, 0, block])).random(CHOICE_BLOCK)
-            self._choices = (block, np.searchsorted(self._cumulative, draws, side="right"))
-        return self._choices[1]
-
-    def _take(self, draw: int) -> tuple[int, np.ndarray]:
-        """Serve draw number `draw`: the system and its frames."""
-        system = int(self._choice_block(draw // CHOICE_BLOCK)[draw % CHOICE_BLOCK])
-        size, nframes = self.sizes[system], self.nframes[system]
-        epoch, turn = divmod(int(self._served[system]), -(-nframes // size))
-        self._served[system] += 1
-        if nframes == 1:
-            return system, _ONLY
-        known = self._orders.get(system)
-        if known is None or known[0] != epoch:
-            stream = np.random.Generator(np.random.PCG64([self.seed, 1, system, epoch]))
-            known = self._orders[system] = (epoch, stream.permutation(nframes))
-        return system, known[1][turn * size : (turn + 1) * size]
-
     def next(self) -> Plan:
         """Draw the next batch."""
-        draws = max(1, self.mixed)
-        parts = [self._take(self.step * draws + k) for k in range(draws)]
+        n_draws = max(1, self.mixed)
+        draws = [self._serve(self.step * n_draws + k) for k in range(n_draws)]
         self.step += 1
-        if self.mixed:
-            # Frames of one system lie together, so that each system is read once.
-            systems = sorted({system for system, _ in parts})
-            parts = [
-                (s, np.concatenate([frames for system, frames in parts if system == s]))
-                for s in systems
-            ]
-        return Plan(tuple(parts))
+        if not self.mixed:
+            return Plan(tuple(draws))
+        # Frames of one system come together, so that each system is read once.
+        frames_of: dict[int, list[np.ndarray]] = {}
+        for system, frames in draws:
+            frames_of.setdefault(system, []).append(frames)
+        return Plan(tuple((k, np.concatenate(frames_of[k])) for k in sorted(frames_of)))
+
+    def _serve(self, draw: int) -> tuple[int, np.ndarray]:
+        """Return the system of a draw, and its next frames."""
+        block, place = divmod(draw, CHOICE_BLOCK)
+        system = int(self._choice_block(block)[place])
+        size = self.sizes[system]
+        nframes = self.nframes[system]
+        batches_per_epoch = -(-nframes // size)
+        epoch, turn = divmod(int(self._served[system]), batches_per_epoch)
+        self._served[system] += 1
+        if nframes == 1:  # spares the stream
+            return system, np.zeros(1, dtype=np.int64)
+        current = self._epochs.get(system)
+        if current is None or current.number != epoch:
+            stream = np.random.Generator(np.random.PCG64([self.seed, _EPOCHS, system, epoch]))
+            current = _Epoch(epoch, stream.permutation(nframes))
+            self._epochs[system] = current
+        return system, current.frames[turn * size : (turn + 1) * size]
+
+    def _choice_block(self, block: int) -> np.ndarray:
+        """Return the systems of draws ``1024·block …``."""
+        if self._choices is None or self._choices[0] != block:
+            stream = np.random.Generator(np.random.PCG64([self.seed, _CHOICES, block]))
+            systems = np.searchsorted(self._cumulative, stream.random(CHOICE_BLOCK), side="right")
+            self._choices = (block, systems)
+        return self._choices[1]
 
     def _forget(self) -> None:
         self._choices = None
-        self._orders.clear()
-        draws = self.step * max(1, self.mixed)
+        self._epochs.clear()
+        # Replay the choices up to this position.
+        n_draws = self.step * max(1, self.mixed)
         self._served[:] = 0
-        for block in range(-(-draws // CHOICE_BLOCK)):
-            chosen = self._choice_block(block)[: draws - block * CHOICE_BLOCK]
-            self._served += np.bincount(chosen, minlength=len(self.nframes))
+        for block in range(-(-n_draws // CHOICE_BLOCK)):
+            systems = self._choice_block(block)[: n_draws - block * CHOICE_BLOCK]
+            self._served += np.bincount(systems, minlength=len(self.nframes))

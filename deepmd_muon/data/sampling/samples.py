@@ -1,4 +1,4 @@
-"""Bounded samples of data: what is measured before the first step must not take longer for larger data."""
+"""Bounded samples of data: what runs measure first must not take longer for larger data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import numpy as np
 from deepmd_muon.data.system import System
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-#: What reading a frame costs besides its atoms, in atoms.
+#: What reading a frame costs in addition to its atoms, in atoms.
 FRAME_COST = 24
-#: Cut-off at which an atom's neighbours count as one [Å].
+# Cut-off at which an atom's neighbours count as one atom [Å].
 _USUAL_RCUT = 6.0
 # Frames in which every type is looked at, as far as the data have them.
 _FRAMES_OF_A_TYPE = 16
 
 
 def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndarray:
-    """Return what a frame of each system costs, in atoms `(nsystems,)`; `rcut` [Å] where its neighbours are found."""
+    """Return what a frame of each system costs, in atoms `(nsystems,)`.
+
+    Give `rcut` [Å] if neighbours are searched, too.
+    """
     volume = 1.0 if rcut is None else max(0.25, (rcut / _USUAL_RCUT) ** 3)
     return np.array([system.natoms * volume + FRAME_COST for system in systems])
 
@@ -34,114 +37,132 @@ def sample_frames(
     rcut: float | None = None,
     candidates: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """Draw frames of systems with one type map, the same ones in every process; return their numbers, ascending.
+    """Draw frames of systems with one type map, the same ones in every process.
 
-    All are taken where their cost, see `frame_costs`, is at most `most`. Otherwise each system takes part in proportion
-    to its frames, and each type occurs in some of them; systems that alone have a type may be added. `candidates` are
-    the frames of each system that are drawn from, all by default.
+    All frames are taken if they cost at most `most`, see `frame_costs`. Otherwise each system takes
+    part in proportion to its frames, and each type occurs in some of them; systems that alone have
+    a type may be added. `candidates` are the frames of each system that are drawn from, all by
+    default. Return the numbers of the frames of each system, ascending.
     """
-    counts = np.array(
-        [s.nframes for s in systems] if candidates is None else [len(c) for c in candidates],
-        dtype=int,
-    )
+    if candidates is None:
+        counts = np.array([system.nframes for system in systems], dtype=int)
+    else:
+        counts = np.array([len(numbers) for numbers in candidates], dtype=int)
     costs = frame_costs(systems, rcut)
     stream = np.random.Generator(np.random.PCG64(0))
-    wanted = (
-        counts if counts @ costs <= most else _drawn_counts(systems, counts, costs, most, stream)
-    )
-    found = []
-    for k, (count, number) in enumerate(zip(counts.tolist(), wanted.tolist(), strict=True)):
+    drawn_counts = counts
+    if counts @ costs > most:
+        drawn_counts = _draw_counts(systems, counts, costs, most, stream)
+    drawn = []
+    for k, (count, number) in enumerate(zip(counts.tolist(), drawn_counts.tolist(), strict=True)):
+        rows = np.arange(number)
         # numpy takes 20 µs to draw nothing, and most of many systems give nothing.
-        drawn = 0 < number < count
-        chosen = (
-            np.sort(stream.choice(count, number, replace=False)) if drawn else np.arange(number)
-        )
-        found.append(chosen if candidates is None else candidates[k][chosen])
-    return found
+        if 0 < number < count:
+            rows = np.sort(stream.choice(count, number, replace=False))
+        drawn.append(rows if candidates is None else candidates[k][rows])
+    return drawn
 
 
 def sample_with(
     systems: Sequence[System], first: Sequence[np.ndarray], most: float, rcut: float | None = None
 ) -> list[np.ndarray]:
-    """Draw frames as `sample_frames` does, but take those in `first`, which has some of each system, before others."""
-    others = [np.arange(s.nframes) for s in systems]
-    others = [
-        np.delete(every, mine) if len(mine) else every
-        for every, mine in zip(others, first, strict=True)
-    ]
-    left = most - float(frame_costs(systems, rcut) @ [len(mine) for mine in first])
-    drawn = sample_frames(systems, max(left, 0.0), rcut, others)
-    return [
-        np.sort(np.concatenate([a, b])) if len(a) else b for a, b in zip(first, drawn, strict=True)
-    ]
+    """Draw frames as `sample_frames` does, but take the frames of `first` before others.
+
+    `first` has some frames of each system.
+    """
+    candidates = [np.arange(system.nframes) for system in systems]
+    for k, taken in enumerate(first):
+        if len(taken):
+            candidates[k] = np.delete(candidates[k], taken)
+    cost = float(frame_costs(systems, rcut) @ [len(taken) for taken in first])
+    drawn = sample_frames(systems, max(most - cost, 0.0), rcut, candidates)
+    for k, taken in enumerate(first):
+        if len(taken):
+            drawn[k] = np.sort(np.concatenate([taken, drawn[k]]))
+    return drawn
 
 
-def _drawn_counts(
+def _draw_counts(
     systems: Sequence[System],
     counts: np.ndarray,
     costs: np.ndarray,
     most: float,
     stream: np.random.Generator,
 ) -> np.ndarray:
-    """Draw how many frames each system gives: its share, rounded up or down by chance; one at least where that fits."""
-    there = counts > 0
-    lone = float(costs[there].sum())
-    share = (
-        (most - lone) / float(counts @ costs) if 2 * lone <= most else most / float(counts @ costs)
-    )
-    expected = counts * share
+    """Draw how many frames each system gives `(nsystems,)`.
+
+    A system gives its share, rounded up or down by chance, and at least one frame if one of each
+    takes no more than half of the budget.
+    """
+    has_frames = counts > 0
+    cost_of_one_each = float(costs[has_frames].sum())
+    one_each = 2 * cost_of_one_each <= most
+    budget = most - cost_of_one_each if one_each else most
+    expected = counts * (budget / float(counts @ costs))
     drawn = np.floor(expected).astype(int)
     drawn += stream.random(len(counts)) < expected - drawn
-    drawn = np.minimum(counts, drawn + (there if 2 * lone <= most else 0))
-    systems_of: dict[int, list[int]] = {}
-    for k in np.flatnonzero(there).tolist():
-        for kind in sorted(set(systems[k].types(np.zeros(1, dtype=np.int64))[0].tolist())):
+    if one_each:
+        drawn = drawn + has_frames
+    drawn = np.minimum(counts, drawn)
+
+    systems_of: dict[int, list[int]] = {}  # by type of frame 0
+    for k in np.flatnonzero(has_frames).tolist():
+        types = systems[k].types(np.zeros(1, dtype=np.int64))[0]
+        for kind in sorted(set(types.tolist())):
             systems_of.setdefault(kind, []).append(k)
     for kind, members in systems_of.items():
-        lacking = min(_FRAMES_OF_A_TYPE, int(counts[members].sum())) - int(drawn[members].sum())
+        enough = min(_FRAMES_OF_A_TYPE, int(counts[members].sum()))
+        lacking = enough - int(drawn[members].sum())
         if kind < 0 or lacking <= 0:
             continue
         for k in stream.permutation(members).tolist():
-            more = min(lacking, int(counts[k] - drawn[k]), -(-_FRAMES_OF_A_TYPE // len(members)))
-            drawn[k] += more
-            lacking -= more
+            fair_share = -(-_FRAMES_OF_A_TYPE // len(members))
+            added = min(lacking, int(counts[k] - drawn[k]), fair_share)
+            drawn[k] += added
+            lacking -= added
     return np.asarray(drawn)
 
 
 def packed(
     systems: Sequence[System], numbers: Sequence[np.ndarray], atoms: int
 ) -> Iterator[list[tuple[int, np.ndarray]]]:
-    """Yield frames of systems of similar sizes together, so that small ones are not gone through one by one.
+    """Yield frames of systems of similar sizes together: small ones are not read one by one.
 
-    A part has `atoms` atoms at most, padding included; a larger frame is a part of its own.
+    A pack has `atoms` atoms at most, padding included; a larger frame is a pack alone. All systems
+    of a pack have cells, or none has.
     """
-    part: list[tuple[int, np.ndarray]] = []
-    room = 0
-    order = sorted(range(len(systems)), key=lambda k: (systems[k].pbc, -systems[k].natoms))
-    for k, before in zip(order, [None, *order], strict=False):
-        mine = numbers[k]
-        if before is not None and systems[k].pbc != systems[before].pbc and part:
-            yield part
-            part = []
-        while len(mine):
-            if not part:
-                room = max(
-                    1, atoms // systems[k].natoms
-                )  # the first system of a part is its largest
-            part.append((k, mine[:room]))
-            mine, room = mine[room:], room - len(part[-1][1])
+    pack: list[tuple[int, np.ndarray]] = []
+    room = 0  # frames that the pack still takes
+    pbc = False  # of the pack
+    for k in sorted(range(len(systems)), key=lambda k: (systems[k].pbc, -systems[k].natoms)):
+        system = systems[k]
+        if pack and system.pbc != pbc:
+            yield pack
+            pack = []
+        remaining = numbers[k]
+        while len(remaining):
+            if not pack:
+                room = max(1, atoms // system.natoms)  # the first system of a pack is its largest
+                pbc = system.pbc
+            taken = remaining[:room]
+            pack.append((k, taken))
+            remaining = remaining[room:]
+            room -= len(taken)
             if not room:
-                yield part
-                part = []
-    if part:
-        yield part
+                yield pack
+                pack = []
+    if pack:
+        yield pack
 
 
 def read_ahead(
-    build: Callable[[Item], Found], items: Iterable[Item], workers: int
-) -> Iterator[Found]:
-    """Yield `build(item)` in the order of the items, made ahead by so many threads; as many results wait at most."""
-    waiting: deque[Future[Found]] = deque()
+    build: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
+    """Yield `build(item)` in the order of the items, built ahead by `workers` threads.
+
+    At most so many results wait.
+    """
+    waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-reading") as pool:
         try:
             for item in items:

@@ -10,7 +10,8 @@ import numpy as np
 from deepmd_muon.data.system import System
 from deepmd_muon.data.writing import formula_of
 
-# Fewer systems of a kind are split in time: each may be another temperature or phase, which training needs.
+# Fewer systems of a kind are split in time: each may be another temperature or phase, which
+# training needs.
 _SYSTEMS = 5
 # Systems of fewer frames are not cut.
 _FRAMES = 10
@@ -31,11 +32,9 @@ class Share:
     @property
     def validation(self) -> System | None:
         """The validation frames as a system."""
-        return (
-            self.system.part(self.train, self.system.nframes)
-            if self.train < self.system.nframes
-            else None
-        )
+        if self.train == self.system.nframes:
+            return None
+        return self.system.part(self.train, self.system.nframes)
 
     @property
     def whole(self) -> bool:
@@ -44,11 +43,12 @@ class Share:
 
 
 def split(systems: Sequence[System], share: float) -> list[Share]:
-    """Choose validation data, a share between 0 and 1, that are not neighbours in time of training data.
+    """Choose validation data that are not neighbours in time of training data.
 
-    Of five or more systems of the same atoms, some are held out whole. Else the last frames of a system are, if it has
-    ten or more. Smaller systems count as one kind, whatever their atoms. An element, and a lone atom, always stays in
-    the training data. Return the share of each system, in the same order.
+    `share` is between 0 and 1. Of five or more systems of the same atoms, whole systems are held
+    out. Of fewer, the last frames of each system are, if it has ten or more. Smaller systems count
+    as one kind, whatever their atoms. An element, and a lone atom, always stays in the training
+    data. Return the share of each system, in the same order.
     """
     kinds: dict[tuple[str, int, bool], list[int]] = {}
     for number, system in enumerate(systems):
@@ -58,9 +58,8 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
     cut = {number for kind in few for number in kind} - set(small)
     held_out: set[int] = set()
     for kind in [*kinds.values(), small]:
-        if (
-            len(kind) >= _SYSTEMS
-        ):  # a share of them, at least one, from the middle of equal stretches
+        if len(kind) >= _SYSTEMS:
+            # A share of them, at least one, from the middle of equal stretches.
             count = max(1, round(share * len(kind)))
             held_out |= {kind[int((k + 0.5) * len(kind) / count)] for k in range(count)}
     held_out = _without_last_of_an_element(systems, held_out)
@@ -77,14 +76,17 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
 
 def _without_last_of_an_element(systems: Sequence[System], held_out: set[int]) -> set[int]:
     """Return systems to training that are the only ones with one of their types, or a lone atom."""
-    looked = [np.arange(system.nframes if system.mixed else 1) for system in systems]
-    types = [
-        set(np.unique(s.types(k)).tolist()) - {-1} for s, k in zip(systems, looked, strict=True)
-    ]
-    kept = {number for number in held_out if systems[number].natoms > 1}
-    trained = set().union(*(types[number] for number in range(len(systems)) if number not in kept))
-    for number in sorted(kept):
-        if not types[number] <= trained:
-            kept.discard(number)
-            trained |= types[number]
-    return kept
+    types = []
+    for system in systems:
+        frames = np.arange(system.nframes if system.mixed else 1)
+        types.append(set(np.unique(system.types(frames)).tolist()) - {-1})
+    still_out = {number for number in held_out if systems[number].natoms > 1}
+    trained_types: set[int] = set()
+    for number, types_of_system in enumerate(types):
+        if number not in still_out:
+            trained_types |= types_of_system
+    for number in sorted(still_out):
+        if not types[number] <= trained_types:
+            still_out.discard(number)
+            trained_types |= types[number]
+    return still_out

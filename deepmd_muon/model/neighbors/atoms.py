@@ -1,4 +1,4 @@
-"""The input of a search for neighbours: structures side by side, their cells, and the form of the list."""
+"""The input of a neighbour search: structures side by side, cells, and the form of the list."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from torch import Tensor
 
 #: Neighbours that a program of the kernels sorts, at most.
 MOST_NEIGHBORS = 4096
-#: Atoms nearer than this lie at the same place [Å].
+#: Atoms nearer than this are at the same place [Å].
 SAME_PLACE = 1e-6
-#: Entries of `Candidates.needed`: room for candidates; 1 where atoms lie at the same place; 1 where a position is not
-#: finite; `NEARNESS` over the least distance, rounded up, where atoms are nearer than `Candidates.nearest`; the widths
-#: of sections; the bounds of shorter radii.
-ROOM, AT_SAME_PLACE, NOT_FINITE, TOO_NEAR, FIRST_WIDTH = range(5)
-#: Scale of such an entry [Å]: the largest integer is that of the least distance, to 0.1 % at 1 Å.
-NEARNESS = 1000.0
-#: Rounding of translations [cells].
+#: Margin for the rounding of translations [cells].
 MARGIN = 1e-9
+
+# Entries of `Candidates.needed`.
+#: Room that the candidates of an atom need.
+ROOM = 0
+#: 1 if two atoms are at the same place.
+AT_SAME_PLACE = 1
+#: 1 if a position is not finite.
+NOT_FINITE = 2
+#: `NEARNESS` over the least distance, rounded up, if atoms are nearer than `Candidates.nearest`.
+TOO_NEAR = 3
+#: The first of the widths of sections; the bounds of shorter radii follow them.
+FIRST_WIDTH = 4
+#: Scale of TOO_NEAR [Å]: an integer that resolves a distance of 1 Å to 0.1 %.
+NEARNESS = 1000.0
 
 
 class Cells(NamedTuple):
@@ -31,7 +39,8 @@ class Cells(NamedTuple):
     reach
         Cut-off radius divided by the distance between opposite faces `(nframes, 3)`.
     images
-        How many translations along each cell vector may bring an atom within the cut-off `(nframes, 3)`, int32.
+        How many translations along each cell vector may bring an atom within the cut-off `(nframes,
+        3)`, int32.
     """
 
     box: Tensor
@@ -42,35 +51,32 @@ class Cells(NamedTuple):
     @classmethod
     def of(cls, box: Tensor, rcut: float) -> Cells:
         """Prepare cells `(nframes, 3, 3)` [Å], float64."""
+        # By cross products: `torch.linalg.inv` takes 0.2 s to load a library.
         a, b, c = box.unbind(1)
-        inverse = torch.stack(
-            [torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], 2
-        )
-        inverse = (
-            inverse / (a * inverse[..., 0]).sum(1)[:, None, None]
-        )  # a library's `inv` takes 0.2 s to load
+        columns = [torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)]
+        inverse = torch.stack(columns, 2)
+        volume = (a * inverse[..., 0]).sum(1)
+        inverse = inverse / volume[:, None, None]
         reach = rcut * torch.linalg.vector_norm(inverse, dim=1)
-        return cls(box, inverse, reach, ((2.0 * reach + 2.0 * MARGIN).floor() + 1.0).int())
+        images = ((2.0 * reach + 2.0 * MARGIN).floor() + 1.0).int()
+        return cls(box, inverse, reach, images)
 
     @classmethod
     def of_some(cls, box: Tensor, rcut: float) -> Cells:
-        """Prepare cells of which some are zeros: their structures have no cell, and nothing moves their atoms."""
+        """Prepare cells, zeros for a structure without a cell: its atoms have one image each."""
         periodic = box.flatten(1).any(1)[:, None]
         unit = torch.eye(3, dtype=box.dtype, device=box.device)
         cells = cls.of(torch.where(periodic.unsqueeze(2), box, unit), rcut)
-        box, inverse = (
-            torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse)
-        )
         return cls(
-            box,
-            inverse,
-            torch.where(periodic, cells.reach, 0.0),
-            torch.where(periodic, cells.images, 1),
+            box=torch.where(periodic.unsqueeze(2), cells.box, 0.0),
+            inverse=torch.where(periodic.unsqueeze(2), cells.inverse, 0.0),
+            reach=torch.where(periodic, cells.reach, 0.0),
+            images=torch.where(periodic, cells.images, 1),
         )
 
     def select(self, numbers: Tensor) -> Cells:
         """Return the cells of some structures."""
-        return Cells(*(x.index_select(0, numbers) for x in self))
+        return Cells(*(tensor.index_select(0, numbers) for tensor in self))
 
 
 class Atoms(NamedTuple):
@@ -79,7 +85,8 @@ class Atoms(NamedTuple):
     Attributes
     ----------
     coord
-        Positions `(nframes · natoms, 3)` [Å], float64; those of a structure come first among its `natoms` places.
+        Positions `(nframes · natoms, 3)` [Å], float64. A structure has `natoms` places; its atoms
+        come first.
     atype
         Types `(nframes · natoms,)`, int64.
     counts
@@ -87,7 +94,7 @@ class Atoms(NamedTuple):
     natoms
         Places of a structure.
     cells
-        None without periodicity.
+        None if no structure has a cell.
     """
 
     coord: Tensor
@@ -127,15 +134,16 @@ class Candidates(NamedTuple):
     Attributes
     ----------
     place
-        Places of the candidates `(nreal, room)`, int32; only the first `number` count.
+        Places of the candidates `(nrows, room)`, int32; only the first `number` count.
     shift
-        Their cell translations `(nreal, room, 3)`, int32; None without cells.
+        Their cell translations `(nrows, room, 3)`, int32; None without cells.
     number
-        Candidates of each atom `(nreal,)`, int32; more than the room where that is too small.
+        Candidates of each atom `(nrows,)`, int32; more than the room if that is too small.
     needed
-        What did not fit, int32; zeros where all did. Its entries are named above.
+        What did not fit, int32; zeros if all did. Its entries are named above.
     nearest
-        Squared distance below which atoms are too near for the reader of the list `(1,)` [Å²], float64.
+        Squared distance below which atoms are too near for the reader of the list `(1,)` [Å²],
+        float64.
     inner
         Bounds of the neighbours within each shorter radius.
     """

@@ -1,7 +1,7 @@
-"""Neighbour lists in two steps: candidates within cut-off and skin, and from them the list at the present positions.
+"""Neighbour lists in two steps: candidates within cut-off and skin, and from them the list.
 
-Results equal those of `search` at every call as long as no atom has moved by more than half the skin since its
-structure's candidates were found.
+Results equal those of `search` at every call as long as no atom has moved by more than half the
+skin since its structure's candidates were found. On a GPU, `kernels` does the same.
 """
 
 from __future__ import annotations
@@ -23,17 +23,31 @@ from deepmd_muon.model.neighbors.atoms import (
     Candidates,
     Sections,
 )
-from deepmd_muon.model.neighbors.search import all_candidates, in_sections
+from deepmd_muon.model.neighbors.search import (
+    Images,
+    columns_of,
+    compare_all,
+    gather_rows,
+    in_sections,
+)
 from deepmd_muon.model.nn import triton_support
 
 
 def mark_stale(
     stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float
 ) -> None:
-    """Mark structures that need new candidates; note in `needed` of `Candidates` whether all positions are finite.
+    """Mark structures that need new candidates, and note whether all positions are finite.
 
-    `stale` `(nframes,)`, int32, becomes 1 where an atom has moved from `reference` to `coord`, both
-    `(nframes, natoms, 3)` [Å], by more than the root of `limit` [Å²].
+    Parameters
+    ----------
+    stale
+        `(nframes,)`, int32, written: 1 if an atom has moved by more than the root of `limit`.
+    needed
+        See `Candidates`; its entry NOT_FINITE is raised.
+    coord, reference
+        Positions, and positions to measure from `(nframes, natoms, 3)` [Å].
+    limit
+        [Å²]
     """
     if triton_support.usable(coord.device):
         from deepmd_muon.model.neighbors import kernels
@@ -41,7 +55,7 @@ def mark_stale(
         kernels.mark_stale(stale, needed, coord, reference, limit)
         return
     moved = (coord - reference).square().sum(-1)
-    stale.copy_((~(moved <= limit)).any(1))  # NaN is stale, too
+    stale.copy_((~(moved <= limit)).any(1))  # negated: NaN is stale, too
     needed[NOT_FINITE].logical_or_(~coord.isfinite().all())
 
 
@@ -64,7 +78,7 @@ def renew(
     Parameters
     ----------
     candidates
-        Receives the result; `needed` counts what does not fit.
+        Receives the result; its `needed` says how much room was missing.
     atoms
         The structures; their cells were prepared for `reach`.
     order, frame
@@ -77,23 +91,24 @@ def renew(
     if triton_support.usable(atoms.coord.device):
         from deepmd_muon.model.neighbors import kernels
 
-        kernels.renew(candidates, atoms, order, frame, stale, reach)
+        kernels.renew(candidates, atoms, order, frame, stale=stale, reach=reach)
         return
-    square, other, shift = all_candidates(atoms, order, frame)
-    nframes, room = atoms.counts.shape[0], candidates.place.shape[1]
-    wanted = (frame < nframes) & (stale[frame.clamp(max=nframes - 1)] > 0)
-    near = square < reach**2
-    first = (~near).to(torch.uint8).sort(dim=1, stable=True).indices[:, :room]
-    missing = room - first.shape[1]
-    place = torch.nn.functional.pad(other.gather(1, first), (0, missing))
-    candidates.place.copy_(torch.where(wanted[:, None], place.int(), candidates.place))
+    images = compare_all(atoms, order, frame)
+    nframes = atoms.counts.shape[0]
+    room = candidates.place.shape[1]
+    renewed = (frame < nframes) & (stale[frame.clamp(max=nframes - 1)] > 0)
+    near = images.squared < reach**2
+    columns = columns_of(near, room)
+    n_missing = room - columns.shape[1]
+    place = torch.nn.functional.pad(images.place.gather(1, columns), (0, n_missing))
+    candidates.place.copy_(torch.where(renewed[:, None], place.int(), candidates.place))
     if candidates.shift is not None:
-        found = shift.gather(1, first.unsqueeze(2).expand(-1, -1, 3))
-        found = torch.nn.functional.pad(found, (0, 0, 0, missing))
-        candidates.shift.copy_(torch.where(wanted[:, None, None], found, candidates.shift))
+        shift = gather_rows(images.shift, columns)
+        shift = torch.nn.functional.pad(shift, (0, 0, 0, n_missing))
+        candidates.shift.copy_(torch.where(renewed[:, None, None], shift, candidates.shift))
     number = near.sum(1).int()
-    candidates.number.copy_(torch.where(wanted, number, candidates.number))
-    _note(candidates, ROOM, torch.where(wanted & (number > room), number, 0))
+    candidates.number.copy_(torch.where(renewed, number, candidates.number))
+    _raise_needed(candidates, ROOM, torch.where(renewed & (number > room), number, 0))
 
 
 def lay_out(
@@ -109,51 +124,75 @@ def lay_out(
     Parameters
     ----------
     candidates
-        From `renew`; `needed` shows where atoms are too near, and which widths and bounds are too small.
+        From `renew`; its `needed` shows where atoms are too near, and which widths and bounds are
+        too small.
     atoms, order, frame, sections
         As in `find_neighbors`.
     inner
-        Shorter radii [Å], whose neighbours have bounds in `candidates`.
+        Shorter radii [Å]; `candidates` has a bound of the neighbours within each.
     """
     if triton_support.usable(atoms.coord.device):
         from deepmd_muon.model.neighbors import kernels
 
-        return kernels.lay_out(candidates, atoms, order, frame, sections, inner)
-    nframes, room = atoms.counts.shape[0], candidates.place.shape[1]
-    inside, here = frame < nframes, frame.clamp(max=nframes - 1)
-    own = torch.where(inside, order, 0)
-    real = inside[:, None] & (torch.arange(room, device=order.device) < candidates.number[:, None])
-    other = torch.where(real, candidates.place, 0).long()
-    vector = atoms.coord[other] - atoms.coord[own].unsqueeze(1)
-    shift = other.new_zeros(*other.shape, 3)
+        return kernels.lay_out(candidates, atoms, order, frame, sections=sections, inner=inner)
+    images = _at_present(candidates, atoms, order, frame)
+    _note_too_small(candidates, images, atoms, sections, inner)
+    neighbor, shift = in_sections(images, atoms, sections)
+    return neighbor, None if atoms.cells is None else shift
+
+
+def _at_present(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor) -> Images:
+    """Return the candidates with their distances at the present positions."""
+    nframes = atoms.counts.shape[0]
+    room = candidates.place.shape[1]
+    exists = frame < nframes
+    # Rows without an atom read one that exists, and are masked at the end.
+    frame = frame.clamp(max=nframes - 1)
+    order = torch.where(exists, order, 0)
+    column = torch.arange(room, device=order.device)
+    is_candidate = exists[:, None] & (column < candidates.number[:, None])
+    place = torch.where(is_candidate, candidates.place, 0).long()
+    vector = atoms.coord[place] - atoms.coord[order].unsqueeze(1)  # (nrows, room, 3)
+    shift = place.new_zeros(*place.shape, 3)
     if atoms.cells is not None and candidates.shift is not None:
-        shift = torch.where(real.unsqueeze(2), candidates.shift, 0)
-        vector = vector + torch.einsum("afk,akx->afx", shift.double(), atoms.cells.box[here])
-    square = vector.square().sum(-1).masked_fill(~real, torch.inf)
-    found = in_sections(square, other, shift.int(), atoms, sections)
-    _note(candidates, AT_SAME_PLACE, (square < SAME_PLACE**2).any(1))
-    too_near = (square < candidates.nearest) & (square < sections.rcut**2)
-    nearness = NEARNESS / square.clamp(min=SAME_PLACE**2).sqrt() + 1.0
-    _note(candidates, TOO_NEAR, torch.where(too_near, nearness, 0.0).int().amax(1))
-    rank = square.masked_fill(square >= sections.rcut**2, torch.inf).argsort(dim=1, stable=True)[
-        :, : sections.most
-    ]
-    kept, kinds = square.gather(1, rank) < sections.rcut**2, atoms.atype[other.gather(1, rank)]
-    for group, width in enumerate(sections.widths):
-        total = (kept & (kinds == group) if sections.by_type else kept).sum(1)
-        _note(candidates, FIRST_WIDTH + group, torch.where(total > width, total, 0))
-    for number, (radius, bound) in enumerate(zip(inner, candidates.inner, strict=True)):
-        total = (square < radius**2).sum(1)
-        _note(
-            candidates,
-            FIRST_WIDTH + len(sections.widths) + number,
-            torch.where(total > bound, total, 0),
-        )
-    return found
+        shift = torch.where(is_candidate.unsqueeze(2), candidates.shift, 0)
+        box = atoms.cells.box[frame]
+        vector = vector + torch.einsum("afk,akx->afx", shift.double(), box)
+    squared = vector.square().sum(-1).masked_fill(~is_candidate, torch.inf)
+    return Images(squared, place, shift.int())
 
 
-def _note(candidates: Candidates, place: int, values: Tensor) -> None:
-    """Raise an entry of `needed` to the largest of these values `(nreal,)`."""
-    entry = candidates.needed[place : place + 1]
+def _note_too_small(
+    candidates: Candidates,
+    images: Images,
+    atoms: Atoms,
+    sections: Sections,
+    inner: Sequence[float],
+) -> None:
+    """Raise the entries of `needed` that show too near atoms and too small widths and bounds."""
+    squared = images.squared
+    rcut_squared = sections.rcut**2
+    _raise_needed(candidates, AT_SAME_PLACE, (squared < SAME_PLACE**2).any(1))
+    too_near = (squared < candidates.nearest) & (squared < rcut_squared)
+    nearness = NEARNESS / squared.clamp(min=SAME_PLACE**2).sqrt() + 1.0
+    _raise_needed(candidates, TOO_NEAR, torch.where(too_near, nearness, 0.0).int().amax(1))
+
+    rank = squared.masked_fill(squared >= rcut_squared, torch.inf).argsort(dim=1, stable=True)
+    rank = rank[:, : sections.most]
+    kept = squared.gather(1, rank) < rcut_squared
+    kinds = atoms.atype[images.place.gather(1, rank)]
+    for section, width in enumerate(sections.widths):
+        in_section = kept & (kinds == section) if sections.by_type else kept
+        total = in_section.sum(1)
+        _raise_needed(candidates, FIRST_WIDTH + section, torch.where(total > width, total, 0))
+    first_bound = FIRST_WIDTH + len(sections.widths)
+    for k, (radius, bound) in enumerate(zip(inner, candidates.inner, strict=True)):
+        total = (squared < radius**2).sum(1)
+        _raise_needed(candidates, first_bound + k, torch.where(total > bound, total, 0))
+
+
+def _raise_needed(candidates: Candidates, entry: int, values: Tensor) -> None:
+    """Raise an entry of `needed` to the largest of these values `(nrows,)`."""
+    needed = candidates.needed[entry : entry + 1]
     if len(values):
-        entry.copy_(torch.maximum(entry, values.amax().int()))
+        needed.copy_(torch.maximum(needed, values.amax().int()))

@@ -1,14 +1,38 @@
-"""Triton kernels that find neighbours; `search` and `candidates` define their results.
+"""Triton kernels that find neighbours on a GPU; `search` and `candidates` define their results.
 
-A program takes one atom. It goes through the atoms of its structure, each with the few translations that may bring it
-within the cut-off, keeps those that are, sorts them by distance and writes them into their sections. With a skin there
-are two steps: `renew` keeps what is within cut-off and skin, `lay_out` sorts and writes what is within the cut-off.
+One program finds the neighbours of one atom i. It compares i with all images of all atoms j of the
+same structure:
+
+    r = x_j − x_i + S·box              vector to an image of j
+    S_a = ⌈−reach_a − u_a⌉ + code_a    translation along cell vector a, 0 ≤ code_a < images_a
+    u = (x_j − x_i)·inverse            the vector without a translation, as fractions of the cell
+
+reach_a is the cut-off over the height of the cell, so that only these S can bring j within the
+cut-off. A program numbers its comparisons k = 0, 1, …: k // n_images is the number of atom j in its
+structure, and k % n_images stands for the three codes (n_images = Π_a images_a).
+
+| kernel              | reference in torch       | result                                         |
+|---------------------|--------------------------|------------------------------------------------|
+| `search_kernel`     | `search.find_neighbors`  | lists                                          |
+| `count_kernel`      | `search.count_neighbors` | numbers of neighbours of each atom             |
+| `mark_stale_kernel` | `candidates.mark_stale`  | structures with atoms that moved               |
+| `refer_kernel`      | `candidates.refer`       | positions that moves are measured from         |
+| `renew_kernel`      | `candidates.renew`       | candidates: images within cut-off and skin     |
+| `lay_out_kernel`    | `candidates.lay_out`     | lists from the candidates                      |
+
+`test_neighbor_search` compares all of them with the lists of the data room.
+
+Names of shapes: nframes structures of at most natoms atoms lie side by side, and atoms are numbered
+through all of them ("place", nframes·natoms); nrows atoms are searched for; a list has nnei columns
+in n_sections sections. Kernels take `Atoms` and `Cells` as they are, with pointers in place of
+tensors, and know when they are compiled whether there are cells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,359 +45,135 @@ from deepmd_muon.model.neighbors.atoms import (
     MARGIN,
     NEARNESS,
     NOT_FINITE,
+    ROOM,
     SAME_PLACE,
     TOO_NEAR,
     Atoms,
     Candidates,
+    Cells,
     Sections,
 )
 
-BLOCK = 256
+BLOCK = 256  # images that a program compares at a time
+
+# Kernels read no other globals than these.
 _MARGIN = tl.constexpr(MARGIN)
-_NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_NEARNESS = tl.constexpr(NEARNESS)
+_SAME_PLACE_SQUARED = tl.constexpr(SAME_PLACE**2)
+_ROOM = tl.constexpr(ROOM)
+_AT_SAME_PLACE = tl.constexpr(AT_SAME_PLACE)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
+_TOO_NEAR = tl.constexpr(TOO_NEAR)
+_FIRST_WIDTH = tl.constexpr(FIRST_WIDTH)
+_LARGEST_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # sorts behind all candidates
 
 
-@triton.jit
-def _dot(inverse, cell, k: tl.constexpr, x, y, z):
-    """Return the component along cell vector k, in cells."""
-    at = inverse + cell * 9 + k
-    return x * tl.load(at) + y * tl.load(at + 3) + z * tl.load(at + 6)
+# ----- what kernels take and share ---------------------------------------------------------------
 
 
-@triton.jit
-def _first(reach, cell, k: tl.constexpr, along):
-    """Return the first translation along cell vector k that may bring an atom near."""
-    return tl.ceil(-tl.load(reach + cell * 3 + k) - along - _MARGIN)
+class Rows(NamedTuple):
+    """The atoms to search for."""
+
+    order: Tensor  # (nrows,) int64: their places
+    frame: Tensor  # (nrows,) int64: their structures; nframes or more for a row without an atom
+    nframes: int
 
 
-@triton.jit
-def _vector(coord, box, inverse, reach, images, cell, x, y, z, there, code, periodic: tl.constexpr):
-    """Return the vectors from (x, y, z) to images of atoms, and their translations."""
-    dx, dy, dz = (
-        tl.load(coord + there * 3) - x,
-        tl.load(coord + there * 3 + 1) - y,
-        tl.load(coord + there * 3 + 2) - z,
-    )
-    if periodic:
-        one, two = tl.load(images + cell * 3 + 1), tl.load(images + cell * 3 + 2)
-        s0 = _first(reach, cell, 0, _dot(inverse, cell, 0, dx, dy, dz)) + code // (one * two)
-        s1 = _first(reach, cell, 1, _dot(inverse, cell, 1, dx, dy, dz)) + code // two % one
-        s2 = _first(reach, cell, 2, _dot(inverse, cell, 2, dx, dy, dz)) + code % two
-        at = box + cell * 9
-        dx += s0 * tl.load(at) + s1 * tl.load(at + 3) + s2 * tl.load(at + 6)
-        dy += s0 * tl.load(at + 1) + s1 * tl.load(at + 4) + s2 * tl.load(at + 7)
-        dz += s0 * tl.load(at + 2) + s1 * tl.load(at + 5) + s2 * tl.load(at + 8)
-    else:
-        s0, s1, s2 = dx * 0.0, dx * 0.0, dx * 0.0
-    return dx, dy, dz, s0, s1, s2
+class ListForm(NamedTuple):
+    """The form of a list, as kernels take it."""
+
+    starts: Tensor  # (n_sections,) int64: first column of each section
+    widths: Tensor  # (n_sections,) int64
+    n_sections: int
+    nnei: int
+    most: int  # nearest neighbours that are kept before sections are cut
+    rcut_squared: float  # [Å²]
 
 
-@triton.jit
-def _per_atom(images, cell, periodic: tl.constexpr):
-    """Return how many images of an atom are candidates."""
-    if periodic:
-        return (
-            tl.load(images + cell * 3)
-            * tl.load(images + cell * 3 + 1)
-            * tl.load(images + cell * 3 + 2)
-        )
-    return 1
+class ProgramAtom(NamedTuple):
+    """Atom i of a program."""
+
+    row: Any
+    exists: Any
+    frame: Any  # of its structure
+    place: Any
+    x: Any
+    y: Any
+    z: Any
 
 
-@triton.jit
-def _own(frame, nframes, order, coord, images, periodic: tl.constexpr):
-    """Return a program's row, whether it has an atom, its structure, the atom, its position, and images per atom."""
-    row = tl.program_id(0).to(tl.int64)
-    cell = tl.load(frame + row)
-    inside = cell < nframes
-    cell = tl.where(inside, cell, 0)
-    here = tl.where(inside, tl.load(order + row), 0)
-    x, y, z = (
-        tl.load(coord + here * 3),
-        tl.load(coord + here * 3 + 1),
-        tl.load(coord + here * 3 + 2),
-    )
-    return row, inside, cell, here, x, y, z, _per_atom(images, cell, periodic)
+class ImageVectors(NamedTuple):
+    """Vectors from atom i to images of atoms j, (block,) each."""
+
+    dx: Any
+    dy: Any
+    dz: Any
+    s0: Any  # S; float64
+    s1: Any
+    s2: Any
 
 
-@triton.jit
-def _look(
-    coord, box, inverse, reach, images, cell, natoms, here, x, y, z, begin, candidates, each, square,
-    periodic: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Return number, place, translation and squared distance of some candidates, and which are neighbours."""
-    k = begin + tl.arange(0, block)
-    real = k < candidates
-    there = cell * natoms + tl.where(real, k // each, 0)
-    dx, dy, dz, s0, s1, s2 = _vector(
-        coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic
-    )
-    distance = dx * dx + dy * dy + dz * dz
-    itself = (there == here) & (s0 == 0.0) & (s1 == 0.0) & (s2 == 0.0)
-    return k, there, s0, s1, s2, distance, real & (distance < square) & (itself == 0)
+class Compared(NamedTuple):
+    """Comparisons of atom i with images of atoms j, (block,) each."""
+
+    place: Any  # of atom j
+    s0: Any
+    s1: Any
+    s2: Any
+    squared: Any  # |r|²
+    is_image: Any  # false for numbers k that do not exist, and for the atom itself
 
 
-@triton.jit
-def _key(distance, k):
-    """Return what sorts candidates by distance, then by number."""
-    return (distance.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32) | k.to(tl.int64)
-
-
-@triton.jit
-def _write_empty(neighbor, shift, row, nnei, periodic: tl.constexpr, block: tl.constexpr):
-    """Write a row of empty slots."""
-    for begin in range(0, nnei, block):
-        column = begin + tl.arange(0, block)
-        tl.store(neighbor + row * nnei + column, tl.full((block,), -1, tl.int64), column < nnei)
-    if periodic:
-        for begin in range(0, nnei * 3, block):
-            column = begin + tl.arange(0, block)
-            tl.store(
-                shift + row * nnei * 3 + column, tl.zeros((block,), tl.int32), column < nnei * 3
-            )
-
-
-@triton.jit
-def _write(
-    neighbor, shift, needed, row, nnei, there, s0, s1, s2, kept, kind, starts, widths, groups,
-    by_type: tl.constexpr, periodic: tl.constexpr, counting: tl.constexpr,
-):  # fmt: skip
-    """Write sorted neighbours into their sections; `counting` notes in `needed` how wide too narrow ones must be."""
-    for group in range(groups):
-        mine = kept
-        if by_type:
-            mine = kept & (kind == group)
-        column = tl.cumsum(mine.to(tl.int32), 0) - 1
-        width = tl.load(widths + group)
-        if counting:
-            total = tl.sum(mine.to(tl.int32))
-            tl.atomic_max(needed + group, total, total > width)
-        mine = mine & (column < width)
-        at = row * nnei + tl.load(starts + group) + column
-        tl.store(neighbor + at, there, mine)
-        if periodic:
-            tl.store(shift + at * 3, s0.to(tl.int32), mine)
-            tl.store(shift + at * 3 + 1, s1.to(tl.int32), mine)
-            tl.store(shift + at * 3 + 2, s2.to(tl.int32), mine)
-
-
-@triton.jit
-def _search_kernel(
-    neighbor, shift, scratch,
-    coord, atype, counts, natoms, box, inverse, reach, images,
-    order, frame, nframes, starts, widths, groups, nnei, most, square,
-    by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
-):  # fmt: skip
-    """Find the neighbours of one atom; `starts` and `widths` are those of the sections."""
-    row, inside, cell, here, x, y, z, each = _own(frame, nframes, order, coord, images, periodic)
-    candidates = tl.where(inside, tl.load(counts + cell).to(tl.int32) * each, 0)
-    found = candidates * 0
-    for begin in range(0, candidates, block):
-        k, _, _, _, _, distance, near = _look(
-            coord, box, inverse, reach, images, cell, natoms, here, x, y, z, begin, candidates, each, square,
-            periodic, block,
-        )  # fmt: skip
-        place = found + tl.cumsum(near.to(tl.int32), 0) - 1
-        tl.store(scratch + row * capacity + place, _key(distance, k), near & (place < capacity))
-        found += tl.sum(near.to(tl.int32))
-    _write_empty(neighbor, shift, row, nnei, periodic, block)
-    tl.debug_barrier()
-    rank = tl.arange(0, capacity)
-    key = tl.sort(tl.load(scratch + row * capacity + rank, rank < found, _NONE))
-    kept = (rank < found) & (rank < most)
-    k = tl.where(kept, key & 0xFFFFFFFF, 0).to(tl.int32)
-    there = cell * natoms + k // each
-    _, _, _, s0, s1, s2 = _vector(
-        coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic
-    )
-    kind = tl.load(atype + there, kept, -1)
-    _write(
-        neighbor, shift, neighbor, row, nnei, there, s0, s1, s2, kept, kind, starts, widths, groups,
-        by_type, periodic, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def _moved_kernel(
-    stale, needed, coord, reference, numbers, limit, not_finite: tl.constexpr, block: tl.constexpr
-):  # fmt: skip
-    """Note whether some atoms of a structure have moved too far, or are nowhere."""
-    frame = tl.program_id(0).to(tl.int64)
-    atom = tl.program_id(1) * block + tl.arange(0, block)
-    real = atom < numbers
-    at = (frame * numbers + atom) * 3
-    square, total = tl.zeros((block,), tl.float64), tl.zeros((block,), tl.float64)
-    for k in tl.static_range(3):
-        x = tl.load(coord + at + k, real, 0.0)
-        moved = x - tl.load(reference + at + k, real, 0.0)
-        square += moved * moved
-        total += x - x  # NaN for what is not finite
-    far = tl.sum((real & ((square <= limit) == 0)).to(tl.int32))
-    nowhere = tl.sum((real & (total != 0.0)).to(tl.int32))
-    tl.atomic_max(stale + frame, 1, far > 0)
-    tl.atomic_max(needed + not_finite, 1, nowhere > 0)
-
-
-@triton.jit
-def _refer_kernel(reference, built, coord, stale, numbers, block: tl.constexpr):
-    """Keep the positions of a stale structure, and count its new list."""
-    frame = tl.program_id(0).to(tl.int64)
-    renewed = tl.load(stale + frame)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    wanted = (at < numbers * 3) & (renewed != 0)
-    place = frame * numbers * 3 + at
-    tl.store(reference + place, tl.load(coord + place, wanted, 0.0), wanted)
-    count = tl.load(built + frame)
-    tl.store(built + frame, count + renewed, tl.program_id(1) == 0)
-
-
-@triton.jit
-def _renew_kernel(
-    place, translation, number, needed, stale,
-    coord, atype, counts, natoms, box, inverse, reach, images,
-    order, frame, nframes, room, square,
-    periodic: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Write all atoms within cut-off and skin of one atom, where its structure is stale."""
-    row, inside, cell, here, x, y, z, each = _own(frame, nframes, order, coord, images, periodic)
-    wanted = inside & (tl.load(stale + cell) != 0)
-    candidates = tl.where(wanted, tl.load(counts + cell).to(tl.int32) * each, 0)
-    found = candidates * 0
-    for begin in range(0, candidates, block):
-        _, there, s0, s1, s2, _, near = _look(
-            coord, box, inverse, reach, images, cell, natoms, here, x, y, z, begin, candidates, each, square,
-            periodic, block,
-        )  # fmt: skip
-        column = found + tl.cumsum(near.to(tl.int32), 0) - 1
-        at = row * room + column
-        fits = near & (column < room)
-        tl.store(place + at, there.to(tl.int32), fits)
-        if periodic:
-            tl.store(translation + at * 3, s0.to(tl.int32), fits)
-            tl.store(translation + at * 3 + 1, s1.to(tl.int32), fits)
-            tl.store(translation + at * 3 + 2, s2.to(tl.int32), fits)
-        found += tl.sum(near.to(tl.int32))
-    tl.store(number + row, found, wanted)
-    tl.atomic_max(needed, found, wanted & (found > room))
-
-
-@triton.jit
-def _lay_out_kernel(
-    neighbor, shift, needed, place, translation, number,
-    coord, atype, box, order, frame, nframes, room, starts, widths, groups, nnei, most, square, short, inner, ninner,
-    nearest, first: tl.constexpr, same: tl.constexpr, same_place: tl.constexpr, too_near: tl.constexpr,
-    near_by: tl.constexpr, by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
-):  # fmt: skip
-    """Write the neighbours of one atom, the nearest first, from those within cut-off and skin."""
-    row = tl.program_id(0).to(tl.int64)
-    cell = tl.load(frame + row)
-    inside = cell < nframes
-    cell = tl.where(inside, cell, 0)
-    here = tl.where(inside, tl.load(order + row), 0)
-    lane = tl.arange(0, capacity)
-    real = inside & (lane < tl.minimum(tl.load(number + row), room))
-    at = row * room + lane
-    there = tl.load(place + at, real, 0).to(tl.int64) * 3
-    dx = tl.load(coord + there) - tl.load(coord + here * 3)
-    dy = tl.load(coord + there + 1) - tl.load(coord + here * 3 + 1)
-    dz = tl.load(coord + there + 2) - tl.load(coord + here * 3 + 2)
-    if periodic:
-        s0 = tl.load(translation + at * 3, real, 0).to(tl.float64)
-        s1 = tl.load(translation + at * 3 + 1, real, 0).to(tl.float64)
-        s2 = tl.load(translation + at * 3 + 2, real, 0).to(tl.float64)
-        own = box + cell * 9
-        dx += s0 * tl.load(own) + s1 * tl.load(own + 3) + s2 * tl.load(own + 6)
-        dy += s0 * tl.load(own + 1) + s1 * tl.load(own + 4) + s2 * tl.load(own + 7)
-        dz += s0 * tl.load(own + 2) + s1 * tl.load(own + 5) + s2 * tl.load(own + 8)
-    distance = dx * dx + dy * dy + dz * dz
-    near = real & (distance < square)
-    found = tl.sum(near.to(tl.int32))
-    least = tl.min(tl.where(near, distance, float("inf")))
-    tl.atomic_max(needed + same_place, 1, least < same)
-    nearness = (near_by / tl.sqrt(tl.maximum(least, same)) + 1.0).to(tl.int32)
-    tl.atomic_max(needed + too_near, nearness, least < tl.load(nearest))
-    for k in range(ninner):
-        within = tl.sum((near & (distance < tl.load(short + k))).to(tl.int32))
-        tl.atomic_max(needed + first + groups + k, within, within > tl.load(inner + k))
-    _write_empty(neighbor, shift, row, nnei, periodic, block)
-    tl.debug_barrier()
-    key = tl.sort(tl.where(near, _key(distance, lane), _NONE))
-    kept = (lane < found) & (lane < most)
-    at = row * room + tl.where(kept, key & 0xFFFFFFFF, 0)
-    there = tl.load(place + at, kept, 0).to(tl.int64)
-    t0, t1, t2 = there, there, there
-    if periodic:
-        t0 = tl.load(translation + at * 3, kept, 0).to(tl.int64)
-        t1 = tl.load(translation + at * 3 + 1, kept, 0).to(tl.int64)
-        t2 = tl.load(translation + at * 3 + 2, kept, 0).to(tl.int64)
-    kind = tl.load(atype + there, kept, -1)
-    _write(
-        neighbor, shift, needed + first, row, nnei, there, t0, t1, t2, kept, kind, starts, widths, groups,
-        by_type, periodic, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _count_kernel(
-    of_types, within, nearest,
-    coord, atype, counts, natoms, box, inverse, reach, images,
-    order, frame, nframes, squares, ntypes, nradii,
-    periodic: tl.constexpr, block: tl.constexpr, kinds: tl.constexpr, radii: tl.constexpr,
-):  # fmt: skip
-    """Count the neighbours of one atom by type, and within shorter radii."""
-    row, inside, cell, here, x, y, z, each = _own(frame, nframes, order, coord, images, periodic)
-    candidates = tl.where(inside, tl.load(counts + cell).to(tl.int32) * each, 0)
-    kind, radius = tl.arange(0, kinds), tl.arange(0, radii)
-    short = tl.load(squares + 1 + radius, radius < nradii - 1, 0.0)
-    square = tl.load(squares)
-    totals, shorter = tl.zeros((kinds,), tl.int32), tl.zeros((radii,), tl.int32)
-    least = tl.load(squares) * 0.0 + float("inf")
-    for begin in range(0, candidates, block):
-        k = begin + tl.arange(0, block)
-        real = k < candidates
-        there = cell * natoms + tl.where(real, k // each, 0)
-        dx, dy, dz, s0, s1, s2 = _vector(
-            coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic
-        )
-        itself = (there == here) & (s0 == 0.0) & (s1 == 0.0) & (s2 == 0.0)
-        real = real & (itself == 0)
-        distance = tl.where(real, dx * dx + dy * dy + dz * dz, float("inf"))
-        least = tl.minimum(least, tl.min(distance))
-        mine = tl.where(distance < square, tl.load(atype + there), -1)
-        totals += tl.sum((mine[:, None] == kind[None, :]).to(tl.int32), 0)
-        shorter += tl.sum((distance[:, None] < short[None, :]).to(tl.int32), 0)
-    tl.store(of_types + row * ntypes + kind, totals, kind < ntypes)
-    tl.store(within + row * (nradii - 1) + radius, shorter, radius < nradii - 1)
-    tl.store(nearest + row, least)
-
-
-def _geometry(atoms: Atoms) -> tuple[Tensor | int, ...]:
-    """Return the arguments of both kernels that describe the structures; unused ones repeat the positions."""
-    cells = (
-        (atoms.coord,) * 4 if atoms.cells is None else tuple(x.contiguous() for x in atoms.cells)
-    )
-    return atoms.coord, atoms.atype, atoms.counts, atoms.natoms, *cells
+# ----- the functions of this file ----------------------------------------------------------------
 
 
 def find(
     atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections
 ) -> tuple[Tensor, Tensor | None]:
-    """Return neighbours and translations as `find_neighbors` does."""
-    nnei, rows = sum(sections.widths), order.shape[0]
-    capacity = max(16, triton.next_power_of_2(sections.capacity))
-    periodic = atoms.cells is not None
-    neighbor = order.new_empty(rows, nnei)
-    shift = order.new_empty((rows, nnei, 3), dtype=torch.int32) if periodic else None
-    if rows == 0 or nnei == 0:
+    """Return neighbours and translations as `search.find_neighbors` does."""
+    nrows = order.shape[0]
+    neighbor, shift = _empty_list(atoms, nrows, sections)
+    if neighbor.numel() == 0:
         return neighbor, shift
-    layout = _layout(sections.widths, order.device)
-    _search_kernel[(rows,)](
-        neighbor, neighbor if shift is None else shift, order.new_empty(rows, capacity),
-        *_geometry(atoms),
-        order, frame, atoms.counts.shape[0], *layout, len(sections.widths), nnei, sections.most, sections.rcut**2,
-        by_type=sections.by_type, periodic=periodic, block=BLOCK, capacity=capacity,
-    )  # fmt: skip
+    capacity = max(16, triton.next_power_of_2(sections.capacity))
+    search_kernel[(nrows,)](
+        neighbor=neighbor,
+        shift=shift,
+        scratch=order.new_empty(nrows, capacity),
+        atoms=_contiguous(atoms),
+        rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+        form=_list_form(sections, order.device),
+        by_type=sections.by_type,
+        block=BLOCK,
+        capacity=capacity,
+    )
     return neighbor, shift
+
+
+def count(
+    atoms: Atoms, order: Tensor, frame: Tensor, radii: Sequence[float], ntypes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return counts and distances as `search.count_neighbors` does."""
+    nrows = order.shape[0]
+    n_shorter = len(radii) - 1
+    type_counts = order.new_empty((nrows, ntypes), dtype=torch.int32)
+    shorter_counts = order.new_empty((nrows, n_shorter), dtype=torch.int32)
+    nearest = atoms.coord.new_empty(nrows)
+    if nrows:
+        count_kernel[(nrows,)](
+            type_counts=type_counts,
+            shorter_counts=shorter_counts,
+            nearest=nearest,
+            radii_squared=torch.tensor(radii, dtype=torch.float64).square().to(order.device),
+            atoms=_contiguous(atoms),
+            rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+            ntypes=ntypes,
+            n_shorter=n_shorter,
+            block=BLOCK,
+            type_tile=max(2, triton.next_power_of_2(ntypes)),
+            radius_tile=max(2, triton.next_power_of_2(n_shorter)),
+        )
+    return type_counts, shorter_counts, nearest
 
 
 def mark_stale(
@@ -382,17 +182,23 @@ def mark_stale(
     """Note moves as `candidates.mark_stale` does."""
     nframes, natoms, _ = coord.shape
     stale.zero_()
-    grid = nframes, triton.cdiv(natoms, BLOCK)
-    _moved_kernel[grid](
-        stale, needed, coord, reference, natoms, limit, not_finite=NOT_FINITE, block=BLOCK
+    mark_stale_kernel[nframes, triton.cdiv(natoms, BLOCK)](
+        stale=stale,
+        needed=needed,
+        coord=coord,
+        reference=reference,
+        natoms=natoms,
+        limit=limit,
+        block=BLOCK,
     )
 
 
 def refer(reference: Tensor, built: Tensor, coord: Tensor, stale: Tensor) -> None:
     """Keep positions as `candidates.refer` does."""
     nframes, natoms, _ = coord.shape
-    _refer_kernel[nframes, triton.cdiv(natoms * 3, 4 * BLOCK)](
-        reference, built, coord, stale, natoms, block=4 * BLOCK
+    block = 4 * BLOCK
+    refer_kernel[nframes, triton.cdiv(natoms * 3, block)](
+        reference=reference, built=built, coord=coord, stale=stale, natoms=natoms, block=block
     )
 
 
@@ -400,16 +206,20 @@ def renew(
     candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float
 ) -> None:
     """Find candidates as `candidates.renew` does."""
-    rows, room = candidates.place.shape
-    periodic = atoms.cells is not None
-    if rows:
-        _renew_kernel[(rows,)](
-            candidates.place, candidates.place if candidates.shift is None else candidates.shift, candidates.number,
-            candidates.needed, stale,
-            *_geometry(atoms),
-            order, frame, atoms.counts.shape[0], room, reach**2,
-            periodic=periodic, block=BLOCK,
-        )  # fmt: skip
+    nrows, room = candidates.place.shape
+    if nrows:
+        renew_kernel[(nrows,)](
+            place=candidates.place,
+            translation=candidates.shift,
+            number=candidates.number,
+            needed=candidates.needed,
+            stale=stale,
+            atoms=_contiguous(atoms),
+            rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+            room=room,
+            limit_squared=reach**2,
+            block=BLOCK,
+        )
 
 
 def lay_out(
@@ -421,58 +231,532 @@ def lay_out(
     inner: Sequence[float],
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations as `candidates.lay_out` does."""
-    nnei, (rows, room) = sum(sections.widths), candidates.place.shape
-    periodic = atoms.cells is not None
-    neighbor = order.new_empty(rows, nnei)
-    shift = order.new_empty((rows, nnei, 3), dtype=torch.int32) if periodic else None
-    if rows == 0 or nnei == 0:
+    nrows, room = candidates.place.shape
+    neighbor, shift = _empty_list(atoms, nrows, sections)
+    if neighbor.numel() == 0:
         return neighbor, shift
-    coord, atype, _, _, box, *_ = _geometry(atoms)
-    radii, bounds = _bounds(tuple(inner), candidates.inner, order.device)
-    _lay_out_kernel[(rows,)](
-        neighbor, neighbor if shift is None else shift, candidates.needed,
-        candidates.place, candidates.place if candidates.shift is None else candidates.shift, candidates.number,
-        coord, atype, box, order, frame, atoms.counts.shape[0], room,
-        *_layout(sections.widths, order.device), len(sections.widths), nnei, sections.most, sections.rcut**2,
-        radii, bounds, len(inner), candidates.nearest,
-        first=FIRST_WIDTH, same=SAME_PLACE**2, same_place=AT_SAME_PLACE, too_near=TOO_NEAR,
-        near_by=NEARNESS, by_type=sections.by_type, periodic=periodic,
-        block=BLOCK, capacity=max(16, triton.next_power_of_2(room)), num_warps=1,
-    )  # fmt: skip
+    inner_squared, inner_bounds = _inner_limits(tuple(inner), candidates.inner, order.device)
+    lay_out_kernel[(nrows,)](
+        neighbor=neighbor,
+        shift=shift,
+        needed=candidates.needed,
+        place=candidates.place,
+        translation=candidates.shift,
+        number=candidates.number,
+        nearest_allowed=candidates.nearest,
+        inner_squared=inner_squared,
+        inner_bounds=inner_bounds,
+        n_inner=len(inner),
+        atoms=_contiguous(atoms),
+        rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+        form=_list_form(sections, order.device),
+        room=room,
+        by_type=sections.by_type,
+        block=BLOCK,
+        capacity=max(16, triton.next_power_of_2(room)),
+        num_warps=1,
+    )
     return neighbor, shift
 
 
-@cache
-def _bounds(
-    radii: tuple[float, ...], inner: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return squares of shorter radii and the bounds of neighbours within them; graphs may read them."""
-    squares = torch.tensor(radii, dtype=torch.float64).square()
-    return squares.to(device), torch.tensor(inner, dtype=torch.int64).to(device)
+def _empty_list(atoms: Atoms, nrows: int, sections: Sections) -> tuple[Tensor, Tensor | None]:
+    """Allocate a list and its translations; None without cells."""
+    nnei = sum(sections.widths)
+    neighbor = atoms.atype.new_empty((nrows, nnei), dtype=torch.int64)
+    if atoms.cells is None:
+        return neighbor, None
+    return neighbor, neighbor.new_empty((nrows, nnei, 3), dtype=torch.int32)
 
 
-@cache
-def _layout(widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where sections start, and their widths, in memory that graphs may read as long as they exist."""
+def _contiguous(atoms: Atoms) -> Atoms:
+    """Return the atoms with cells in the order of memory that kernels assume."""
+    if atoms.cells is None:
+        return atoms
+    return atoms._replace(cells=Cells(*(tensor.contiguous() for tensor in atoms.cells)))
+
+
+def _list_form(sections: Sections, device: torch.device) -> ListForm:
+    starts, widths = _section_tensors(sections.widths, device)
+    return ListForm(
+        starts=starts,
+        widths=widths,
+        n_sections=len(sections.widths),
+        nnei=sum(sections.widths),
+        most=sections.most,
+        rcut_squared=sections.rcut**2,
+    )
+
+
+@cache  # recorded CUDA graphs read this memory
+def _section_tensors(widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where sections start, and their widths, int64 `(n_sections,)`."""
     sizes = torch.tensor(widths)
     return (sizes.cumsum(0) - sizes).to(device), sizes.to(device)
 
 
-def count(
-    atoms: Atoms, order: Tensor, frame: Tensor, radii: Sequence[float], ntypes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return counts and distances as `count_neighbors` does."""
-    rows = order.shape[0]
-    of_types = order.new_empty((rows, ntypes), dtype=torch.int32)
-    within = order.new_empty((rows, len(radii) - 1), dtype=torch.int32)
-    nearest = atoms.coord.new_empty(rows)
-    if rows:
-        squares = torch.tensor(radii, dtype=torch.float64).square().to(order.device)
-        _count_kernel[(rows,)](
-            of_types, within, nearest,
-            *_geometry(atoms),
-            order, frame, atoms.counts.shape[0], squares, ntypes, len(radii),
-            periodic=atoms.cells is not None, block=BLOCK, kinds=max(2, triton.next_power_of_2(ntypes)),
-            radii=max(2, triton.next_power_of_2(len(radii) - 1)),
-        )  # fmt: skip
-    return of_types, within, nearest
+@cache  # recorded CUDA graphs read this memory
+def _inner_limits(
+    radii: tuple[float, ...], bounds: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the squares of shorter radii and the bounds of neighbours within them `(n_inner,)`."""
+    squared = torch.tensor(radii, dtype=torch.float64).square()
+    return squared.to(device), torch.tensor(bounds, dtype=torch.int64).to(device)
+
+
+# ----- functions of several kernels --------------------------------------------------------------
+# `atoms`, `rows` and `form` are `Atoms`, `Rows` and `ListForm`.
+
+
+@triton.jit
+def _program_atom(rows, coord):
+    """Return the atom of this program's row.
+
+    A row without an atom gets the first atom of the first structure, which may be read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    frame = tl.load(rows.frame + row)
+    exists = frame < rows.nframes
+    frame = tl.where(exists, frame, 0)
+    place = tl.where(exists, tl.load(rows.order + row), 0)
+    x = tl.load(coord + place * 3)
+    y = tl.load(coord + place * 3 + 1)
+    z = tl.load(coord + place * 3 + 2)
+    return ProgramAtom(row, exists, frame, place, x=x, y=y, z=z)
+
+
+@triton.jit
+def _images_per_atom(cells, frame):
+    """Return n_images = Π_a images_a of a structure."""
+    if cells is not None:
+        at = cells.images + frame * 3
+        return tl.load(at) * tl.load(at + 1) * tl.load(at + 2)
+    return 1
+
+
+@triton.jit
+def _translation(cells, frame, axis: tl.constexpr, dx, dy, dz, code):
+    """Return S_a = ⌈−reach_a − u_a⌉ + code_a of vectors x_j − x_i; the margin is for rounding."""
+    column = cells.inverse + frame * 9 + axis
+    fraction = dx * tl.load(column) + dy * tl.load(column + 3) + dz * tl.load(column + 6)
+    return tl.ceil(-tl.load(cells.reach + frame * 3 + axis) - fraction - _MARGIN) + code
+
+
+@triton.jit
+def _translate(box, frame, dx, dy, dz, s0, s1, s2):
+    """Return (dx, dy, dz) + S·box."""
+    at = box + frame * 9
+    dx += s0 * tl.load(at) + s1 * tl.load(at + 3) + s2 * tl.load(at + 6)
+    dy += s0 * tl.load(at + 1) + s1 * tl.load(at + 4) + s2 * tl.load(at + 7)
+    dz += s0 * tl.load(at + 2) + s1 * tl.load(at + 5) + s2 * tl.load(at + 8)
+    return dx, dy, dz
+
+
+@triton.jit
+def _images_of(place, code, atom, coord, cells):
+    """Return r and S from atom i to images `code` of atoms j at `place`, (block,) each."""
+    dx = tl.load(coord + place * 3) - atom.x
+    dy = tl.load(coord + place * 3 + 1) - atom.y
+    dz = tl.load(coord + place * 3 + 2) - atom.z
+    frame = atom.frame
+    if cells is not None:
+        # code = (code_0 · images_1 + code_1) · images_2 + code_2
+        images_1 = tl.load(cells.images + frame * 3 + 1)
+        images_2 = tl.load(cells.images + frame * 3 + 2)
+        code_0 = code // (images_1 * images_2)
+        code_1 = code // images_2 % images_1
+        code_2 = code % images_2
+        s0 = _translation(cells, frame, 0, dx=dx, dy=dy, dz=dz, code=code_0)
+        s1 = _translation(cells, frame, 1, dx=dx, dy=dy, dz=dz, code=code_1)
+        s2 = _translation(cells, frame, 2, dx=dx, dy=dy, dz=dz, code=code_2)
+        dx, dy, dz = _translate(cells.box, frame, dx=dx, dy=dy, dz=dz, s0=s0, s1=s1, s2=s2)
+    else:
+        s0 = dx * 0.0
+        s1 = dx * 0.0
+        s2 = dx * 0.0
+    return ImageVectors(dx, dy, dz, s0=s0, s1=s1, s2=s2)
+
+
+@triton.jit
+def _n_comparisons(atoms, frame, n_images, searched):
+    """Return how many images atom i is compared with; 0 if it is not searched for."""
+    return tl.where(searched, tl.load(atoms.counts + frame).to(tl.int32) * n_images, 0)
+
+
+@triton.jit
+def _compare(k, n_comparisons, n_images, atom, atoms):
+    """Compare atom i with the images k (block,)."""
+    exists = k < n_comparisons
+    place = atom.frame * atoms.natoms + tl.where(exists, k // n_images, 0)
+    image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
+    not_moved = (image.s0 == 0.0) & (image.s1 == 0.0) & (image.s2 == 0.0)
+    is_itself = (place == atom.place) & not_moved
+    squared = image.dx * image.dx + image.dy * image.dy + image.dz * image.dz
+    # A mask, not an infinite distance: that costs `search_kernel` 13 registers (sm_90).
+    is_image = exists & (is_itself == 0)
+    return Compared(place, image.s0, image.s1, image.s2, squared=squared, is_image=is_image)
+
+
+@triton.jit
+def _sort_key(squared, number):
+    """Return int64 keys that sort by |r|² in single precision, then by a number below 2³².
+
+    The bits of floats that are not negative sort as integers do.
+    """
+    bits = squared.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    return (bits << 32) | number.to(tl.int64)
+
+
+@triton.jit
+def _number_of(key):
+    """Return the number in a key."""
+    return key & 0xFFFFFFFF
+
+
+@triton.jit
+def _store_translation(pointer, at, s0, s1, s2, mask):
+    """Write S as int32 at entries of a tensor (entries, 3)."""
+    tl.store(pointer + at * 3, s0.to(tl.int32), mask)
+    tl.store(pointer + at * 3 + 1, s1.to(tl.int32), mask)
+    tl.store(pointer + at * 3 + 2, s2.to(tl.int32), mask)
+
+
+@triton.jit
+def _load_translation(pointer, at, mask):
+    """Return S from entries of a tensor (entries, 3) int32."""
+    s0 = tl.load(pointer + at * 3, mask, 0)
+    s1 = tl.load(pointer + at * 3 + 1, mask, 0)
+    s2 = tl.load(pointer + at * 3 + 2, mask, 0)
+    return s0, s1, s2
+
+
+@triton.jit
+def _write_empty_row(
+    neighbor,  # (nrows, nnei) int64, written
+    shift,  # (nrows, nnei, 3) int32, written; None without cells
+    row,
+    nnei,
+    block: tl.constexpr,
+):
+    """Write a row of empty slots: −1 and no translation."""
+    for begin in range(0, nnei, block):
+        column = begin + tl.arange(0, block)
+        tl.store(neighbor + row * nnei + column, tl.full((block,), -1, tl.int64), column < nnei)
+    if shift is not None:
+        for begin in range(0, nnei * 3, block):
+            column = begin + tl.arange(0, block)
+            at = row * nnei * 3 + column
+            tl.store(shift + at, tl.zeros((block,), tl.int32), column < nnei * 3)
+
+
+@triton.jit
+def _write_sections(
+    neighbor,  # (nrows, nnei) int64, written
+    shift,  # (nrows, nnei, 3) int32, written; None without cells
+    needed_widths,  # (n_sections,) int32, raised if `counting`
+    row,
+    place,  # (capacity,) places of neighbours, the nearest first
+    s0,  # (capacity,) each: their S
+    s1,
+    s2,
+    kept,  # (capacity,) which lanes hold a neighbour
+    kind,  # (capacity,) its type
+    form,
+    by_type: tl.constexpr,
+    counting: tl.constexpr,
+):
+    """Write sorted neighbours into their sections.
+
+    With `counting`, raise `needed_widths` of sections that are too narrow to the width they need.
+    """
+    for section in range(form.n_sections):
+        in_section = kept
+        if by_type:
+            in_section = kept & (kind == section)
+        column = tl.cumsum(in_section.to(tl.int32), 0) - 1
+        width = tl.load(form.widths + section)
+        if counting:
+            total = tl.sum(in_section.to(tl.int32))
+            tl.atomic_max(needed_widths + section, total, total > width)
+        fits = in_section & (column < width)
+        at = row * form.nnei + tl.load(form.starts + section) + column
+        tl.store(neighbor + at, place, fits)
+        if shift is not None:
+            _store_translation(shift, at, s0, s1, s2, mask=fits)
+
+
+# ----- lists from positions ----------------------------------------------------------------------
+
+
+@triton.jit
+def search_kernel(
+    neighbor,  # (nrows, nnei) int64, written: places; −1 for an empty slot
+    shift,  # (nrows, nnei, 3) int32, written: S; None without cells
+    scratch,  # (nrows, capacity) int64, written: keys of the neighbours
+    atoms,
+    rows,
+    form,
+    by_type: tl.constexpr,
+    block: tl.constexpr,
+    capacity: tl.constexpr,  # at least the neighbours of an atom
+) -> None:
+    """Write the neighbours of one atom, |r| < rcut, into their sections, the nearest first."""
+    atom = _program_atom(rows, atoms.coord)
+    row = atom.row
+    n_images = _images_per_atom(atoms.cells, atom.frame)
+    n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=atom.exists)
+    total = n_comparisons * 0
+    for begin in range(0, n_comparisons, block):
+        k = begin + tl.arange(0, block)
+        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
+        near = compared.is_image & (compared.squared < form.rcut_squared)
+        column = total + tl.cumsum(near.to(tl.int32), 0) - 1
+        fits = near & (column < capacity)
+        tl.store(scratch + row * capacity + column, _sort_key(compared.squared, k), fits)
+        total += tl.sum(near.to(tl.int32))
+    _write_empty_row(neighbor, shift, row, form.nnei, block=block)
+    # Other threads of this program read these keys, and write neighbours over empty slots.
+    tl.debug_barrier()
+
+    rank = tl.arange(0, capacity)
+    keys = tl.load(scratch + row * capacity + rank, rank < total, _LARGEST_KEY)
+    keys = tl.sort(keys)
+    kept = (rank < total) & (rank < form.most)
+    k = tl.where(kept, _number_of(keys), 0).to(tl.int32)
+    place = atom.frame * atoms.natoms + k // n_images
+    # Translations are computed again: this is cheaper than to keep them with the keys.
+    image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
+    _write_sections(
+        neighbor=neighbor,
+        shift=shift,
+        needed_widths=None,
+        row=row,
+        place=place,
+        s0=image.s0,
+        s1=image.s1,
+        s2=image.s2,
+        kept=kept,
+        kind=tl.load(atoms.atype + place, kept, -1),
+        form=form,
+        by_type=by_type,
+        counting=False,
+    )
+
+
+@triton.jit
+def count_kernel(
+    type_counts,  # (nrows, ntypes) int32, written
+    shorter_counts,  # (nrows, n_shorter) int32, written
+    nearest,  # (nrows,) float64, written: least |r|², infinite without a neighbour [Å²]
+    radii_squared,  # (1 + n_shorter,) float64: of the cut-off and of shorter radii [Å²]
+    atoms,
+    rows,
+    ntypes,
+    n_shorter,
+    block: tl.constexpr,
+    type_tile: tl.constexpr,  # powers of two, at least `ntypes` and `n_shorter`
+    radius_tile: tl.constexpr,
+) -> None:
+    """Count the neighbours of one atom of each type, and those within each shorter radius."""
+    atom = _program_atom(rows, atoms.coord)
+    row = atom.row
+    n_images = _images_per_atom(atoms.cells, atom.frame)
+    n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=atom.exists)
+    kind = tl.arange(0, type_tile)
+    radius = tl.arange(0, radius_tile)
+    # Nothing is nearer than 0: lanes beyond the last radius count no neighbours.
+    shorter_squared = tl.load(radii_squared + 1 + radius, radius < n_shorter, 0.0)
+    rcut_squared = tl.load(radii_squared)
+    of_types = tl.zeros((type_tile,), tl.int32)
+    within = tl.zeros((radius_tile,), tl.int32)
+    least = rcut_squared * 0.0 + float("inf")
+    for begin in range(0, n_comparisons, block):
+        k = begin + tl.arange(0, block)
+        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
+        squared = tl.where(compared.is_image, compared.squared, float("inf"))
+        least = tl.minimum(least, tl.min(squared))
+        other_kind = tl.where(squared < rcut_squared, tl.load(atoms.atype + compared.place), -1)
+        of_types += tl.sum((other_kind[:, None] == kind[None, :]).to(tl.int32), 0)
+        within += tl.sum((squared[:, None] < shorter_squared[None, :]).to(tl.int32), 0)
+    tl.store(type_counts + row * ntypes + kind, of_types, kind < ntypes)
+    tl.store(shorter_counts + row * n_shorter + radius, within, radius < n_shorter)
+    tl.store(nearest + row, least)
+
+
+# ----- lists from candidates ---------------------------------------------------------------------
+
+
+@triton.jit
+def mark_stale_kernel(
+    stale,  # (nframes,) int32, set to 1
+    needed,  # (entries,) int32: NOT_FINITE is set to 1
+    coord,  # (nframes, natoms, 3) float64 [Å]
+    reference,  # (nframes, natoms, 3) float64 [Å]
+    natoms,
+    limit,  # [Å²]
+    block: tl.constexpr,
+) -> None:
+    """Mark a structure if |x − x_reference|² > limit for one of its atoms, or if one is not finite.
+
+    A program compares `block` atoms of one structure.
+    """
+    frame = tl.program_id(0).to(tl.int64)
+    atom = tl.program_id(1) * block + tl.arange(0, block)
+    exists = atom < natoms
+    at = (frame * natoms + atom) * 3
+    squared = tl.zeros((block,), tl.float64)
+    zero = tl.zeros((block,), tl.float64)
+    for axis in tl.static_range(3):
+        x = tl.load(coord + at + axis, exists, 0.0)
+        moved = x - tl.load(reference + at + axis, exists, 0.0)
+        squared += moved * moved
+        zero += x - x  # NaN if x is not finite
+    # Negated, since NaN compares as false: an atom that is not finite is far.
+    far = tl.sum((exists & ((squared <= limit) == 0)).to(tl.int32))
+    not_finite = tl.sum((exists & (zero != 0.0)).to(tl.int32))
+    tl.atomic_max(stale + frame, 1, far > 0)
+    tl.atomic_max(needed + _NOT_FINITE, 1, not_finite > 0)
+
+
+@triton.jit
+def refer_kernel(
+    reference,  # (nframes, natoms, 3) float64, written for stale structures
+    built,  # (nframes,) int64: lists of each structure, counted up
+    coord,  # (nframes, natoms, 3) float64
+    stale,  # (nframes,) int32
+    natoms,
+    block: tl.constexpr,
+) -> None:
+    """Keep the positions of a stale structure, and count its new list.
+
+    A program copies `block` numbers of one structure.
+    """
+    frame = tl.program_id(0).to(tl.int64)
+    is_stale = tl.load(stale + frame)
+    number = tl.program_id(1) * block + tl.arange(0, block)
+    mask = (number < natoms * 3) & (is_stale != 0)
+    at = frame * natoms * 3 + number
+    tl.store(reference + at, tl.load(coord + at, mask, 0.0), mask)
+    n_built = tl.load(built + frame)
+    tl.store(built + frame, n_built + is_stale, tl.program_id(1) == 0)  # one program of the frame
+
+
+@triton.jit
+def renew_kernel(
+    place,  # (nrows, room) int32, written: places of candidates
+    translation,  # (nrows, room, 3) int32, written: S; None without cells
+    number,  # (nrows,) int32, written: candidates of each row, more than `room` if they do not fit
+    needed,  # (entries,) int32: ROOM is raised to the largest number that does not fit
+    stale,  # (nframes,) int32
+    atoms,  # with cells for the reach of cut-off and skin
+    rows,
+    room,
+    limit_squared,  # (cut-off + skin)² [Å²]
+    block: tl.constexpr,
+) -> None:
+    """Write the candidates of one atom, |r| < cut-off + skin, if its structure is stale."""
+    atom = _program_atom(rows, atoms.coord)
+    n_images = _images_per_atom(atoms.cells, atom.frame)
+    renewed = atom.exists & (tl.load(stale + atom.frame) != 0)
+    n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=renewed)
+    total = n_comparisons * 0
+    for begin in range(0, n_comparisons, block):
+        k = begin + tl.arange(0, block)
+        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
+        near = compared.is_image & (compared.squared < limit_squared)
+        column = total + tl.cumsum(near.to(tl.int32), 0) - 1
+        at = atom.row * room + column
+        fits = near & (column < room)
+        tl.store(place + at, compared.place.to(tl.int32), fits)
+        if translation is not None:
+            _store_translation(translation, at, compared.s0, compared.s1, compared.s2, mask=fits)
+        total += tl.sum(near.to(tl.int32))
+    tl.store(number + atom.row, total, renewed)
+    tl.atomic_max(needed + _ROOM, total, renewed & (total > room))
+
+
+@triton.jit
+def lay_out_kernel(
+    neighbor,  # (nrows, nnei) int64, written: places; −1 for an empty slot
+    shift,  # (nrows, nnei, 3) int32, written: S; None without cells
+    needed,  # (entries,) int32, raised; `atoms` names its entries
+    place,  # (nrows, room) int32: places of candidates
+    translation,  # (nrows, room, 3) int32: their S; None without cells
+    number,  # (nrows,) int32: candidates of each row
+    nearest_allowed,  # (1,) float64: |r|² below which atoms are too near [Å²]
+    inner_squared,  # (n_inner,) float64: squares of the shorter radii [Å²]
+    inner_bounds,  # (n_inner,) int64: bounds of the neighbours within them
+    n_inner,
+    atoms,
+    rows,
+    form,
+    room,
+    by_type: tl.constexpr,
+    block: tl.constexpr,
+    capacity: tl.constexpr,  # a power of two, at least `room`
+) -> None:
+    """Write the neighbours of one atom, |r| < rcut, from its candidates; a lane has one candidate.
+
+    r = x_j − x_i + S·box at the present positions, with S of the time of `renew_kernel`.
+    """
+    atom = _program_atom(rows, atoms.coord)
+    row = atom.row
+    lane = tl.arange(0, capacity)
+    has_candidate = atom.exists & (lane < tl.minimum(tl.load(number + row), room))
+    at = row * room + lane
+    # Empty lanes read the first atom.
+    other = tl.load(place + at, has_candidate, 0).to(tl.int64)
+    dx = tl.load(atoms.coord + other * 3) - atom.x
+    dy = tl.load(atoms.coord + other * 3 + 1) - atom.y
+    dz = tl.load(atoms.coord + other * 3 + 2) - atom.z
+    if translation is not None:
+        s0, s1, s2 = _load_translation(translation, at, has_candidate)
+        s0 = s0.to(tl.float64)
+        s1 = s1.to(tl.float64)
+        s2 = s2.to(tl.float64)
+        dx, dy, dz = _translate(
+            atoms.cells.box, atom.frame, dx=dx, dy=dy, dz=dz, s0=s0, s1=s1, s2=s2
+        )
+    squared = dx * dx + dy * dy + dz * dz
+    near = has_candidate & (squared < form.rcut_squared)
+    total = tl.sum(near.to(tl.int32))
+
+    # What is wrong with these positions, and which bounds are too small.
+    least = tl.min(tl.where(near, squared, float("inf")))
+    tl.atomic_max(needed + _AT_SAME_PLACE, 1, least < _SAME_PLACE_SQUARED)
+    distance = tl.sqrt(tl.maximum(least, _SAME_PLACE_SQUARED))
+    # A tensor: Triton's interpreter cannot divide a constexpr.
+    scale = tl.full((), _NEARNESS, tl.float64)
+    nearness = (scale / distance + 1.0).to(tl.int32)  # rounded up
+    tl.atomic_max(needed + _TOO_NEAR, nearness, least < tl.load(nearest_allowed))
+    for k in range(n_inner):
+        within = tl.sum((near & (squared < tl.load(inner_squared + k))).to(tl.int32))
+        too_many = within > tl.load(inner_bounds + k)
+        tl.atomic_max(needed + _FIRST_WIDTH + form.n_sections + k, within, too_many)
+
+    _write_empty_row(neighbor, shift, row, form.nnei, block=block)
+    # Other threads of this program write neighbours over these empty slots.
+    tl.debug_barrier()
+    keys = tl.sort(tl.where(near, _sort_key(squared, lane), _LARGEST_KEY))
+    kept = (lane < total) & (lane < form.most)  # lanes are ranks from here on
+    at = row * room + tl.where(kept, _number_of(keys), 0)
+    other = tl.load(place + at, kept, 0).to(tl.int64)
+    s0 = None
+    s1 = None
+    s2 = None
+    if translation is not None:
+        s0, s1, s2 = _load_translation(translation, at, kept)
+    _write_sections(
+        neighbor=neighbor,
+        shift=shift,
+        needed_widths=needed + _FIRST_WIDTH,
+        row=row,
+        place=other,
+        s0=s0,
+        s1=s1,
+        s2=s2,
+        kept=kept,
+        kind=tl.load(atoms.atype + other, kept, -1),
+        form=form,
+        by_type=by_type,
+        counting=True,
+    )

@@ -22,8 +22,10 @@ from deepmd_muon.model.neighbors.candidates import lay_out, mark_stale, refer, r
 from deepmd_muon.model.neighbors.search import count_neighbors
 from deepmd_muon.model.structures import Structures
 
-# Room beyond what is needed, and what it is a multiple of: few changes of density then need other shapes.
-_SPARE, _STEP = 1.1, 8
+# Sizes exceed what is needed by a factor, and are multiples of a step, so that few changes of
+# density need other shapes.
+_SPARE = 1.1
+_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -78,33 +80,42 @@ class SkinLists:
     ) -> None:
         nframes, natoms = atype.shape
         device = atype.device
-        self._rcut, self._skin, self._inner = request.rcut, skin, request.inner
-        self._atype, self._by_type, self._ntypes = atype, request.by_type, ntypes
+        self._rcut = request.rcut
+        self._skin = skin
+        self._inner = request.inner
+        self._by_type = request.by_type
+        self._ntypes = ntypes
         self._limits = tuple(request.sel) if request.by_type else (sum(request.sel),)
+        self._entries = self.entries(request)
+
+        self._atype = atype
         flat = atype.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        self._order = order[int((flat < 0).sum()) :]
-        self._kind, self._frame = flat[self._order], self._order // max(1, natoms)
-        self._counts = tuple(torch.bincount(self._kind, minlength=ntypes).tolist())
+        by_type = torch.argsort(flat, stable=True)  # padding, −1, comes first
+        n_padding = int((flat < 0).sum())
+        self._order = by_type[n_padding:]
+        self._kind = flat[self._order]
+        self._frame = self._order // max(1, natoms)
+        self._type_counts = tuple(torch.bincount(self._kind, minlength=ntypes).tolist())
         self._sizes = (atype >= 0).sum(1)
+
         self.coord = torch.zeros(nframes, natoms, 3, dtype=torch.float64, device=device)
-        self._reference = torch.full_like(self.coord, torch.inf)
-        self._stale = torch.zeros(nframes, dtype=torch.int32, device=device)
-        self.nearest = torch.zeros(1, dtype=torch.float64, device=device)
         self.cells: Cells | None = None
         if periodic:
-            self.cells = Cells.of_some(
-                torch.zeros(nframes, 3, 3, dtype=torch.float64, device=device), self._reach
-            )
+            no_cells = torch.zeros(nframes, 3, 3, dtype=torch.float64, device=device)
+            self.cells = Cells.of_some(no_cells, self._reach)
+        self.nearest = torch.zeros(1, dtype=torch.float64, device=device)
         self.built = torch.zeros(nframes, dtype=torch.int64, device=device)
+        # Infinitely far away: every structure is stale.
+        self._reference = torch.full_like(self.coord, torch.inf)
+        self._stale = torch.zeros(nframes, dtype=torch.int32, device=device)
         self._candidates: Candidates | None = None
-        self._entries = self.entries(request)
         self._room: Room | None = None
 
     @staticmethod
     def entries(request: NeighborRequest) -> int:
         """Return how many entries `needed` has."""
-        return FIRST_WIDTH + (len(request.sel) if request.by_type else 1) + len(request.inner)
+        n_sections = len(request.sel) if request.by_type else 1
+        return FIRST_WIDTH + n_sections + len(request.inner)
 
     @property
     def _reach(self) -> float:
@@ -112,16 +123,20 @@ class SkinLists:
 
     @property
     def needed(self) -> Tensor:
-        """What did not fit since `prepare` or `grow`; int32, zeros where all did."""
+        """What did not fit since `prepare` or `grow`, see `Candidates`; int32, zeros if all did."""
         assert self._candidates is not None
         return self._candidates.needed
 
     def set_cells(self, box: Tensor) -> None:
-        """Take cells `(nframes, 3, 3)` [Å], zeros for none; structures whose cell changes get new lists."""
+        """Set the cells `(nframes, 3, 3)` [Å], zeros for none.
+
+        Structures get new lists if their cell has changed.
+        """
         assert self.cells is not None
         changed = (box != self.cells.box).flatten(1).any(1)
-        for own, new in zip(self.cells, Cells.of_some(box, self._reach), strict=True):
-            own.copy_(new)
+        # In place: recorded graphs read this memory.
+        for tensor, values in zip(self.cells, Cells.of_some(box, self._reach), strict=True):
+            tensor.copy_(values)
         self._reference.masked_fill_(changed[:, None, None], torch.inf)
 
     def forget(self) -> None:
@@ -130,13 +145,20 @@ class SkinLists:
         self._reference.fill_(torch.inf)
 
     def prepare(self) -> bool:
-        """Choose sizes by the present positions, once; False where an atom has more neighbours than can be sorted."""
+        """Choose sizes by the present positions, once.
+
+        Return false if an atom has more neighbours than can be sorted.
+        """
         if self._room is None:
-            within, short, _ = self._count([self._rcut, *(radius for radius, _ in self._inner)])
-            all_in_skin = self._count([self._reach])[0].sum(1)
-            widths = within if self._by_type else within.sum(1, keepdim=True)
-            counts = all_in_skin[:, None], widths, short
-            self._make(*(x.amax(0).tolist() if len(x) else [0] * x.shape[1] for x in counts))
+            radii = [self._rcut, *(radius for radius, _ in self._inner)]
+            type_counts, inner_counts, _ = self._count(radii)
+            skin_counts, _, _ = self._count([self._reach])
+            width_counts = type_counts if self._by_type else type_counts.sum(1, keepdim=True)
+            self._make(
+                candidates=_largest(skin_counts.sum(1, keepdim=True))[0],
+                widths=_largest(width_counts),
+                inner=_largest(inner_counts),
+            )
         assert self._room is not None
         return self._room.candidates <= MOST_NEIGHBORS
 
@@ -144,115 +166,144 @@ class SkinLists:
         return count_neighbors(self._atoms, self._order, self._frame, radii, self._ntypes)
 
     def grow(self, needed: list[int]) -> bool:
-        """Make room for what did not fit; False where all did, so that the last lists are whole.
+        """Make room for what did not fit; return false if all did: the last lists are whole then.
 
         Parameters
         ----------
         needed
             The values of `needed`.
         """
-        room, end = self._room, FIRST_WIDTH + len(self._limits)
-        assert room is not None
+        assert self._room is not None
+        first_inner = FIRST_WIDTH + len(self._limits)
+        # Lists never hold more than the request's limits: missing room beyond them is no fault.
         widths = [
-            min(x, most) for x, most in zip(needed[FIRST_WIDTH:end], self._limits, strict=True)
+            min(width, limit)
+            for width, limit in zip(needed[FIRST_WIDTH:first_inner], self._limits, strict=True)
         ]
-        inner = [min(x, self._most_inner(k)) for k, x in enumerate(needed[end:])]
-        before = (room.candidates, *room.widths, *room.inner)
-        if all(x <= own for x, own in zip((needed[ROOM], *widths, *inner), before, strict=True)):
+        inner = [min(bound, self._inner_limit(k)) for k, bound in enumerate(needed[first_inner:])]
+        sizes = (self._room.candidates, *self._room.widths, *self._room.inner)
+        needed_sizes = (needed[ROOM], *widths, *inner)
+        if all(need <= size for need, size in zip(needed_sizes, sizes, strict=True)):
             return False
-        self._make([needed[ROOM]], widths, inner)
+        self._make(candidates=needed[ROOM], widths=widths, inner=inner)
         return True
 
-    def _most_inner(self, k: int) -> int:
-        return min(self._inner[k][1], self._limits[0])
+    def _inner_limit(self, k: int) -> int:
+        """Return the most neighbours that are counted within a shorter radius."""
+        _, limit = self._inner[k]
+        return min(limit, self._limits[0])
 
-    def _make(self, candidates: list[int], widths: list[int], inner: list[int]) -> None:
+    def _make(self, candidates: int, widths: list[int], inner: list[int]) -> None:
         """Allocate lists with room for these numbers and for the earlier ones."""
-        before = self._room or Room(0, (0,) * len(self._limits), (0,) * len(self._inner))
-
-        def roomy(number: int, had: int) -> int:
-            return max(had, _STEP, -(-int(_SPARE * number) // _STEP) * _STEP if number > had else 0)
-
+        before = self._room
+        if before is None:
+            before = Room(0, (0,) * len(self._limits), (0,) * len(self._inner))
         self._room = Room(
-            roomy(candidates[0], before.candidates),
-            tuple(
-                min(roomy(x, own), most)
-                for x, own, most in zip(widths, before.widths, self._limits, strict=True)
+            candidates=_with_spare(candidates, before.candidates),
+            widths=tuple(
+                min(_with_spare(width, size), limit)
+                for width, size, limit in zip(widths, before.widths, self._limits, strict=True)
             ),
-            tuple(
-                min(roomy(x, own), self._most_inner(k))
-                for k, (x, own) in enumerate(zip(inner, before.inner, strict=True))
+            inner=tuple(
+                min(_with_spare(bound, size), self._inner_limit(k))
+                for k, (bound, size) in enumerate(zip(inner, before.inner, strict=True))
             ),
         )
-        nreal, device = len(self._order), self._atype.device
-        most = self._room.candidates
+        nrows = len(self._order)
+        room = self._room.candidates
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=self._atype.device)
+
         self._candidates = Candidates(
-            torch.zeros(nreal, most, dtype=torch.int32, device=device),
-            None
-            if self.cells is None
-            else torch.zeros(nreal, most, 3, dtype=torch.int32, device=device),
-            torch.zeros(nreal, dtype=torch.int32, device=device),
-            torch.zeros(self._entries, dtype=torch.int32, device=device),
-            self.nearest,
-            self._room.inner,
+            place=zeros(nrows, room),
+            shift=None if self.cells is None else zeros(nrows, room, 3),
+            number=zeros(nrows),
+            needed=zeros(self._entries),
+            nearest=self.nearest,
+            inner=self._room.inner,
         )
         self._reference.fill_(torch.inf)
-        self._filled = np.repeat(np.array(self._room.widths)[:, None], nreal, axis=1)
-        self._bounds = np.repeat(np.array(self._room.inner, dtype=np.int64)[:, None], nreal, axis=1)
+        # `Structures` wants these numbers for every atom; here they are the same for all.
+        widths_column = np.array(self._room.widths)[:, None]
+        inner_column = np.array(self._room.inner, dtype=np.int64)[:, None]
+        self._filled = np.repeat(widths_column, nrows, axis=1)
+        self._bounds = np.repeat(inner_column, nrows, axis=1)
 
     @property
     def _atoms(self) -> Atoms:
         return Atoms(
-            self.coord.view(-1, 3),
-            self._atype.view(-1),
-            self._sizes,
-            self._atype.shape[1],
-            self.cells,
+            coord=self.coord.view(-1, 3),
+            atype=self._atype.view(-1),
+            counts=self._sizes,
+            natoms=self._atype.shape[1],
+            cells=self.cells,
         )
 
-    def _renewed(self) -> Candidates:
+    def _renew(self) -> Candidates:
         """Return the candidates at the present positions; `needed` tells whether they had room."""
         assert self._candidates is not None
         mark_stale(
-            self._stale,
-            self._candidates.needed,
-            self.coord,
-            self._reference,
-            (0.5 * self._skin) ** 2,
+            stale=self._stale,
+            needed=self._candidates.needed,
+            coord=self.coord,
+            reference=self._reference,
+            # Two atoms that both move by half the skin come nearer by the whole skin.
+            limit=(0.5 * self._skin) ** 2,
         )
         refer(self._reference, self.built, self.coord, self._stale)
-        renew(self._candidates, self._atoms, self._order, self._frame, self._stale, self._reach)
+        renew(
+            candidates=self._candidates,
+            atoms=self._atoms,
+            order=self._order,
+            frame=self._frame,
+            stale=self._stale,
+            reach=self._reach,
+        )
         return self._candidates
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all pairs within cut-off and skin, each both ways; it waits for the device, and makes room.
+        """Return all pairs within cut-off and skin, each both ways.
+
+        It waits for the device, and makes room.
 
         Returns
         -------
         tuple
-            Atoms i and j `(npairs,)`, numbered through all structures, pairs of one i together; translations of j
-            `(npairs, 3)` [cells], None without cells.
+            Atoms i and j `(npairs,)`, numbered through all structures, pairs of one i together;
+            translations of j `(npairs, 3)` [cells], None without cells.
         """
-        found = self._renewed()
-        while self.grow(found.needed.tolist()):
-            found = self._renewed()
-        row, column = torch.nonzero(
-            torch.arange(found.place.shape[1], device=found.number.device) < found.number[:, None],
-            as_tuple=True,
-        )
-        shift = None if found.shift is None else found.shift[row, column]
-        return self._order[row], found.place[row, column].long(), shift
+        candidates = self._renew()
+        while self.grow(candidates.needed.tolist()):
+            candidates = self._renew()
+        column = torch.arange(candidates.place.shape[1], device=candidates.number.device)
+        is_candidate = column < candidates.number[:, None]
+        row, column = torch.nonzero(is_candidate, as_tuple=True)
+        shift = None if candidates.shift is None else candidates.shift[row, column]
+        return self._order[row], candidates.place[row, column].long(), shift
 
     def find(self) -> Structures:
-        """Return the structures at the present positions with their neighbours; all work is on the device."""
+        """Return the structures at the present positions with their neighbours.
+
+        All work is on the device.
+        """
         assert self._room is not None
-        candidates, atoms = self._renewed(), self._atoms
-        limit = sum(self._limits)
+        candidates = self._renew()
         sections = Sections(
-            self._rcut, self._room.widths, self._by_type, min(limit, MOST_NEIGHBORS), 0
+            rcut=self._rcut,
+            widths=self._room.widths,
+            by_type=self._by_type,
+            most=min(sum(self._limits), MOST_NEIGHBORS),
+            capacity=0,  # not read: the room of the candidates counts
         )
-        radii = [radius for radius, _ in self._inner]
-        neighbor, shift = lay_out(candidates, atoms, self._order, self._frame, sections, radii)
+        neighbor, shift = lay_out(
+            candidates=candidates,
+            atoms=self._atoms,
+            order=self._order,
+            frame=self._frame,
+            sections=sections,
+            inner=[radius for radius, _ in self._inner],
+        )
         return Structures(
             coord=self.coord,
             atype=self._atype,
@@ -263,7 +314,22 @@ class SkinLists:
             neighbor=neighbor,
             shift=shift,
             sections=self._room.widths,
-            type_counts=self._counts,
+            type_counts=self._type_counts,
             filled=self._filled,
             inner=self._bounds,
         )
+
+
+def _largest(counts: Tensor) -> list[int]:
+    """Return the largest number of each column of `(nrows, ncolumns)`; 0 without rows."""
+    if not len(counts):
+        return [0] * counts.shape[1]
+    largest: list[int] = counts.amax(0).tolist()
+    return largest
+
+
+def _with_spare(number: int, size: int) -> int:
+    """Return a size for a number: the earlier `size` if it fits, else a larger one with spare."""
+    if number <= size:
+        return max(size, _STEP)
+    return max(_STEP, -(-int(_SPARE * number) // _STEP) * _STEP)

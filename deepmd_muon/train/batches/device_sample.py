@@ -23,16 +23,13 @@ from deepmd_muon.data import (
     worker_count,
 )
 from deepmd_muon.data.neighbors.cache import CHUNK_ATOMS, DENSEST, densities
+from deepmd_muon.data.neighbors.far_atoms import are_ordinary
 from deepmd_muon.data.neighbors.lists import SAME_PLACE
-from deepmd_muon.data.neighbors.together import ordinary
 from deepmd_muon.data.sampling.samples import packed, read_ahead
 from deepmd_muon.model import Structures
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Cells, Sections
 from deepmd_muon.model.neighbors.search import count_neighbors, find_neighbors
 from deepmd_muon.train.batches.resident import READERS, why_not_on_device
-
-# Volume of a cell over the cube of its longest vector, below which the host searches.
-_FLAT = 1e-6
 
 # Systems by their numbers, and the frames to take of each.
 _Part = list[tuple[int, np.ndarray]]
@@ -106,9 +103,7 @@ class DeviceSample:
 
     def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MaxNeighbors | None]:
         """Return frames on the device and their most neighbours; None if the host has to do it."""
-        usual, _ = ordinary(
-            np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box, _FLAT
-        )
+        usual = are_ordinary(np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box)
         if not usual.all() or densities(frames).max() > DENSEST:
             return None, None
         places = _PlacedFrames.of(frames, self._cache.rcut, self._device)

@@ -20,7 +20,6 @@ from deepmd_muon.data import (
     stack_neighbors,
 )
 from deepmd_muon.data.neighbors import cache as neighbor_cache
-from deepmd_muon.data.neighbors import images, lists
 from deepmd_muon.data.neighbors.far_atoms import far_pairs
 from deepmd_muon.data.neighbors.lists import _vesin_pairs, find_pairs, frame_statistics
 
@@ -289,7 +288,7 @@ def test_only_listed_frames_are_kept_and_the_others_counted(system, monkeypatch)
     built = []
     build = neighbor_cache.build_neighbors
     monkeypatch.setattr(
-        neighbor_cache, "build_neighbors", lambda *given: built.append(given) or build(*given)
+        neighbor_cache, "build_neighbors", lambda **given: built.append(given) or build(**given)
     )
     whole, cache = NeighborCache(4.0, (3, 3), True), NeighborCache(4.0, (3, 3), True)
     expected = neighbor_statistics([system], 4.0, whole)
@@ -313,115 +312,10 @@ def test_only_listed_frames_are_kept_and_the_others_counted(system, monkeypatch)
     assert mixed.dropped > 0
 
 
-def by_images_and_by_vesin(coord, box, atype, rcut, sel, by_type, inner, monkeypatch):
-    """The list and the counts of a frame by either search, and whether images took part in both."""
-    found, used = [], []
-    for compare in (images.compare_images, lambda *frame: None):
-
-        def noted(*frame, compare=compare):
-            used.append(compare(*frame) is not None)
-            return compare(*frame)
-
-        monkeypatch.setattr(lists, "compare_images", noted)
-        found.append(
-            (
-                build_neighbors(coord, box, atype, rcut, sel, by_type, 3, inner),
-                frame_statistics(coord, box, atype, rcut, 3),
-            )
-        )
-    return *found, used[0]
-
-
-def assert_identical(first, second):
-    for name in ("index", "shift", "inner"):
-        np.testing.assert_array_equal(
-            getattr(first[0], name), getattr(second[0], name), strict=True
-        )
-    for name in ("sections", "statistics", "dropped"):
-        assert getattr(first[0], name) == getattr(second[0], name)
-    assert first[1] == second[1] == first[0].statistics
-
-
-@given(structures(), st.booleans(), st.sampled_from([None, (1, 2, 3), (40, 0, 40)]))
-def test_images_give_the_list_of_the_search_by_cells(structure, by_type, sel):
-    """Bit by bit, the shortest distance too, of few atoms in cells of all shapes."""
-    coord, box, atype, rcut = structure
-    inner = () if by_type else ((0.7 * rcut, 5), (0.4 * rcut, 9))
-    if min(brute_force(coord, box, rcut).values(), default=1.0) < 1e-3:
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "_FEWEST", 2)
-        patch.setattr(images, "_BY_VESIN", np.inf)  # also where vesin is faster
-        *found, _ = by_images_and_by_vesin(coord, box, atype, rcut, sel, by_type, inner, patch)
-    assert_identical(*found)
-
-
-@pytest.mark.parametrize("form", ["cubic", "tilted", "left-handed", "long"])
-@pytest.mark.parametrize("natoms", [40, 96, 117])
-def test_images_give_the_list_of_a_liquid(natoms, form, monkeypatch):
-    rng = np.random.default_rng(natoms)
-    box = np.eye(3) * (10.0 * natoms) ** (1 / 3)
-    box += {"tilted": np.tril(np.full((3, 3), 2.0), -1), "long": np.diag([-1.0, 0.0, 2.0])}.get(
-        form, 0.0
-    )
-    box = box[[1, 0, 2]] if form == "left-handed" else box
-    places = np.stack(np.meshgrid(*[np.arange(5)] * 3), -1).reshape(-1, 3)[:natoms] / 5
-    coord = (
-        places + rng.uniform(-0.06, 0.06, places.shape) + rng.integers(-9, 9, places.shape)
-    ) @ box
-    atype = rng.integers(-1, 3, natoms)
-    atype[0] = -1
-    for by_type, sel in ((True, (20, 20, 20)), (True, None), (False, (60,))):
-        inner = () if by_type else ((3.0, 20), (4.5, 10))
-        *found, used = by_images_and_by_vesin(
-            coord, box, atype, 6.0, sel, by_type, inner, monkeypatch
-        )
-        assert_identical(*found)
-        assert used == (natoms - (atype < 0).sum() >= 40)
-
-
-@pytest.mark.parametrize("moved", [0.0, 1e-9, 1e-3])
-def test_crystals_are_left_to_the_search_by_cells(moved, monkeypatch):
-    """Rounding decides about equal distances and shells at the cut-off."""
-    places = np.stack(np.meshgrid(*[np.arange(4)] * 3), -1).reshape(-1, 3) * 2.5
-    coord = places + np.random.default_rng(0).normal(0.0, moved, places.shape)
-    rcut = 2.5 * 5**0.5
-    *found, used = by_images_and_by_vesin(
-        coord, np.eye(3) * 10.0, np.arange(64) % 3, rcut, (9, 9, 9), True, (), monkeypatch
-    )
-    assert_identical(*found)
-    assert used == (moved == 1e-3)
-
-
-def test_cells_shorter_than_the_cut_off(monkeypatch):
-    """Counts come from images. In a list, an atom's own images on either side are equally near."""
-    coord, box = np.random.default_rng(3).uniform(0.0, 4.5, (45, 3)), np.eye(3) * 4.5
-    *found, used = by_images_and_by_vesin(
-        coord, box, np.arange(45) % 3, 6.0, None, True, (), monkeypatch
-    )
-    assert_identical(*found)
-    assert used
-
-
-def test_atoms_at_the_cut_off_are_left_to_the_search_by_cells(monkeypatch):
-    rng = np.random.default_rng(1)
-    coord, box = rng.uniform(0.0, 10.0, (60, 3)), np.eye(3) * 10.0
-    distances = find_pairs(coord, box, np.zeros(60, int), 6.0).distance
-    for rcut in (distances[7], np.nextafter(distances[7], 9.0), distances[7] * (1 + 1e-13)):
-        found = images.compare_images(coord, box, np.linalg.inv(box), rcut)
-        assert found is not None
-        assert found.within(rcut) is None
-        assert found.within(rcut - 1e-6) is not None
-        *both, _ = by_images_and_by_vesin(
-            coord, box, np.zeros(60, int), rcut, (200,) * 3, True, (), monkeypatch
-        )
-        assert_identical(*both)
-
-
 @pytest.mark.parametrize(
     ("find", "last"), [(build_neighbors, (None, True)), (frame_statistics, (1,))]
 )
-def test_atoms_at_the_same_place_are_named_among_images(find, last):
+def test_atoms_at_the_same_place_are_named_across_the_cell(find, last):
     coord = np.random.default_rng(2).uniform(0.0, 10.0, (60, 3))
     coord[33] = coord[12] + [10.0, 0.0, -20.0]
     with pytest.raises(NeighborError, match=r"atoms (12 and 33|33 and 12) lie at the same place"):

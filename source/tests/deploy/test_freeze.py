@@ -10,7 +10,7 @@ from write_systems import write_npy
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
-from deepmd_muon.data.neighbors.ghosts import with_ghosts
+from deepmd_muon.data.neighbors.lists import with_ghosts
 from deepmd_muon.deploy import freeze as freezing
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import compare, freeze

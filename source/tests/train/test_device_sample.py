@@ -163,8 +163,9 @@ def test_parts_that_the_device_does_not_take_are_left_to_the_host(systems, monke
         device_sample, "find_neighbors", lambda *given: searches.append(given) or find(*given)
     )
     if limit == "ordinary":
-        unusual = lambda coord, box, flat: (np.full(len(coord), box is None), None)  # noqa: E731
-        monkeypatch.setattr(device_sample, "ordinary", unusual)
+        monkeypatch.setattr(
+            device_sample, "are_ordinary", lambda coord, box: np.full(len(coord), box is None)
+        )
     else:
         monkeypatch.setattr(device_sample, "MOST_NEIGHBORS", 1)
     numbers = [np.arange(5)] * 6

@@ -162,21 +162,13 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
     def counted(name):
         function = getattr(cache, name)
         monkeypatch.setattr(
-            cache, name, lambda *arguments: lists.update([name]) or function(*arguments)
+            cache, name, lambda **arguments: lists.update([name]) or function(**arguments)
         )
 
     listed = omitted_settings.frames_to_list
     monkeypatch.setattr(omitted_settings, "frames_to_list", listed_there)
     counted("build_neighbors")
     counted("frame_statistics")
-
-    def counted_together(*arguments):
-        found, here = together(*arguments)
-        lists["count_together"] += int(here.sum())
-        return found, here
-
-    together = cache.count_together
-    monkeypatch.setattr(cache, "count_together", counted_together)
     content = small_input(training={"numb_steps": 0})
     content["model"] |= {
         "data_stat_nbatch": 2,
@@ -193,7 +185,7 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
     read = [np.unique(numbers) for numbers in given[0]]
     assert lists["build_neighbors"] == sum(map(len, read)) > 0
     others = sum(len(np.setdiff1d(mine, own)) for mine, own in zip(drawn[0], read, strict=True))
-    assert lists["frame_statistics"] + lists["count_together"] == others > 0
+    assert lists["frame_statistics"] == others > 0
 
 
 @pytest.mark.parametrize("sel", ["auto", [60]])
@@ -210,9 +202,9 @@ def test_a_device_that_searches_leaves_no_neighbours_to_the_host(
                 monkeypatch.setattr(
                     module, "sample_on", lambda device, *given: DeviceSample(*given, device)
                 )
-            for name in ("build_neighbors", "frame_statistics", "count_together"):
+            for name in ("build_neighbors", "frame_statistics"):
                 monkeypatch.setattr(
-                    cache, name, lambda *given: pytest.fail("the host looked for neighbours")
+                    cache, name, lambda **given: pytest.fail("the host looked for neighbours")
                 )
         content["training"]["save_ckpt"] = place
         assert train(content) == 0

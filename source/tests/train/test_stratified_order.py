@@ -102,5 +102,5 @@ def test_seats_are_those_of_the_rank():
     loader = Numbered(1)
     order.deal({"a": loader})
     assert order.next() == "a"
-    assert loader._present == 3
+    assert loader._n_present == 3
     assert next(loader._seats) == Seats(3, 2)
