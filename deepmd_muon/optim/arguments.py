@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from deepmd_muon.optim.groups.group_settings import GroupArguments, checked_arguments
 from deepmd_muon.optim.qk_clip.layers import QKClip
-from deepmd_muon.optim.routing.group_settings import GroupArguments, checked_arguments
 from deepmd_muon.setting import setting, setting_of
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from deepmd_muon.optim.buildable import MuonBuildable
-from deepmd_muon.optim.rules_config import RuleSettings
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import Needs, above_zero, setting
+from deepmd_muon.setting import Needs, above_zero, check_settings, setting, switched_on
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -25,11 +23,26 @@ RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
 VectorRoute = Literal["adam", "adamw"]
 AdamImplementation = Literal["fused", "foreach", "for-loop"]
+Exchange = Literal["owners", "reference"]
+Replication = Literal["auto", "spread", "repeat"]
+GatherDtype = Literal["full", "bfloat16"]
+ReturnDtype = Literal["full", "bfloat16", "float16"]
+StatePlace = Literal["replicated", "sharded"]
 Steps = tuple[tuple[float, float, float], ...]
 
 SCHEDULES = (
     *("8+2", "keller-jordan", "polar-express"),
     *("polar-express-4", "polar-express-5", "polar-express-6", "muon-fsdp2"),
+)
+
+# Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
+RULES = (
+    "soap:SoapMuon",
+    "magma:Magma",
+    "normuon:NorMuon",
+    "cautious_decay:CautiousDecay",
+    "norm_control:NormControl",
+    "master_weights:MasterWeights",
 )
 
 # Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these matches no name.
@@ -153,6 +166,175 @@ class DeePMDSettings:
             "of its momentum with its gradient."
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSettings:
+    """Settings of rules that every optimizer with a Muon route has; Magma's switch is among DeePMD's settings."""
+
+    normuon: bool = setting(
+        False,
+        doc=(
+            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running root mean "
+            "square, and the matrix is rescaled to its former norm. Neurons are columns if `layout` is 'in_out', else "
+            "rows."
+        ),
+    )
+    normuon_beta: float = setting(
+        0.95,
+        minimum=0.0,
+        below=1.0,
+        needs=(switched_on("normuon"),),
+        doc="Decay β₂ of the second moments of `normuon`, one per neuron.",
+    )
+    cautious_decay: bool = setting(
+        False,
+        needs=(above_zero("weight_decay"),),
+        doc=(
+            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
+            "not move it away from zero."
+        ),
+    )
+    soap_muon: bool = setting(
+        False,
+        doc=(
+            "SOAP before the polar factor: the direction is rotated into the eigenbases of running averages of G Gᵀ "
+            "and Gᵀ G, divided there by the root of its second moment, and rotated back. Experimental."
+        ),
+    )
+    soap_beta: float = setting(
+        0.9,
+        minimum=0.0,
+        below=1.0,
+        needs=(switched_on("soap_muon"),),
+        doc="Decay of the averages and of the second moment of `soap_muon`.",
+    )
+    norm_control: Literal["none", "radial_brake"] = setting(
+        "none",
+        needs=(Needs(("norm_brake",), lambda kept: kept < 1.0, "norm_brake below 1"),),
+        doc=(
+            "Norms of weights on the Muon route: 'radial_brake' multiplies the growth of a matrix's norm "
+            "by norm_brake. Experimental."
+        ),
+    )
+    norm_brake: float = setting(
+        0.5,
+        minimum=0.0,
+        maximum=1.0,
+        needs=(
+            Needs(
+                ("norm_control",),
+                lambda kind: kind == "radial_brake",
+                "norm_control 'radial_brake'",
+            ),
+        ),
+        doc="Fraction of the growth of a matrix's norm that norm_control 'radial_brake' keeps.",
+    )
+    master_weights: bool = setting(
+        False,
+        doc=(
+            "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step changes the copy, and "
+            "the parameter is the rounded copy. Without it, updates below half of a weight's last bit are lost. It "
+            "takes 4 bytes per weight, in the layout of the momentum and, with `offload`, in host memory."
+        ),
+    )
+    rules: Sequence[str] = setting(
+        (),
+        doc=(
+            "Rules of other packages on the Muon route, by their registered names, in the order in which they act (see "
+            "doc/add-an-update-rule.md)."
+        ),
+    )
+
+
+_BY_OWNERS = Needs(("exchange",), lambda exchange: exchange == "owners", "exchange 'owners'")
+_PREDICTED = Needs(
+    ("replication",), lambda replication: replication == "auto", "replication 'auto'"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedSettings:
+    """How several processes step the parameters that they share."""
+
+    exchange: Exchange = setting(
+        "owners",
+        doc=(
+            "'owners' sends every matrix to one rank and its update back. 'reference' gathers every parameter and "
+            "steps it on every rank: slow, needs memory for the whole model, and defines the result of 'owners'."
+        ),
+    )
+    replication: Replication = setting(
+        "auto",
+        needs=(_BY_OWNERS,),
+        doc=(
+            "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix one owner among all "
+            "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. Replicas that repeat "
+            "the work with state in parts gather the momenta before the step, if these fit a bucket. 'auto' takes the "
+            "faster way, as predicted from the three rates below."
+        ),
+    )
+    bucket_bytes: int = setting(
+        128 * 2**20,
+        minimum=1,
+        needs=(_BY_OWNERS,),
+        doc="Bound on the bytes that one rank receives or sends in one exchange; a larger matrix goes alone.",
+    )
+    slots: int = setting(
+        3,
+        minimum=1,
+        maximum=10,
+        needs=(_BY_OWNERS,),
+        doc=(
+            "Number of bucket-sized buffers, kept from step to step. With 3, one bucket is orthogonalized while the "
+            "next is sent to its owners and the previous one back; 1 is strictly serial."
+        ),
+    )
+    state: StatePlace = setting(
+        "replicated",
+        doc=(
+            "Where plain parameters given with `replicas` keep momenta and Adam's moments: 'replicated': whole on "
+            "every rank; 'sharded': an equal part on each rank (ZeRO-1), as DTensors in the state dict. The state of "
+            "DTensor parameters always has their layout. Under `dp train`, zero_stage 1 selects 'sharded'."
+        ),
+    )
+    gather_dtype: GatherDtype = setting(
+        "full",
+        needs=(_BY_OWNERS,),
+        doc=(
+            "Element type of the messages to the owner; 'full' is float32, or float64 for float64 parameters. Rounding "
+            "before the orthogonalization amplifies the noise of low-rank matrices to full strength."
+        ),
+    )
+    return_dtype: ReturnDtype = setting(
+        "full", needs=(_BY_OWNERS,), doc="Element type of the returned updates."
+    )
+    free_gradients: bool = setting(
+        False,
+        needs=(_BY_OWNERS,),
+        doc="Set the gradient of an exchanged parameter to None as soon as its momentum is updated.",
+    )
+    flops_per_second: float = setting(
+        1e14,
+        above=0.0,
+        needs=(_PREDICTED, _BY_OWNERS),
+        doc="Rate of one rank's orthogonalizations, for 'auto'.",
+    )
+    bytes_per_second: float = setting(
+        2e10,
+        above=0.0,
+        needs=(_PREDICTED, _BY_OWNERS),
+        doc="Rate at which one rank sends, for 'auto'.",
+    )
+    latency: float = setting(
+        5e-5,
+        minimum=0.0,
+        needs=(_PREDICTED, _BY_OWNERS),
+        doc="Fixed time of one exchange, for 'auto' [s].",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

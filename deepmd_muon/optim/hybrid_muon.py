@@ -13,9 +13,8 @@ from torch import Tensor
 from deepmd_muon.optim.arguments import Arguments, documented, takes
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
-from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
-from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults, words_of_group
-from deepmd_muon.optim.routing.param_groups import (
+from deepmd_muon.optim.groups.group_settings import complete_group, group_defaults, words_of_group
+from deepmd_muon.optim.groups.param_groups import (
     Group,
     Routing,
     check_parameters,
@@ -26,7 +25,8 @@ from deepmd_muon.optim.routing.param_groups import (
     warn_unmatched_patterns,
     with_names,
 )
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
+from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
+from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, is_local
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory

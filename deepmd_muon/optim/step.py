@@ -20,10 +20,10 @@ from deepmd_muon.optim.config import HybridMuonConfig, NonFinite
 from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import InvalidGradientError, NonFiniteGradientError
+from deepmd_muon.optim.groups.group_settings import raw_settings
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.polar.dispatch import unavailable
-from deepmd_muon.optim.routing.group_settings import raw_settings
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.routing.routes import Route, RouteEntry
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, StateHolder, known_tensors
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite_flags, waves

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 Method = TypeVar("Method", bound=Callable[..., Any])
+Phase = Literal["momentum", "gather", "orthogonalize", "update", "scatter", "adam"]
+
+_NO_RANGE = contextlib.nullcontext()
 
 
 def outside_compiler(method: Method) -> Method:
@@ -90,3 +95,24 @@ def profiled_on_demand(step: Step) -> Step:
 
     outer.hooked = True  # type: ignore[attr-defined]  # marks the step as wrapped for torch
     return cast("Step", outer)
+
+
+def in_phase(name: Phase) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that is the range ``HybridMuon.<name>`` while a profiler is active."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NO_RANGE
+    return record_function(f"HybridMuon.{name}")
+
+
+def phase(name: Phase) -> Callable[[Method], Method]:
+    """Decorate a function that is a phase of the step."""
+
+    def decorate(function: Method) -> Method:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with in_phase(name):
+                return function(*args, **kwargs)
+
+        return cast("Method", call)
+
+    return decorate

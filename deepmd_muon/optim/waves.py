@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch

@@ -15,7 +15,7 @@ from deepmd_muon.show.errors import ShowError
 
 if TYPE_CHECKING:
     from deepmd_muon.optim import HybridMuonConfig
-    from deepmd_muon.optim.routing.rules import RouteEntry
+    from deepmd_muon.optim.routing.routes import RouteEntry
     from deepmd_muon.show.spectra import ParameterUpdate
 
 
@@ -40,7 +40,7 @@ def weights_page(path: Path, picture: Path) -> str:
 
 def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
     """Return every parameter of the optimizer, in the order of its groups."""
-    from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
+    from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, canonical_name
     from deepmd_muon.train.checkpoint.optimizer_state import in_own_names, in_own_order
 
     optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
@@ -125,7 +125,7 @@ def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
 def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return HybridMuon's settings of a group; settings that an earlier release lacked have their defaults."""
     from deepmd_muon.optim import HybridMuonConfig
-    from deepmd_muon.optim.routing.group_settings import group_settings
+    from deepmd_muon.optim.groups.group_settings import group_settings
 
     return group_settings({**vars(HybridMuonConfig()), **group})
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import HeadRows, Layer, QKClip, rows_by_parameter
-from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name, is_local
+from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name, is_local
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.routing.param_groups import Group
+    from deepmd_muon.optim.groups.param_groups import Group
     from deepmd_muon.optim.sharded.params import Replicas
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from deepmd_muon.optim.errors import QKClipError
-from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
+from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name
 
 # The factor of some rows: γ^α, γ^(1−α) or γ.
 Factor = Literal["query", "key", "rotary"]

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import QKClip, normalizations
-from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name
 
 BLOCK = 2**22  # bound on the logits in memory at a time
 _UNSEEN = (

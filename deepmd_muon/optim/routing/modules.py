@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from deepmd_muon.optim.errors import InvalidShapeError
-from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
+from deepmd_muon.optim.routing.routes import canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
 
 # Of the weight that makes q, k and v in torch.nn.MultiheadAttention.

@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Iterable
 from importlib import import_module
 
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import RULES, HybridMuonConfig
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
-from deepmd_muon.optim.rules_config import RULES
 
 # The rules of this package in the order in which they act; each class reads its own settings.
 _CLASSES: tuple[type[MatrixRule], ...] = tuple(

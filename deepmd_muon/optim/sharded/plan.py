@@ -23,17 +23,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.errors import ShardingError
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.polar.schedules import coefficients_of
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import RouteEntry
+from deepmd_muon.optim.routing.routes import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.layout import Layout, held_runs, replicated, total
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]

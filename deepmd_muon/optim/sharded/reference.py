@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from deepmd_muon.optim.dtensors import full_tensor, local_of
-from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan

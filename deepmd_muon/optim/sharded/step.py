@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from deepmd_muon.optim.config import ShardedSettings
 from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream, is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import is_local
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     GradientPresence,
@@ -34,7 +35,6 @@ from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import reference_step
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl

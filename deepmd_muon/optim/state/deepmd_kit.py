@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.rules import (
+from deepmd_muon.optim.routing.routes import (
     Route,
     RouteEntry,
     RouteTable,

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
 from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
-from deepmd_muon.optim.routing.group_settings import (
+from deepmd_muon.optim.groups.group_settings import (
     SCHEDULED_SETTINGS,
     SCHEDULER_KEYS,
     as_tuple,
     group_settings,
     own_keys,
 )
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.modules import ATTENTION_SPLIT, is_computed_from
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import (
+from deepmd_muon.optim.routing.routes import (
     Route,
     RouteEntry,
     RouteTable,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import full_tensor
-from deepmd_muon.optim.routing.rules import RouteEntry
+from deepmd_muon.optim.routing.routes import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, canonical_name
+from deepmd_muon.optim.routing.routes import Route, RouteEntry, RouteTable, canonical_name
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.state.migrate import SavedParameter
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from deepmd_muon.optim.config import RouteChange
 from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.errors import InvalidParameterError
-from deepmd_muon.optim.routing.param_groups import Group, Routing
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable
+from deepmd_muon.optim.groups.param_groups import Group, Routing
+from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import load_state
 from deepmd_muon.optim.state.schema import State, StateHolder

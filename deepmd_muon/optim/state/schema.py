@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import full_tensor, spec_of
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import Route, RouteEntry
 from deepmd_muon.optim.rules.interface import Extent, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of

@@ -19,7 +19,7 @@ from make_earlier_files import (
 )
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.rules_config import RuleSettings
+from deepmd_muon.optim.config import RuleSettings
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("as_alone")

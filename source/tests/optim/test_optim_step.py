@@ -12,8 +12,8 @@ from torch import nn
 
 from deepmd_muon.optim import AdamConfig, HybridMuon, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim import step as step_module
+from deepmd_muon.optim.config import ShardedSettings
 from deepmd_muon.optim.errors import InvalidSettingError
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import Wave

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError
-from deepmd_muon.optim.routing.group_settings import (
+from deepmd_muon.optim.groups.group_settings import (
     PATTERNS,
     Params,
     arguments_of,
     as_tuple,
     group_settings,
 )
-from deepmd_muon.optim.routing.rules import (
+from deepmd_muon.optim.routing.routes import (
     RouteEntry,
     RouteTable,
     RoutingRules,
@@ -34,7 +34,6 @@ from deepmd_muon.optim.routing.rules import (
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
 from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import idle_settings
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from deepmd_muon.optim.config import (
 )
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.rules import RouteTable
+from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.optim.rules.registry import unknown_rules
 from deepmd_muon.optim.words import WORDS, nearest, translated
 from deepmd_muon.setting import check_settings, setting, setting_like
