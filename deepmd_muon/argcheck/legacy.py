@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
+from deepmd_muon.argcheck.legacy_optimizer import translate_optimizer
 from deepmd_muon.optim.words import RENAMED_SETTINGS
 from deepmd_muon.setting import shown
 
@@ -130,6 +131,9 @@ def upgrade(data: dict[str, Any]) -> Upgrade:
         _move_warmup(upgraded, training)
         _move_optimizer(upgraded, training)
     _translate_hybrid_muon(upgraded)
+    optimizer = upgraded.section("optimizer")
+    if optimizer is not None and optimizer.get("type") in ("HybridMuon", "Muon"):
+        upgraded.data["optimizer"] = translate_optimizer(optimizer)
     return upgraded
 
 

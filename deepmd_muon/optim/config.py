@@ -37,11 +37,9 @@ SCHEDULES = (
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
 RULES = (
-    "soap:SoapMuon",
     "magma:Magma",
     "normuon:NorMuon",
     "cautious_decay:CautiousDecay",
-    "norm_control:NormControl",
     "master_weights:MasterWeights",
 )
 
@@ -194,41 +192,6 @@ class RuleSettings:
             "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
             "not move it away from zero."
         ),
-    )
-    soap_muon: bool = setting(
-        False,
-        doc=(
-            "SOAP before the polar factor: the direction is rotated into the eigenbases of running averages of G Gᵀ "
-            "and Gᵀ G, divided there by the root of its second moment, and rotated back. Experimental."
-        ),
-    )
-    soap_beta: float = setting(
-        0.9,
-        minimum=0.0,
-        below=1.0,
-        needs=(switched_on("soap_muon"),),
-        doc="Decay of the averages and of the second moment of `soap_muon`.",
-    )
-    norm_control: Literal["none", "radial_brake"] = setting(
-        "none",
-        needs=(Needs(("norm_brake",), lambda kept: kept < 1.0, "norm_brake below 1"),),
-        doc=(
-            "Norms of weights on the Muon route: 'radial_brake' multiplies the growth of a matrix's norm "
-            "by norm_brake. Experimental."
-        ),
-    )
-    norm_brake: float = setting(
-        0.5,
-        minimum=0.0,
-        maximum=1.0,
-        needs=(
-            Needs(
-                ("norm_control",),
-                lambda kind: kind == "radial_brake",
-                "norm_control 'radial_brake'",
-            ),
-        ),
-        doc="Fraction of the growth of a matrix's norm that norm_control 'radial_brake' keeps.",
     )
     master_weights: bool = setting(
         False,

@@ -25,6 +25,13 @@ RENAMED_SETTINGS = {
     "muon_min_2d_dim": "min_matrix_dim",
 }
 
+# Settings that earlier revisions of this package had, each with what to do instead.
+_NOW_A_RULE = "it is a rule in examples/update_rules: import its file and give"
+REMOVED_SETTINGS = {
+    **dict.fromkeys(("soap_muon", "soap_beta"), f'{_NOW_A_RULE} rules ["soap_muon"]'),
+    **dict.fromkeys(("norm_control", "norm_brake"), f'{_NOW_A_RULE} rules ["radial_brake"]'),
+}
+
 # Words that no single setting replaces, and what to write instead.
 _HINTS = {
     "muon_params": "give all parameters at once and name those of AdamW in adamw_patterns, or use groups with use_muon",
@@ -140,7 +147,8 @@ def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, An
     words = {key: value for key, value in given.items() if key not in known}
     kept = {key: value for key, value in given.items() if key in known}
     problems = [f"{key} is now {new}" for key, new in RENAMED_SETTINGS.items() if key in words]
-    problems += [f"{key}: {hint}" for key, hint in _HINTS.items() if key in words]
+    hints = {**REMOVED_SETTINGS, **_HINTS}
+    problems += [f"{key}: {hint}" for key, hint in hints.items() if key in words]
     found: dict[str, tuple[str, Any]] = {}
     for key, value in words.items():
         if key not in _TRANSLATIONS:
@@ -205,6 +213,8 @@ def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | 
     """
     if key in _HINTS_OF_INPUTS:
         return f"is not a setting of an optimizer here; {_HINTS_OF_INPUTS[key]}"
+    if key in REMOVED_SETTINGS:
+        return f"is no longer a setting; {REMOVED_SETTINGS[key]}"
     if key not in WORDS and key not in _HINTS:
         return None
     words = {

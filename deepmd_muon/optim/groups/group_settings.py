@@ -24,7 +24,7 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.optim.rules.registry import unknown_rules
-from deepmd_muon.optim.words import WORDS, nearest, translated
+from deepmd_muon.optim.words import REMOVED_SETTINGS, WORDS, nearest, translated
 from deepmd_muon.setting import check_settings, setting, setting_like
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -120,6 +120,7 @@ _KNOWN_KEYS = {
     *(field.name for field in dataclasses.fields(GroupArguments)),
     *_MORE_KEYS,
     *RouteTable(()).manifest(),
+    *REMOVED_SETTINGS,  # in groups that earlier revisions saved
 }
 # The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))

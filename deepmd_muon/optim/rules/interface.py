@@ -18,8 +18,7 @@ step.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -124,26 +123,6 @@ class Pieces(NamedTuple):
 BlockState = Mapping[str, Sequence[Tensor]]
 
 
-def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Apply a function of batches to lists of batches; batches of equal shape in the first list are concatenated.
-
-    `step` takes one batch (b, …) of each of the equally long lists, and returns tensors (b, …). For each of these
-    tensors, the result has one list as long as the given ones.
-    """
-    alike: dict[torch.Size, list[int]] = defaultdict(list)
-    for i, x in enumerate(lists[0]):
-        alike[x.shape[1:]].append(i)
-    found: dict[int, list[Tensor]] = {}
-    for members in alike.values():
-        sizes = [len(lists[0][i]) for i in members]
-        several = ([x[i] for i in members] for x in lists)
-        done = step(*(some[0] if len(some) == 1 else torch.cat(some) for some in several))
-        found.update(
-            zip(members, map(list, zip(*(x.split(sizes) for x in done), strict=True)), strict=True)
-        )
-    return [list(x) for x in zip(*(found[i] for i in range(len(found))), strict=True)]
-
-
 class MatrixRule:
     """A rule of the Muon route; a subclass is a frozen dataclass of its settings and overrides what it needs.
 
@@ -191,8 +170,8 @@ class MatrixRule:
         pieces = [
             Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)
         ]
-        together = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
-        return list(together.split([each.shape[0] for each in pieces]))
+        statistics = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
+        return list(statistics.split([each.shape[0] for each in pieces]))
 
     def before(self, directions: Sequence[Tensor], state: BlockState) -> Sequence[Tensor]:
         """Return the matrices to orthogonalize."""

@@ -50,8 +50,7 @@ FUSED_COVERAGE = Coverage(
             *("adam_beta1", "adam_beta2", "adam_eps", "adam_implementation", "adam_lr_ratio"),
             "lr_adjust",
             # These act only through the rules that `matrix_rules` returns, which `fuses` looks at.
-            *("normuon", "normuon_beta", "cautious_decay", "soap_muon", "soap_beta"),
-            *("norm_control", "norm_brake", "master_weights", "rules"),
+            *("normuon", "normuon_beta", "cautious_decay", "master_weights", "rules"),
         }
     )
 )

@@ -120,8 +120,6 @@ def test_a_setting_of_the_rate_has_an_effect_or_an_answer_beside_every_other(sec
 # For each setting that needs others: a path, a value, and what lets it have an effect.
 NEEDS = [
     ("optimizer/normuon_beta", 0.5, {"optimizer/normuon": True}),
-    ("optimizer/soap_beta", 0.5, {"optimizer/soap_muon": True}),
-    ("optimizer/norm_brake", 0.2, {"optimizer/norm_control": "radial_brake"}),
     ("optimizer/large_matrix_dim", 9, {"optimizer/large_schedule": "keller-jordan"}),
     ("optimizer/layout", "in_out", {"optimizer/scaling": "spectral"}),
     ("optimizer/sharded/latency", 0.1, {"optimizer/sharded/replication": "auto"}),
@@ -152,7 +150,6 @@ EXCLUDED = [
     ("optimizer/lr_adjust_coeff", 0.4, {"optimizer/lr_adjust": 3.0}),
     ("optimizer/cautious_decay", True, {"optimizer/weight_decay": 0.0}),
     ("optimizer/nesterov", False, {"optimizer/momentum": 0.0}),
-    ("optimizer/norm_control", "radial_brake", {"optimizer/norm_brake": 1.0}),
     ("optimizer/min_matrix_dim", 3, {"optimizer/muon_patterns": ["*"]}),
     ("optimizer/schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
     ("optimizer/large_schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),

@@ -273,3 +273,13 @@ def test_a_lone_data_key_in_training_is_misplaced(water, problems):
 def test_the_hessian_alias_of_the_loss(water):
     water["loss"]["type"] = "ener_hess"
     assert normalize(water).normalized["loss"]["type"] == "ener"
+
+
+def test_rules_that_left_the_package_are_named(water, problems):
+    """The file out.json of an earlier revision holds them with their defaults."""
+    off = {"soap_muon": False, "soap_beta": 0.9, "norm_control": "none", "norm_brake": 0.5}
+    given = with_optimizer(water, "optimizer", {**off, "lr_adjust_coeff": 0.3})
+    assert normalize(given).settings.optimizer == HybridMuonConfig(lr_adjust_coeff=0.3)
+    found = problems(with_optimizer(water, "optimizer", {**off, "soap_muon": True}))
+    assert found.keys() == {"optimizer/soap_muon", "optimizer/soap_beta"}
+    assert 'rules ["soap_muon"]' in found["optimizer/soap_muon"]

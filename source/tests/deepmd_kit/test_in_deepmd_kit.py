@@ -34,8 +34,6 @@ FURTHER = {
     "normuon": True,
     "normuon_beta": 0.9,
     "cautious_decay": True,
-    "soap_muon": True,
-    "norm_control": "radial_brake",
 }
 STATE_KEYS = ("momentum_buffer", "magma_score", "exp_avg", "exp_avg_sq")
 

@@ -44,8 +44,6 @@ VALUES = {
     "local_patterns": [("square",)],
     "splits": [("square: rows 2",)],
     "normuon_beta": [0.1],
-    "soap_beta": [0.3],
-    "norm_brake": [0.1, 1.0],
 }
 # Settings whose effect is not in the numbers of a step on one process and a CPU, and where it is tested.
 ELSEWHERE = {

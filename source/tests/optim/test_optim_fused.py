@@ -164,8 +164,6 @@ EXAMPLES = {
     "large_schedule": [{"large_schedule": "polar-express-5", "large_matrix_dim": 20}],
     "large_matrix_dim": [{"large_matrix_dim": 20, "large_schedule": "polar-express-5"}],
     "normuon_beta": [{"normuon_beta": 0.5, "normuon": True}],
-    "soap_beta": [{"soap_beta": 0.5, "soap_muon": True}],
-    "norm_brake": [{"norm_brake": 0.2, "norm_control": "radial_brake"}],
     "rules": [{"rules": ("halved",)}],
     "splits": [{"splits": ("*: rows 2",)}],
     "conv_patterns": [{"conv_patterns": ("*",)}],

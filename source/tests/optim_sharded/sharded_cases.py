@@ -32,13 +32,15 @@ SHAPES["rest"] = (
 )  # in one optimizer, which costs a third
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
 # Rules whose products round otherwise in other batches, by the first of their settings.
-ROUNDED = {"deepmd_kit_arithmetic": 1e-3, "soap_muon": 1e-5, "norm_control": 1e-5}
+ROUNDED = {"deepmd_kit_arithmetic": 1e-3, "rules": 1e-5}
 ON_GPUS = 1e-5  # kernels of one process and of buckets add in other orders
 
 
 def slack_of(optimizer):
     """What a parameter may differ by on GPUs; decompositions of SOAP's matrices magnify rounding."""
-    return ON_GPUS * (100 if any(group["soap_muon"] for group in optimizer.param_groups) else 1)
+    return ON_GPUS * (
+        100 if any("soap_muon" in group["rules"] for group in optimizer.param_groups) else 1
+    )
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-"""NorMuon, SOAP, norm control and cautious decay on several ranks equal one process in every layout and view."""
+"""NorMuon, cautious decay and rules of a third party on several ranks equal one process in every layout and view."""
 
 from __future__ import annotations
 
 import functools
 
+import example_rules
 import torch
 import torch.distributed as dist
 from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
@@ -16,8 +17,8 @@ from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
-SOAP = {"soap_muon": True, "magma_muon": False}
-NORMS = {"norm_control": "radial_brake"}
+SOAP = {**example_rules.SOAP, "magma_muon": False}
+NORMS = example_rules.BRAKE
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 

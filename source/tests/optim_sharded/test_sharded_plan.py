@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from example_rules import SoapMuon
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
-from deepmd_muon.optim.rules.soap import SoapMuon
 from deepmd_muon.optim.sharded import (
     Layout,
     PlannedParameter,
