@@ -133,7 +133,8 @@ def upgrade(data: dict[str, Any]) -> Upgrade:
     _translate_hybrid_muon(upgraded)
     optimizer = upgraded.section("optimizer")
     if optimizer is not None and optimizer.get("type") in ("HybridMuon", "Muon"):
-        upgraded.data["optimizer"] = translate_optimizer(optimizer)
+        upgraded.data["optimizer"], notices = translate_optimizer(optimizer)
+        upgraded.notices += notices
     return upgraded
 
 

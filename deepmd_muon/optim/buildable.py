@@ -45,9 +45,6 @@ def _builder_of(settings: object) -> Callable[..., Optimizer]:
 def _warn_idle_settings(config: Any) -> None:
     """Warn of settings that have no effect beside the others; of an input, the input check says it."""
     idle = idle_settings(config)
-    sharded = getattr(config, "sharded", None)
-    if sharded is not None:
-        idle |= {f"sharded.{name}": reason for name, reason in idle_settings(sharded).items()}
     if idle:
         text = "; ".join(f"{name} {reason}" for name, reason in idle.items())
         warnings.warn(IdleSettingWarning(f"{type(config).__name__}: {text}"), stacklevel=3)

@@ -105,7 +105,7 @@ class HybridMuon(QuickOptimizer):
         super().__init__(with_names(given.params, given.named_parameters), group_defaults(given))
         self._route_parameters()
         warn_unmatched_patterns(self.param_groups)
-        warn_idle_settings(self.param_groups, given.sharded)
+        warn_idle_settings(self.param_groups)
         warn_idle_master_weights(self.param_groups)
         warn_of_kernels(self._groups())
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig, ShardedSettings
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError
 from deepmd_muon.optim.groups.group_settings import (
@@ -263,7 +263,7 @@ def _names_matching(names: Iterable[str], patterns: Sequence[str] | None) -> set
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in listed)}
 
 
-def warn_idle_settings(groups: Sequence[Mapping[str, Any]], sharded: ShardedSettings) -> None:
+def warn_idle_settings(groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn of settings that have no effect beside the others of their group, unless they have one in another group."""
     arguments = [arguments_of(group) for group in groups]
     idle = [idle_settings(each) for each in arguments]
@@ -276,7 +276,6 @@ def warn_idle_settings(groups: Sequence[Mapping[str, Any]], sharded: ShardedSett
             for other, found_there in zip(arguments, idle, strict=True)
         )
     }
-    reasons |= idle_settings(sharded)
     if reasons:
         text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         warnings.warn(IdleSettingWarning(text), stacklevel=_CONSTRUCTOR)

@@ -42,6 +42,11 @@ VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
 
+# Rates from which `replication` 'auto' predicts times.
+FLOPS_PER_SECOND = 1e14  # of one rank's orthogonalizations
+BYTES_PER_SECOND = 2e10  # that one rank sends
+SECONDS_PER_COLLECTIVE = 5e-5
+
 
 class Carried(NamedTuple):
     """The values that messages carry for some rules, beside the elements.
@@ -248,14 +253,12 @@ class Domain:
         return {leg: tuple(sorted(buckets)) for leg, buckets in found.items()}
 
     def seconds(self, settings: ShardedSettings) -> float:
-        """Predict the time of one step from the rates in the settings, without overlap [s]."""
+        """Predict the time of one step, without overlap [s]."""
         collectives = sum(map(len, self.exchanges().values())) + bool(self.gathered)
         sent = max(self.sent(settings).values())
         work = max(self.work.values())
         return (
-            work / settings.flops_per_second
-            + sent / settings.bytes_per_second
-            + collectives * settings.latency
+            work / FLOPS_PER_SECOND + sent / BYTES_PER_SECOND + collectives * SECONDS_PER_COLLECTIVE
         )
 
 
@@ -287,8 +290,6 @@ class Plan:
         lines = []
         if len(self.domains) == 1 and len(self.domains[0].ranks) == 1 and not owners:
             return _describe_one_process(self)
-        if self.settings.exchange == "reference" and self.domains:
-            lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
         for number, domain in enumerate(self.domains):
             lines.append(f"domain {number}: {_describe_domain(self, domain)}")
             if owners:
@@ -379,8 +380,7 @@ def _can_be_gathered(parameters: Sequence[PlannedParameter], settings: ShardedSe
     """Return whether replicas may gather these momenta: they fit a bucket, and no other state is in parts."""
     size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
     others = any(p.state_layout is None or p.masters or carried(p.rules).lines for p in parameters)
-    full = settings.exchange == "owners" and settings.gather_dtype == "full"
-    return full and size <= settings.bucket_bytes and not others
+    return settings.gather_dtype == "full" and size <= settings.bucket_bytes and not others
 
 
 def plan_from_routes(

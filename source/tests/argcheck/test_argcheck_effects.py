@@ -122,7 +122,6 @@ NEEDS = [
     ("optimizer/normuon_beta", 0.5, {"optimizer/normuon": True}),
     ("optimizer/large_matrix_dim", 9, {"optimizer/large_schedule": "keller-jordan"}),
     ("optimizer/layout", "in_out", {"optimizer/scaling": "spectral"}),
-    ("optimizer/sharded/latency", 0.1, {"optimizer/sharded/replication": "auto"}),
     ("learning_rate/warmup_start_factor", 0.1, {"learning_rate/warmup_steps": 10}),
     ("loss/start_pref_v", 0.1, {"loss/limit_pref_v": 1.0}),
     ("loss/limit_pref_pf", 0.1, {"loss/start_pref_pf": 1.0}),
@@ -154,21 +153,6 @@ EXCLUDED = [
     ("optimizer/schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
     ("optimizer/large_schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
     ("optimizer/precision", "float32", {"optimizer/deepmd_kit_arithmetic": True}),
-    *(
-        (f"optimizer/sharded/{key}", value, {"optimizer/sharded/exchange": "reference"})
-        for key, value in {
-            "replication": "spread",
-            "bucket_bytes": 9,
-            "slots": 2,
-            "gather_dtype": "bfloat16",
-            "return_dtype": "bfloat16",
-            "free_gradients": True,
-        }.items()
-    ),
-    *(
-        (f"optimizer/sharded/{key}", 1e9, {"optimizer/sharded/replication": "spread"})
-        for key in ("flops_per_second", "bytes_per_second")
-    ),
     ("loss/relative_f", 0.1, {"loss/start_pref_f": 0.0}),
     ("loss/f_use_norm", True, {"loss/start_pref_f": 0.0, "loss/loss_func": "mae"}),
     ("loss/enable_atom_ener_coeff", True, {"loss/start_pref_e": 0.0}),

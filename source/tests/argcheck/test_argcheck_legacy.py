@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig
 
 # Defaults of the version that had `muon_2d_only`, where they differ from today's.
@@ -283,3 +283,11 @@ def test_rules_that_left_the_package_are_named(water, problems):
     found = problems(with_optimizer(water, "optimizer", {**off, "soap_muon": True}))
     assert found.keys() == {"optimizer/soap_muon", "optimizer/soap_beta"}
     assert 'rules ["soap_muon"]' in found["optimizer/soap_muon"]
+
+
+def test_removed_settings_of_several_processes_have_no_effect(water):
+    former = {"exchange": "reference", "flops_per_second": 1e14, "latency": 5e-5, "slots": 2}
+    checked = normalize(with_optimizer(water, "optimizer", {"sharded": former}))
+    assert checked.settings.optimizer.sharded == ShardedSettings(slots=2)
+    (notice,) = checked.notices
+    assert "optimizer/sharded/exchange has no effect any more" in notice

@@ -75,10 +75,10 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
     water["optimizer"] = {
         "type": "HybridMuon",
         "offload": True,
-        "sharded": {"exchange": "reference"},
+        "sharded": {"replication": "spread"},
     }
     settings = normalize(water).settings.optimizer
-    assert (settings.offload, settings.sharded.exchange) == (True, "reference")
+    assert (settings.offload, settings.sharded.replication) == (True, "spread")
     water["optimizer"] = {"type": "Adam", "sharded": {}}
     wanted = " or ".join(f"optimizer/sharded with type {name!r}" for name in ("HybridMuon", "Muon"))
     wanted = f"is not a known key; did you mean {wanted}?"

@@ -167,7 +167,7 @@ EXAMPLES = {
     "rules": [{"rules": ("halved",)}],
     "splits": [{"splits": ("*: rows 2",)}],
     "conv_patterns": [{"conv_patterns": ("*",)}],
-    "sharded": [{"sharded": dataclasses.replace(START.sharded, exchange="reference")}],
+    "sharded": [{"sharded": dataclasses.replace(START.sharded, slots=1)}],
     # Kernels of the polar factor run on a GPU only: both ways of a step call them.
     "flash_muon": [{"flash_muon": True}],
     **{

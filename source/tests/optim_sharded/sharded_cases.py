@@ -253,11 +253,6 @@ def captured_layouts():
     twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Replicate()])
     with pytest.raises(CaptureError, match="take a step before"):
         twins.step(captured=True)
-    slow = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Replicate()],
-                 sharded=ShardedSettings(exchange="reference"))  # fmt: skip
-    slow.step()
-    with pytest.raises(CaptureError, match="reference"):
-        slow.step(captured=True)
 
 
 def small_buckets():
@@ -281,10 +276,6 @@ def repeated_work():
             options=({},),
             sharded=ShardedSettings(replication=replication),
         )
-
-
-def reference():
-    every_layout(kinds=("experts",), options=({},), sharded=ShardedSettings(exchange="reference"))
 
 
 def views_and_settings():
@@ -470,7 +461,6 @@ CASES = [
     ("captured layouts", captured_layouts),
     ("small buckets", small_buckets),
     ("repeated work", repeated_work),
-    ("reference", reference),
     ("views and settings", views_and_settings),
     ("groups, dtypes", groups_dtypes_and_meshes),
     ("bfloat16", bfloat16),

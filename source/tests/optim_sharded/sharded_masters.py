@@ -29,7 +29,6 @@ SHAPES = [
     (2, 2),
 ]
 SETTINGS = {"lr": 1e-3, "precision": "float32", "adam_patterns": ["w8"], "master_weights": True}
-REFERENCE = {"exchange": "reference"}
 SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
 
 
@@ -77,7 +76,7 @@ def assert_same_bits(some, others):
 
 
 def masters_of_replicas():
-    """Twenty steps equal one process: rules, views, offloaded, in small buckets, in the reference, in float16."""
+    """Twenty steps equal one process: rules, views, offloaded, in small buckets, in float16."""
     cases = (
         ({}, {}, {}),
         ({"normuon": True, "cautious_decay": True, "magma_muon": False}, SMALL, {"offload": True}),
@@ -91,7 +90,7 @@ def masters_of_replicas():
             SMALL,
             {},
         ),
-        ({"normuon": True}, REFERENCE, {"offload": True}),
+        ({"normuon": True}, {}, {"offload": True}),
     )
     for settings, sharded, many in cases:
         replicas = make(sharded, many, **settings)

@@ -49,14 +49,6 @@ def rules_of_views():
             )
 
 
-def rules_in_the_reference():
-    every_layout(
-        kinds=("experts",),
-        options=(BOTH, SOAP, NORMS),
-        sharded=ShardedSettings(exchange="reference"),
-    )
-
-
 def rules_of_replicas():
     """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
     shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
@@ -116,15 +108,10 @@ def master_weights():
         mesh_of((dist.get_world_size(),)),
         {"master_weights": True, "lr": 1e-3, "adam_patterns": ["w4"]},
     )
-    reference = {"sharded": ShardedSettings(exchange="reference")}
-    for placements, many in (
-        ([Shard(0)], {}),
-        ([Shard(1)], {"offload": True}),
-        ([Shard(0)], reference),
-    ):
+    for placements, many in (([Shard(0)], {}), ([Shard(1)], {"offload": True})):
         twins = Twins(SHAPES["even"], mesh, placements, dtype=torch.bfloat16, many=many, **settings)
         twins.step()
-        twins.step(without=() if many is reference else (1,), nowhere=(2,))
+        twins.step(without=(1,), nowhere=(2,))
         twins.step()
         twins.assert_equal()
         for p, q in zip(twins.one, twins.many, strict=True):
@@ -183,7 +170,6 @@ CASES = [
     ("rules migrate", rules_migrate),
     ("rules in every layout", rules_in_every_layout),
     ("rules of views", rules_of_views),
-    ("rules in the reference", rules_in_the_reference),
     ("rules of replicas", rules_of_replicas),
     ("rules without some gradients", rules_without_some_gradients),
     ("rules of bfloat16", rules_of_bfloat16),
