@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepmd_muon.argcheck.legacy_optimizer import translate_optimizer
+from deepmd_muon.argcheck.legacy_optimizer import current_optimizer
 from deepmd_muon.argcheck.training import RunSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings
@@ -61,7 +61,7 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
     """Log the differences between two normalised inputs, as warnings where they change the training."""
     former = saved.get("optimizer")
     if isinstance(former, Mapping):
-        saved = {**saved, "optimizer": translate_optimizer(former).section}
+        saved = {**saved, "optimizer": current_optimizer(former)}
     changes = changed_settings(saved, present)
     # Settings without effect today, which checkpoints of earlier versions have.
     left_out = {f"training/{name}" for name in RunSettings.foreign}

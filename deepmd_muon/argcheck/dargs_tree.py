@@ -13,6 +13,7 @@ from typing import Any
 
 from dargs import Argument, ArgumentEncoder, Variant
 
+from deepmd_muon.argcheck.legacy_optimizer import translated_keys
 from deepmd_muon.argcheck.limits import limits_of
 from deepmd_muon.argcheck.schema import Key, foreign_of, tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
@@ -94,7 +95,7 @@ def arguments_of(section: type) -> list[Argument]:
 def _fields(section: Key, *, has_defaults: bool = True) -> list[Argument]:
     """Return the keys of a section of one kind, deepmd-kit's keys without a counterpart here included."""
     assert section.section is not None
-    others = foreign_of(section.section).items()
+    others = {**foreign_of(section.section), **translated_keys(section.section)}.items()
     left_out: frozenset[str] = getattr(section.section, "left_out", frozenset())
     return [
         *(

@@ -34,9 +34,10 @@ _OPTIMIZER_KEYS = (
 _TRANSLATED_KEYS = tuple(RENAMED_SETTINGS)
 
 # Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's. It ignored the
-# layout: with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the weight as stored.
+# layout: its scale, by lr_adjust 10, was sqrt(max(1, rows/columns)) of the weight as stored.
 _FIRST_DEFAULTS: dict[str, Any] = {
-    "lr_adjust": 10.0,
+    "scaling": "rectangular",
+    "adam_lr_ratio": 0.1,
     "lr_adjust_coeff": 0.2,
     "magma_muon": False,
     "layout": "as_stored",
@@ -63,6 +64,17 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
         f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that the "
         "section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, "
         'muon_mode "2d", layout "as_stored".',
+    ),
+    (
+        "lr_adjust",
+        "in optimizer of type HybridMuon",
+        'Above 0: scaling "rectangular" and adam_lr_ratio 1/lr_adjust, unless these are given. '
+        "At or below 0: nothing, these are the defaults.",
+    ),
+    (
+        "deepmd_kit_arithmetic",
+        "in optimizer of type HybridMuon",
+        'schedule "deepmd-kit", layout "as_stored" and, if it is omitted, lr_adjust_coeff 0.18.',
     ),
 )
 """Spellings that `upgrade` accepts, and their translations: for the reference."""
@@ -222,6 +234,8 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
     _translate_2d_only(upgraded, optimizer)
     _translate_min_dim(upgraded, optimizer)
     filled = {key: value for key, value in _FIRST_DEFAULTS.items() if key not in optimizer}
+    if "lr_adjust" in optimizer:  # it determines these two
+        filled = {k: v for k, v in filled.items() if k not in ("scaling", "adam_lr_ratio")}
     # `muon_2d_only` was true by default, and every key of that version keeps its meaning.
     if not given_mode and "muon_2d_only" not in legacy:
         filled["muon_mode"] = "2d"

@@ -17,10 +17,15 @@ class DeepmdKitHybridMuon(HybridMuon):
         """Do nothing: the constructor has received the names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing, and with the powers of Adam's betas, which deepmd-kit reads."""
+        """Return the state with its routing, and with what deepmd-kit's class reads.
+
+        It reads the powers of Adam's betas, and `lr_adjust` of groups.
+        """
         found = super().state_dict()
         state = found["state"] = dict(found["state"])
         for group in found["param_groups"]:
+            rectangular = group["scaling"] == "rectangular"
+            group["lr_adjust"] = 1.0 / group["adam_lr_ratio"] if rectangular else 0.0
             for key in group["params"]:
                 if "step" in state.get(key, {}):
                     steps = float(state[key]["step"])

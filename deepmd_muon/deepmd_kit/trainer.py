@@ -48,9 +48,10 @@ class HybridMuonTrainer(_Trainer):
         if optimizer_class.__name__ != "HybridMuonOptimizer":
             made: torch.optim.Optimizer = super()._create_optimizer(optimizer_class, **settings)
             return made
-        settings.pop(
-            "use_foreach", None
-        )  # deepmd-kit's way around gaps of torch; HybridMuon does not need it
+        # deepmd-kit's way around gaps of torch; HybridMuon does not need it.
+        settings.pop("use_foreach", None)
+        # `_further` has the two settings that it stands for.
+        settings.pop("lr_adjust", None)
         named = list(self.wrapper.named_parameters())
         if self.sharding.stage == 1:
             shared = ZeroRedundancyHybridMuon(named, **settings, **self._further)

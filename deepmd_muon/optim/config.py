@@ -51,6 +51,8 @@ SPLIT_PATTERN = (
     rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
 )
 
+# The schedule that follows deepmd-kit 3.2.0 in its rounding, too (`deepmd_muon.optim.polar.deepmd_kit`).
+DEEPMD_KIT = "deepmd-kit"
 _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
@@ -59,41 +61,22 @@ SPLIT_SYNTAX = (
 )
 
 
-def scaling_of(scaling: Scaling | None, lr_adjust: float | None) -> Scaling:
-    """Return the scaling of the Muon update; null follows the sign of `lr_adjust`."""
-    return scaling or ("rectangular" if lr_adjust is not None and lr_adjust > 0 else "match_rms")
-
-
-def _by_rms(scaling: Scaling | None, lr_adjust: float | None) -> bool:
-    return scaling_of(scaling, lr_adjust) == "match_rms"
-
-
-def _by_layout(
-    scaling: Scaling | None, lr_adjust: float | None, normuon: bool, rules: Sequence[str]
-) -> bool:
-    by_shape = scaling_of(scaling, lr_adjust) in ("rectangular", "spectral")
-    return by_shape or normuon or bool(rules)
-
-
 _BY_RMS = Needs(
-    ("scaling", "lr_adjust"),
-    _by_rms,
-    "scaling 'match_rms' (lr_adjust at or below 0 implies it)",
+    ("scaling",),
+    lambda scaling: scaling == "match_rms",
+    "scaling 'match_rms'",
     neutral=(0.18, 0.2),  # the defaults of deepmd-kit's versions, which it writes into out.json
 )
 _BY_LAYOUT = Needs(
-    ("scaling", "lr_adjust", "normuon", "rules"),
-    _by_layout,
+    ("scaling", "normuon", "rules"),
+    lambda scaling, normuon, rules: (
+        scaling in ("rectangular", "spectral") or normuon or bool(rules)
+    ),
     "scaling 'rectangular' or 'spectral', or normuon",
+    neutral=("auto", "as_stored"),  # the translation of deepmd_kit_arithmetic gives it
 )
-_NOT_BOTH = Needs(
-    ("scaling", "adam_lr_ratio"),
-    lambda scaling, ratio: scaling is None or ratio is None,
-    "scaling or adam_lr_ratio null",
-    neutral=(0.0, 10.0),
-)
-_OWN_ARITHMETIC = Needs(
-    ("deepmd_kit_arithmetic",), lambda theirs: not theirs, "deepmd_kit_arithmetic false"
+_NOT_DEEPMD_KIT = Needs(
+    ("schedule",), lambda schedule: schedule != DEEPMD_KIT, f"a schedule other than {DEEPMD_KIT!r}"
 )
 
 
@@ -119,16 +102,6 @@ class DeePMDSettings:
         minimum=0.0,
         doc="Decoupled weight decay λ of the Muon and AdamW routes: p ← p (1 − lr λ). The Adam route has none.",
     )
-    lr_adjust: float = setting(
-        0.0,
-        needs=(_NOT_BOTH,),
-        doc=(
-            "DeePMD's combined switch. At or below 0 the Muon update is scaled by "
-            "lr_adjust_coeff·sqrt(max(rows, columns)) and the Adam routes use the same learning rate. Above 0 it is "
-            "scaled by sqrt(max(1, out/in)), with out and in by `layout`, and the Adam routes use lr/lr_adjust. The "
-            "explicit settings `scaling` and `adam_lr_ratio` override either half."
-        ),
-    )
     lr_adjust_coeff: float = setting(
         0.18,
         above=0.0,
@@ -137,7 +110,7 @@ class DeePMDSettings:
             "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. If an input omits it, "
             "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It multiplies this by "
             "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are long (see "
-            "doc/learning-rate.md). With deepmd_kit_arithmetic, it uses the default."
+            "doc/learning-rate.md)."
         ),
     )
     muon_mode: MuonMode = setting(
@@ -280,12 +253,11 @@ class MuonSettings(RuleSettings):
     nesterov: bool = setting(
         True, needs=(above_zero("momentum"),), doc="Orthogonalize β m + (1 − β) g instead of m."
     )
-    scaling: Scaling | None = setting(
-        None,
+    scaling: Scaling = setting(
+        "match_rms",
         doc=(
             "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), "
-            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`. null "
-            "follows the sign of lr_adjust."
+            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`."
         ),
     )
     layout: WeightLayout = setting(
@@ -294,33 +266,32 @@ class MuonSettings(RuleSettings):
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
             "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both cases. 'auto' is "
-            "'in_out' under `dp train`, unless deepmd_kit_arithmetic is true, and 'as_stored' elsewhere."
+            "'in_out' under `dp train` and 'as_stored' elsewhere."
         ),
     )
-    adam_lr_ratio: float | None = setting(
-        None,
+    adam_lr_ratio: float = setting(
+        1.0,
         above=0.0,
         doc=(
-            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null follows lr_adjust: 1 "
-            "at or below 0, else 1/lr_adjust. If an input omits both this and lr_adjust_coeff, `dp train` uses 10 for "
-            "runs of up to 10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and further if "
-            "descriptors are long."
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an input omits both this "
+            "and lr_adjust_coeff, `dp train` uses 10 for runs of up to 10000 steps. It lowers this so that the Adam "
+            "routes start at 0.01 at most, and further if descriptors are long."
         ),
     )
     schedule: str | Steps = setting(
         "8+2",
-        needs=(_OWN_ARITHMETIC,),
-        pattern=_SCHEDULE_PATTERN,
-        forms=_SCHEDULE_SYNTAX,
+        pattern=f"{_SCHEDULE_PATTERN}|{DEEPMD_KIT}",
+        forms=_SCHEDULE_SYNTAX.replace("one of ", f"one of {DEEPMD_KIT!r}, "),
         nonempty=True,
         doc=(
             "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one triple [a, b, c] per "
-            "step σ ← a σ + b σ³ + c σ⁵."
+            "step σ ← a σ + b σ³ + c σ⁵. 'deepmd-kit' computes as deepmd-kit 3.2.0, to compare with it: iterates "
+            "stored in 16 bits, and five Polar-Express steps for rectangular matrices if enable_gram is true."
         ),
     )
     large_schedule: str | Steps | None = setting(
         None,
-        needs=(_OWN_ARITHMETIC,),
+        needs=(_NOT_DEEPMD_KIT,),
         pattern=_SCHEDULE_PATTERN,
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
@@ -338,13 +309,13 @@ class MuonSettings(RuleSettings):
                 lambda schedule: schedule is not None,
                 "large_schedule",
             ),
-            _OWN_ARITHMETIC,
+            _NOT_DEEPMD_KIT,
         ),
         doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given.",
     )
     precision: Precision = setting(
         "auto",
-        needs=(_OWN_ARITHMETIC,),
+        needs=(_NOT_DEEPMD_KIT,),
         doc=(
             "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' is fp16 on a GPU "
             "and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a low-rank matrix is noise, and more with "
@@ -459,14 +430,6 @@ class FurtherSettings(MuonSettings):
         (),
         doc="Parameters whose full name matches one of these shell patterns take the AdamW route.",
     )
-    deepmd_kit_arithmetic: bool = setting(
-        False,
-        doc=(
-            "Orthogonalize as deepmd-kit 3.2.0 does, to compare with it: iterates stored in 16 bits, five "
-            "Polar-Express steps for rectangular matrices when enable_gram is true. Noisier; `schedule` and "
-            "`precision` have no effect then."
-        ),
-    )
 
 
 @understand_words
@@ -479,20 +442,15 @@ class HybridMuonConfig(
     own_lr = 5e-4
 
     def explicit(self) -> HybridMuonConfig:
-        """Return the settings with null and 'auto' of `scaling`, `adam_lr_ratio` and `layout` resolved.
-
-        Update rules read these three, never the sign of `lr_adjust`.
-        """
-        by_switch = 1.0 if self.lr_adjust <= 0 else 1.0 / self.lr_adjust
+        """Return the settings with `layout` 'auto' resolved; update rules read it."""
         return dataclasses.replace(
-            self,
-            scaling=scaling_of(self.scaling, self.lr_adjust),
-            adam_lr_ratio=self.adam_lr_ratio or by_switch,
-            layout="as_stored" if self.layout == "auto" else self.layout,
+            self, layout="as_stored" if self.layout == "auto" else self.layout
         )
 
     def schedule_of(self, shape: Sequence[int]) -> str | Steps:
         """Return the schedule for matrices of a shape (..., rows, columns)."""
+        if self.schedule == DEEPMD_KIT:
+            return "8+2"  # of its square matrices; `polar_factors` has the others
         large = min(shape[-2:]) >= self.large_matrix_dim
         return self.large_schedule if large and self.large_schedule is not None else self.schedule
 
@@ -500,7 +458,6 @@ class HybridMuonConfig(
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
     """Return the factor of lr · O for a matrix of shape (rows, columns); `settings` must be explicit."""
     rows, columns = shape
-    assert settings.scaling is not None
     if settings.scaling == "none":
         return 1.0
     if settings.scaling == "match_rms":

@@ -27,9 +27,9 @@ _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
 # and near neighbours, its tanh then saturates in a few steps, and all forces vanish. Lengths on water and alloys are 1
 # to 7, on small molecules 60 to 90 (DPA-1) and 14 to 18 (DPA-3).
 _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
-# The section of deepmd-kit 3.2.0 with all its defaults.
+# The section of deepmd-kit 3.2.0 with all its defaults, but lr_adjust, which is translated.
 _KEYS_OF_DEEPMD_KIT = {
-    *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust", "lr_adjust_coeff"),
+    *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust_coeff"),
     *("muon_mode", "enable_gram", "flash_muon", "magma_muon"),
 }
 _FEW_TIMES = 4.0  # a coefficient so many times smaller than ours deserves a warning
@@ -39,7 +39,7 @@ _FEW_TIMES = 4.0  # a coefficient so many times smaller than ours deserves a war
 class SavedScales:
     """Scales and first learning rate of the run that wrote a checkpoint."""
 
-    values: Mapping[str, Any]  # deepmd-kit's groups have no `adam_lr_ratio`
+    values: Mapping[str, float]
     start_lr: float
     source: str  # the checkpoint
 
@@ -48,7 +48,7 @@ class SavedScales:
 class OmittedScales:
     """Scales of HybridMuon that an input omits, and the values chosen for them."""
 
-    values: Mapping[str, Any]  # `lr_adjust_coeff`, and `adam_lr_ratio` if the input omits both
+    values: Mapping[str, float]  # `lr_adjust_coeff`, and `adam_lr_ratio` if the input omits both
     start_lr: float
     notice: str  # the values and the reason, in one line
     kept: bool = False  # whether the values are those of the checkpoint of a continued run
@@ -59,10 +59,12 @@ class OmittedScales:
     ) -> OmittedScales:
         """Return the scales of a run that is continued from `source`, a checkpoint with this parameter group.
 
+        The group is in today's spelling.
+
         They stay as they are unless `start_lr`, that of the checkpoint if it is known, is lower than that of this run.
         Then they fall towards those of a fresh run, as far as the rates of the checkpoint are kept.
         """
-        values = {name: group.get(name) for name in self.values}
+        values = {name: group[name] for name in self.values}
         if start_lr is not None and start_lr < self.start_lr:
             saved = SavedScales(values, start_lr, source)
             return dataclasses.replace(self, saved=saved)._limited(saved)
@@ -76,11 +78,8 @@ class OmittedScales:
     def _limited(self, saved: SavedScales) -> OmittedScales:
         """Return scales that are at most the saved ones, and high enough to keep the saved rates."""
         fall = saved.start_lr / self.start_lr
-        values: dict[str, Any] = {}
+        values = {}
         for name, most in saved.values.items():
-            if most is None:
-                values[name] = None
-                continue
             least = most * fall if name == "lr_adjust_coeff" else max(1.0, most * fall)
             values[name] = min(most, max(_rounded(least), self.values[name]))
         notice = _unchanged(values, saved.source)
@@ -105,10 +104,7 @@ class OmittedScales:
             / self.start_lr,
             "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / self.start_lr),
         }
-        values = {
-            name: value if value is None else min(value, _rounded(most[name]))
-            for name, value in self.values.items()
-        }
+        values = {name: min(value, _rounded(most[name])) for name, value in self.values.items()}
         if values == self.values:
             return self
         notice = (
@@ -129,22 +125,18 @@ def omitted_scales(
     config
         Settings of the optimizer. Other classes than `HybridMuonConfig` have no such scales.
     given
-        Keys in the section `optimizer` of the input.
+        Keys in the section `optimizer` of the input, in today's spelling.
     start_lr, numb_steps
         First learning rate and length of the run; a length in epochs (None) counts as long.
     """
-    if (
-        not isinstance(config, HybridMuonConfig)
-        or config.deepmd_kit_arithmetic
-        or "lr_adjust_coeff" in given
-    ):
+    if not isinstance(config, HybridMuonConfig) or "lr_adjust_coeff" in given:
         return None
     short = _is_short(numb_steps)
     theirs, ours = config.lr_adjust_coeff, _coefficient(start_lr, numb_steps)
-    if config.explicit().scaling != "match_rms" or ours == theirs:
+    if config.scaling != "match_rms" or ours == theirs:
         return None
     values = {"lr_adjust_coeff": ours}
-    if config.adam_lr_ratio is None and config.lr_adjust <= 0:
+    if "adam_lr_ratio" not in given:
         values["adam_lr_ratio"] = (
             max(1.0, min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))) if short else 1.0
         )
@@ -164,8 +156,7 @@ def deepmd_kits_default_scale(
     """
     if (
         not isinstance(config, HybridMuonConfig)
-        or config.deepmd_kit_arithmetic
-        or config.explicit().scaling != "match_rms"
+        or config.scaling != "match_rms"
         or config.lr_adjust_coeff != HybridMuonConfig().lr_adjust_coeff
         or set(given) - {"type"} != _KEYS_OF_DEEPMD_KIT
     ):
@@ -176,8 +167,8 @@ def deepmd_kits_default_scale(
     return (
         f"optimizer/lr_adjust_coeff is {config.lr_adjust_coeff:g}, as deepmd-kit writes its default to out.json: Muon's "
         f"steps are {ours / config.lr_adjust_coeff:.0f} times smaller than suits force fields at start_lr "
-        f"{start_lr:g}; remove the key for {ours:g} (doc/learning-rate.md), or set deepmd_kit_arithmetic for "
-        "deepmd-kit's numbers"
+        f"{start_lr:g}; remove the key for {ours:g} (doc/learning-rate.md), or set 'schedule' to "
+        "'deepmd-kit' for deepmd-kit's numbers"
     )
 
 
@@ -203,7 +194,7 @@ def _rounded(value: float) -> float:
 
 def _written(scales: Mapping[str, Any]) -> str:
     """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
-    ratio = scales.get("adam_lr_ratio") or 1.0
+    ratio = scales.get("adam_lr_ratio", 1.0)
     return f"{scales['lr_adjust_coeff']:g}" + (
         f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else ""
     )

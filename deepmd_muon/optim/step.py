@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig, NonFinite
+from deepmd_muon.optim.config import DEEPMD_KIT, HybridMuonConfig, NonFinite
 from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import InvalidGradientError, NonFiniteGradientError
@@ -54,9 +54,7 @@ class Snapshot:
         shared: Sequence[Tensor],
     ) -> None:
         self._groups, self._workspace = list(param_groups), workspace
-        self._settings = copy.deepcopy(
-            [(raw_settings(group), group["foreach"]) for group in param_groups]
-        )
+        self._settings = copy.deepcopy([raw_settings(group) for group in param_groups])
         self._sizes = [len(group["params"]) for group in param_groups]
         self._params = [p for group in param_groups for p in group["params"]]
         self._kinds = _kinds(self._params)
@@ -78,13 +76,7 @@ class Snapshot:
             [len(group["params"]) for group in param_groups] == self._sizes
             and all(map(is_, param_groups, self._groups))
             and workspace == self._workspace
-            and all(
-                map(
-                    eq,
-                    [(raw_settings(group), group["foreach"]) for group in param_groups],
-                    self._settings,
-                )
-            )
+            and all(map(eq, map(raw_settings, param_groups), self._settings))
             and self.same_tensors(param_groups, state)
             and _layouts(self._params) == self._gradients
             and _kinds(self._params) == self._kinds
@@ -266,8 +258,7 @@ class CompiledStep:
         from deepmd_muon.optim.update.fused_steps import compile_kernels
 
         for group in groups:
-            most = 0 if group.values["foreach"] is False else workspace
-            for wave in waves(_of_route(group.routed, "muon"), most):
+            for wave in waves(_of_route(group.routed, "muon"), workspace):
                 p, views = (
                     wave[0][0],
                     tuple(entry.view for _, entry in wave if entry.view is not None),
@@ -381,7 +372,7 @@ def _is_large(wave: Wave) -> bool:
 
 def _can_be_fused(device: torch.device, settings: HybridMuonConfig) -> bool:
     """Return whether the fused form of the Muon route may be used."""
-    return device.type == "cuda" and settings.flash_muon and not settings.deepmd_kit_arithmetic
+    return device.type == "cuda" and settings.flash_muon and settings.schedule != DEEPMD_KIT
 
 
 def _of_route(routed: Iterable[tuple[Tensor, RouteEntry]], route: Route) -> RoutedParams:

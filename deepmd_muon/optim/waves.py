@@ -58,8 +58,8 @@ def waves_of(
     forms its own wave.
     """
     rules = matrix_rules(group.settings)
-    most = 0 if group.values["foreach"] is False else workspace
-    if memory is not None and members and most:
+    most = workspace
+    if memory is not None and members:
         # Moments are at least float32 on the Adam routes, and so are master weights.
         dtype = members[0][0].dtype
         wide = -(-moment_dtype(dtype).itemsize // dtype.itemsize)

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -42,7 +43,6 @@ _HINTS = {
         ("adam_beta1", "adam_beta2"),
         "both decays are one setting: give adam_betas, such as [0.9, 0.95]",
     ),
-    "lr_adjust": "it is a switch of HybridMuon; give scaling and adam_lr_ratio",
     "distributed_mesh": "DTensors carry their mesh; for DDP give replicas=",
     "process_group": "DTensors carry their mesh; for DDP give replicas=",
     "newton_schulz_func": "give `schedule`, a name or a list of triples [a, b, c]",
@@ -96,6 +96,28 @@ def _named(setting: str) -> Translation:
     return lambda value: {setting: value}
 
 
+def settings_of_lr_adjust(value: Any) -> dict[str, Any]:
+    """Return the two settings that DeePMD's switch `lr_adjust` combines.
+
+    At or below 0, Muon's update is scaled by lr_adjust_coeff·sqrt(max(rows, columns)), and the
+    Adam routes have the same learning rate. Above 0 it is scaled by sqrt(max(1, rows/columns)),
+    and the Adam routes have the learning rate divided by `lr_adjust`.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise InvalidSettingError(f"must be a number; found {literal(value)}")
+    if value > 0:
+        return {"scaling": "rectangular", "adam_lr_ratio": 1.0 / value}
+    return {"scaling": "match_rms", "adam_lr_ratio": 1.0}
+
+
+def _foreach(value: Any) -> dict[str, Any]:
+    """Accept torch's `foreach` where it asks for what happens anyway."""
+    if value is False:
+        raise InvalidSettingError("give workspace=1 to step one parameter at a time")
+    return {}
+
+
 _BY_RMS = {"scaling": "match_rms", "rms_coefficient": 0.2}
 _BOTH_ROUTES = {True: {"muon_patterns": ["*"]}, False: {"adamw_patterns": ["*"]}}
 
@@ -114,6 +136,9 @@ _TRANSLATIONS: dict[str, Translation] = {
             False: {"adam_implementation": "foreach"},
         },
     ),
+    "foreach": _foreach,
+    "lr_adjust": settings_of_lr_adjust,
+    "deepmd_kit_arithmetic": _one_of({True: {"schedule": "deepmd-kit"}, False: {}}),
     "amsgrad": _only(False, "the Adam routes have no AMSGrad"),
     "decoupled_weight_decay": _only(True, "weight decay is always decoupled"),
     "adjust_lr_fn": _one_of(
@@ -160,6 +185,8 @@ def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, An
         except InvalidSettingError as error:
             problems.append(f"{key}: {error}")
             continue
+        if key == "lr_adjust":  # explicit settings override either half
+            new = {setting: half for setting, half in new.items() if setting not in given}
         found |= {setting: (key, value) for setting, value in new.items()}
     if any(key in words for key in _SCHEDULE):
         try:

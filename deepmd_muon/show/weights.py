@@ -125,9 +125,9 @@ def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
 def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return HybridMuon's settings of a group; settings that an earlier release lacked have their defaults."""
     from deepmd_muon.optim import HybridMuonConfig
-    from deepmd_muon.optim.groups.group_settings import group_settings
+    from deepmd_muon.optim.groups.group_settings import current_spelling, group_settings
 
-    return group_settings({**vars(HybridMuonConfig()), **group})
+    return group_settings({**vars(HybridMuonConfig()), **current_spelling(group)})
 
 
 def _muon_update(
@@ -162,7 +162,7 @@ def _adam_update(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
         betas, eps, ratio = (
             (settings.adam_beta1, settings.adam_beta2),
             settings.adam_eps,
-            settings.adam_lr_ratio or 1.0,
+            settings.adam_lr_ratio,
         )
     else:
         betas, eps, ratio = group["betas"], group["eps"], 1.0

@@ -26,6 +26,7 @@ from deepmd_muon.data.neighbors.cache import number_of_types
 from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.optim.groups.group_settings import current_spelling
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch
 from deepmd_muon.train.checkpoint.source import Source
@@ -92,7 +93,7 @@ def take_from_checkpoint(
         return given
     with understood(first.path):
         groups = (first.content.get("optimizer") or {}).get("param_groups", [])
-        saved = groups[0] if groups else {}
+        saved = current_spelling(groups[0]) if groups else {}
         if not isinstance(saved.get("lr_adjust_coeff"), float):
             return given
         start_lr = _saved_start_lr(first.content, saved)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import (
+    DEEPMD_KIT,
     DeePMDSettings,
     FurtherSettings,
     HybridMuonConfig,
@@ -24,7 +25,13 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.optim.rules.registry import unknown_rules
-from deepmd_muon.optim.words import REMOVED_SETTINGS, WORDS, nearest, translated
+from deepmd_muon.optim.words import (
+    REMOVED_SETTINGS,
+    WORDS,
+    nearest,
+    settings_of_lr_adjust,
+    translated,
+)
 from deepmd_muon.setting import check_settings, setting, setting_like
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -32,7 +39,7 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 
 @dataclasses.dataclass(frozen=True)
 class _ByPosition:
-    """The arguments that callers may give by position, in the order of deepmd-kit's constructor."""
+    """The arguments of deepmd-kit's constructor, of which the first five may be given by position."""
 
     params: Params = setting(
         doc="``model.named_parameters()``, or groups with their own settings. Rules on names need names."
@@ -50,7 +57,7 @@ class _ByPosition:
         below=1.0,
         doc="Decays of both moments on the Adam and AdamW routes.",
     )
-    lr_adjust: float = setting_like(HybridMuonConfig, "lr_adjust")
+    _: dataclasses.KW_ONLY
     lr_adjust_coeff: float = setting_like(HybridMuonConfig, "lr_adjust_coeff")
     muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode")
     named_parameters: Iterable[tuple[str, Tensor]] | None = setting(
@@ -72,9 +79,6 @@ class GroupArguments(FurtherSettings, _ByPosition):  # the fields of the last ba
     # Code may give schedules in more forms than an input.
     schedule: AnySchedule = setting_like(HybridMuonConfig, "schedule")  # type: ignore[assignment]
     large_schedule: AnySchedule | None = setting_like(HybridMuonConfig, "large_schedule")  # type: ignore[assignment]
-    foreach: bool | None = setting(
-        None, doc="False steps one parameter at a time, which is slow and needs the least memory."
-    )
     capturable: bool = setting(
         False,
         doc=(
@@ -109,7 +113,6 @@ SCHEDULED_SETTINGS = (
         "adam_betas",
         "weight_decay",
         "adam_lr_ratio",
-        "lr_adjust",
         "lr_adjust_coeff",
         "adam_eps",
     ),
@@ -233,10 +236,7 @@ def group_defaults(given: GroupArguments) -> dict[str, Any]:
     """Return the defaults of groups as plain values that a state dict may hold."""
     values = vars(given)
     return {
-        **{
-            key: values[key]
-            for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)
-        },
+        **{key: values[key] for key in ("lr", "maximize", "capturable", *_PLAIN_SETTINGS)},
         **{key: x if (x := values[key]) is None else list(x) for key in LISTS},
         "adam_betas": tuple(given.adam_betas),
         **{
@@ -311,3 +311,31 @@ def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | Non
         raise InvalidSettingError(
             f"{key}: must be a name or a list of triples; found {schedule!r}"
         ) from None
+
+
+def current_spelling(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved group, of deepmd-kit or of an earlier revision, with today's settings.
+
+    Only groups that the one or the other has saved have `lr_adjust`.
+    """
+    current = dict(group)
+    if "lr_adjust" in current:
+        current = _without_lr_adjust(current)
+        if "constructed" in current:
+            constructed = json.loads(current["constructed"])
+            current["constructed"] = json.dumps(_without_lr_adjust(constructed))
+    if current.get("deepmd_kit_arithmetic"):
+        current["schedule"] = DEEPMD_KIT
+    former = {"lr_adjust", "deepmd_kit_arithmetic", "foreach", *REMOVED_SETTINGS}
+    return {key: value for key, value in current.items() if key not in former}
+
+
+def _without_lr_adjust(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace DeePMD's switch by the two settings that it combines, unless they have values."""
+    explicit = settings_of_lr_adjust(values.get("lr_adjust", 0.0))
+    given = {key: value for key, value in values.items() if key != "lr_adjust"}
+    # In earlier revisions, null meant that a setting follows the switch.
+    return {
+        **explicit,
+        **{key: x for key, x in given.items() if x is not None or key not in explicit},
+    }

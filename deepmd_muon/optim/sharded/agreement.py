@@ -39,7 +39,7 @@ _KEYS = tuple(
 KEYS = ("lr", "maximize", *_KEYS)
 """The settings of a group that must be the same on all ranks that hold its parameters."""
 
-_NUMERIC = {"lr", "maximize", "adam_lr_ratio"}.union(
+_NUMERIC = {"lr", "maximize"}.union(
     field.name
     for field in dataclasses.fields(HybridMuonConfig)
     if isinstance(field.default, (int, float))

@@ -23,6 +23,7 @@ from deepmd_muon.optim.groups.group_settings import (
     SCHEDULED_SETTINGS,
     SCHEDULER_KEYS,
     as_tuple,
+    current_spelling,
     group_settings,
     own_keys,
 )
@@ -295,7 +296,7 @@ def _read(
         )
     groups = _with_names(groups, present)
     if all("routes" in group for group in groups):
-        return _read_own(groups, state, present)
+        return _read_own([current_spelling(group) for group in groups], state, present)
     if is_deepmd_kit(groups):
         muon_modes = [group.settings.muon_mode for _, _, group in _parameters(present)]
         return read_deepmd_kit(groups, state, routing, muon_modes)
@@ -552,8 +553,8 @@ def restore_groups(
         )
         return
     found = [
-        _restored(number, *pair)
-        for number, pair in enumerate(zip(param_groups, groups, strict=True))
+        _restored(number, present, current_spelling(saved))
+        for number, (present, saved) in enumerate(zip(param_groups, groups, strict=True))
     ]
     for present, values in zip(param_groups, found, strict=True):
         group_settings({**present, **values})  # checks them

@@ -139,8 +139,8 @@ def build_optimizer(
     The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among them, the others
     take the same step on each. With `state_in_parts` each of them keeps a part of the optimizer's state.
 
-    DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out', except with deepmd-kit's own arithmetic,
-    which takes weights as stored. A parameter that several branches share has the name of each for patterns.
+    DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out'. A parameter that several branches share
+    has the name of each for patterns.
     """
     if isinstance(config, HybridMuonConfig | MuonConfig):
         if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
@@ -148,8 +148,7 @@ def build_optimizer(
                 key: for_any_name(getattr(config, key), model) for key in _PATTERNS
             }
             config = dataclasses.replace(config, **found)
-        as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
-        if config.layout == "auto" and not as_deepmd_kit:
+        if config.layout == "auto":
             config = dataclasses.replace(config, layout="in_out")
         if state_in_parts:
             config = dataclasses.replace(

@@ -144,15 +144,13 @@ NEEDS = [
 ]
 # Settings that have an effect unless another one has this value.
 EXCLUDED = [
-    ("optimizer/lr_adjust", 3.0, {"optimizer/scaling": "none", "optimizer/adam_lr_ratio": 2.0}),
     ("optimizer/lr_adjust_coeff", 0.4, {"optimizer/scaling": "rectangular"}),
     ("optimizer/lr_adjust_coeff", 0.4, {"optimizer/lr_adjust": 3.0}),
     ("optimizer/cautious_decay", True, {"optimizer/weight_decay": 0.0}),
     ("optimizer/nesterov", False, {"optimizer/momentum": 0.0}),
     ("optimizer/min_matrix_dim", 3, {"optimizer/muon_patterns": ["*"]}),
-    ("optimizer/schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
-    ("optimizer/large_schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
-    ("optimizer/precision", "float32", {"optimizer/deepmd_kit_arithmetic": True}),
+    ("optimizer/large_schedule", "keller-jordan", {"optimizer/schedule": "deepmd-kit"}),
+    ("optimizer/precision", "float32", {"optimizer/schedule": "deepmd-kit"}),
     ("loss/relative_f", 0.1, {"loss/start_pref_f": 0.0}),
     ("loss/f_use_norm", True, {"loss/start_pref_f": 0.0, "loss/loss_func": "mae"}),
     ("loss/enable_atom_ener_coeff", True, {"loss/start_pref_e": 0.0}),

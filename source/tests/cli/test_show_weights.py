@@ -62,7 +62,11 @@ def rms(x):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({}, {"lr_adjust": 10.0, "magma_muon": False}, {"normuon": True, "magma_muon": False}),
+        *(
+            {},
+            {"scaling": "rectangular", "magma_muon": False},
+            {"normuon": True, "magma_muon": False},
+        ),
         *(
             {**SOAP, "magma_muon": False},
             {**BRAKE, "magma_muon": False},

@@ -27,7 +27,6 @@ VALUES = {
     "adam_beta1": [0.0, 0.5],
     "adam_beta2": [0.5],
     "weight_decay": [0.0, 0.3],
-    "lr_adjust": [3.0],
     "lr_adjust_coeff": [0.7],
     "adam_eps": [0.1],
     "adam_lr_ratio": [1.0, 3.0],

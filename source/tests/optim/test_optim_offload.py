@@ -57,7 +57,7 @@ def make(dtype=torch.float32, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"foreach": False}, {"magma_muon": False, "on_nonfinite": "skip"}]
+    "settings", [{}, {"workspace": 1}, {"magma_muon": False, "on_nonfinite": "skip"}]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):

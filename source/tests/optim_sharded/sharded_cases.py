@@ -290,7 +290,7 @@ def views_and_settings():
         {"nesterov": False, "maximize": True, "schedule": "keller-jordan"},
         {"deepmd_kit_arithmetic": True},
         {"lr": torch.tensor(0.02)},
-        {"foreach": False},
+        {"workspace": 1},
     )
     for names, options in (
         (("Shard(0)", "HSDP", "strided"), views),

@@ -188,7 +188,7 @@ def test_the_optimizer_knows_how_deepmds_weights_are_stored(small_input, train, 
     train(small_input(training={"numb_steps": 1}))
     assert load()["optimizer"]["param_groups"][0]["layout"] == "in_out"
     train(small_input(training={"numb_steps": 1}, optimizer={"deepmd_kit_arithmetic": True}))
-    assert load()["optimizer"]["param_groups"][0]["layout"] == "auto"
+    assert load()["optimizer"]["param_groups"][0]["layout"] == "as_stored"
     train(small_input(training={"numb_steps": 1}, optimizer={"layout": "as_stored"}))
     assert load()["optimizer"]["param_groups"][0]["layout"] == "as_stored"
 
