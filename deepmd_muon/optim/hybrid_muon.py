@@ -13,25 +13,23 @@ from torch import Tensor
 from deepmd_muon.optim.arguments import Arguments, documented, takes
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
-from deepmd_muon.optim.groups.group_settings import complete_group, group_defaults, words_of_group
-from deepmd_muon.optim.groups.param_groups import (
-    Group,
-    Routing,
+from deepmd_muon.optim.groups.checks import (
     check_parameters,
-    log_parameters,
     warn_idle_master_weights,
     warn_idle_settings,
     warn_of_kernels,
     warn_unmatched_patterns,
-    with_names,
 )
+from deepmd_muon.optim.groups.group_settings import complete_group, group_defaults, words_of_group
+from deepmd_muon.optim.groups.param_groups import Group, Routing, log_parameters, with_names
 from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
 from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, is_local
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import drop_unused, load_state, restore_groups
+from deepmd_muon.optim.state.load import drop_unused, load_state
 from deepmd_muon.optim.state.replaced import move_state
+from deepmd_muon.optim.state.restore_groups import restore_groups
 from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
