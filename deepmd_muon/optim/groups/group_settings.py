@@ -38,11 +38,14 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 
 
 @dataclasses.dataclass(frozen=True)
-class _ByPosition:
+class _DeepmdKitArguments:
     """The arguments of deepmd-kit's constructor, of which the first five may be given by position."""
 
     params: Params = setting(
-        doc="``model.named_parameters()``, or groups with their own settings. Rules on names need names."
+        doc=(
+            "``model.named_parameters()``, or groups with their own settings. Rules on names need "
+            "names."
+        )
     )
     lr: float | Tensor = setting(
         5e-4,
@@ -62,7 +65,10 @@ class _ByPosition:
     muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode")
     named_parameters: Iterable[tuple[str, Tensor]] | None = setting(
         None,
-        doc="(name, parameter) pairs that name unnamed `params`; a warning lists trainable ones missing from `params`.",
+        doc=(
+            "(name, parameter) pairs that name unnamed `params`; a warning lists trainable ones "
+            "missing from `params`."
+        ),
     )
     enable_gram: bool = setting_like(HybridMuonConfig, "enable_gram")
     flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon")
@@ -73,16 +79,24 @@ class _ByPosition:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupArguments(FurtherSettings, _ByPosition):  # the fields of the last base come first
-    """The arguments of `HybridMuon` that a parameter group may set, and those that name its parameters."""
+class GroupArguments(FurtherSettings, _DeepmdKitArguments):
+    """The arguments of `HybridMuon` that a parameter group may set, and those that name its parameters.
+
+    The fields of the last base come first.
+    """
 
     # Code may give schedules in more forms than an input.
-    schedule: AnySchedule = setting_like(HybridMuonConfig, "schedule")  # type: ignore[assignment]
-    large_schedule: AnySchedule | None = setting_like(HybridMuonConfig, "large_schedule")  # type: ignore[assignment]
+    schedule: AnySchedule = setting_like(  # type: ignore[assignment]  # of the base
+        HybridMuonConfig, "schedule"
+    )
+    large_schedule: AnySchedule | None = setting_like(  # type: ignore[assignment]  # of the base
+        HybridMuonConfig, "large_schedule"
+    )
     capturable: bool = setting(
         False,
         doc=(
-            "Keep the learning rate on the parameters' device, so that a step captured in a CUDA graph reads it there."
+            "Keep the learning rate on the parameters' device, so that a step captured in a CUDA "
+            "graph reads it there."
         ),
     )
     maximize: bool = setting(False, doc="Maximize the objective instead of minimizing it.")
@@ -90,12 +104,15 @@ class GroupArguments(FurtherSettings, _ByPosition):  # the fields of the last ba
 
 Checked = TypeVar("Checked", bound=GroupArguments)
 
-# Settings that apply to all groups, and settings that a group stores in another form.
+# Settings that apply to all groups.
 OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
+# Settings that a group stores in another form: both decays as `adam_betas`, schedules as lists.
 _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
 _FIELDS = [
-    f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM
+    field
+    for field in dataclasses.fields(HybridMuonConfig)
+    if field.name not in OF_ALL_GROUPS | _OTHER_FORM
 ]
 LISTS = tuple(
     field.name
@@ -106,70 +123,42 @@ PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Keys that torch's schedulers add to groups.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-# Settings that a scheduler may change from step to step: the numbers among those that do not decide routes.
+# Numbers that a scheduler may change from step to step: those that do not decide routes.
 SCHEDULED_SETTINGS = (
-    *(
-        "momentum",
-        "adam_betas",
-        "weight_decay",
-        "adam_lr_ratio",
-        "lr_adjust_coeff",
-        "adam_eps",
-    ),
+    "momentum",
+    "adam_betas",
+    "weight_decay",
+    "adam_lr_ratio",
+    "lr_adjust_coeff",
+    "adam_eps",
 )
-# Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and keys of a copied group.
+# Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and
+# `constructed` in a copied group.
 _MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 _KNOWN_KEYS = {
     *(field.name for field in dataclasses.fields(GroupArguments)),
     *_MORE_KEYS,
     *RouteTable(()).manifest(),
-    *REMOVED_SETTINGS,  # in groups that earlier revisions saved
 }
-# The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
-raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
-
-
-def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
-    """Check a parameter group, whose keys should be those of `defaults`; raise like `checked_arguments`.
-
-    A misspelled setting is a problem; other unknown keys are the user's own.
-    """
-    settings = ("params", *defaults)
-    misspelled = {
-        key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))
-    }
-    problems = [
-        f"{key!r}: unknown in a parameter group; did you mean {near!r}?"
-        for key, near in misspelled.items()
-    ]
-    problems += [
-        f"{key}: holds for all groups; give it to HybridMuon"
-        for key in sorted(OF_ALL_GROUPS & group.keys())
-    ]
-    arguments_of(group, problems)
-
-
-def arguments_of(group: Mapping[str, Any], problems: Sequence[str] = ()) -> GroupArguments:
-    """Return the settings of a parameter group as arguments of HybridMuon; raise like `checked_arguments`."""
-    names = (field.name for field in dataclasses.fields(GroupArguments))
-    given = {name: group[name] for name in names if name in group}
-    return checked_arguments(GroupArguments, given, problems)
+# The settings of a group as its dict stores them; comparing these is faster than comparing
+# dataclasses.
+raw_settings = itemgetter("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS)
 
 
 def checked_arguments(
-    kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()
+    kind: type[Checked], values: Mapping[str, Any], problems: Sequence[str] = ()
 ) -> Checked:
     """Return arguments of HybridMuon as a dataclass, with lists as tuples.
 
-    Raises InvalidSettingError with `problems`, and with every setting of a wrong type or out of its range.
+    Raises InvalidSettingError with `problems`, and with every setting of a wrong type or out of its
+    range.
     """
-    values = {**given, **{key: as_tuple(given[key]) for key in LISTS}}
-    problems = [*_problems_of_lr(given["lr"]), *problems]
-    if values.get("sharded", ...) is None:
+    values = {**values, **{key: as_tuple(values[key]) for key in LISTS}}
+    problems = [*_problems_of_lr(values["lr"]), *problems]
+    if "sharded" in values and values["sharded"] is None:
         del values["sharded"]
     for key in _SCHEDULES:
-        values[key], found = _plain_schedule(given[key], key)
-        problems += found
+        values[key] = _checked_schedule(values[key], key, problems)
     if isinstance(values["rules"], tuple):
         problems += unknown_rules(values["rules"])
     try:
@@ -181,8 +170,43 @@ def checked_arguments(
     return arguments
 
 
+def _checked_schedule(schedule: Any, key: str, problems: list[str]) -> str | Steps | None:
+    """Return a schedule as settings hold it; add its problems, and return a valid one instead."""
+    try:
+        return frozen_schedule(schedule, key)
+    except InvalidSettingError as error:
+        problems += error.problems
+        return HybridMuonConfig.schedule
+
+
+def arguments_of(group: Mapping[str, Any], problems: Sequence[str] = ()) -> GroupArguments:
+    """Return the settings of a parameter group as arguments of HybridMuon.
+
+    Raises as `checked_arguments`.
+    """
+    names = (field.name for field in dataclasses.fields(GroupArguments))
+    values = {name: group[name] for name in names if name in group}
+    return checked_arguments(GroupArguments, values, problems)
+
+
+def group_defaults(arguments: GroupArguments) -> dict[str, Any]:
+    """Return the defaults of groups as plain values that a state dict may hold."""
+    values = vars(arguments)
+    defaults = {key: values[key] for key in ("lr", "maximize", "capturable", *_PLAIN_SETTINGS)}
+    for key in LISTS:
+        defaults[key] = None if values[key] is None else list(values[key])
+    defaults["adam_betas"] = tuple(arguments.adam_betas)
+    for key in _SCHEDULES:
+        schedule = values[key]
+        is_steps = isinstance(schedule, tuple)
+        defaults[key] = [list(step) for step in schedule] if is_steps else schedule
+    return defaults
+
+
 def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return a new parameter group with other optimizers' words translated; return anything but a dict as it is.
+    """Return a new parameter group with other optimizers' words translated.
+
+    Anything but a dict is returned as it is; torch raises an error for it.
 
     Raises
     ------
@@ -190,24 +214,67 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
         Naming every word that cannot be translated, and every setting that `check_group` refuses.
     """
     if not isinstance(group, dict):
-        return group  # torch raises an error
+        return group
     try:
         new = translated(group, {*defaults, *_MORE_KEYS})
     except InvalidSettingError as error:
         problems = list(error.problems)
         try:
-            known = {key: group[key] for key in group.keys() & defaults.keys()}
-            check_group({"params": (), **defaults, **known}, defaults)
-        except InvalidSettingError as values:
-            problems += values.problems
+            settings = {key: group[key] for key in group.keys() & defaults.keys()}
+            check_group({"params": (), **defaults, **settings}, defaults)
+        except InvalidSettingError as invalid:
+            problems += invalid.problems
         raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems) from None
     if new.get("differentiable") is False:  # a key of torch's groups
         del new["differentiable"]
     return new if new.keys() != group.keys() else group
 
 
+def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
+    """Check a new group, as `check_group` does, and add the optimizer's own keys.
+
+    `constructed` holds its learning rate and scheduled settings as text, which every kind of state
+    dict preserves. At a load it distinguishes values that a scheduler has changed from values that
+    were constructed differently. With `capturable`, a captured step reads the learning rate from a
+    tensor on the parameters' device.
+    """
+    check_group(group, defaults)
+    group["muon_mode"] = group["muon_mode"].lower()
+    lr = group["lr"]
+    params = group["params"]
+    # Reading a tensor on a GPU would wait for it.
+    is_readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+    constructed = {key: group[key] for key in SCHEDULED_SETTINGS}
+    constructed["lr"] = float(lr) if is_readable else None
+    # NumPy's numbers are numbers, too.
+    group["constructed"] = json.dumps(constructed, default=float)
+    if group["capturable"] and not isinstance(lr, Tensor) and params:
+        has_float64 = any(p.dtype == torch.float64 for p in params)
+        dtype = torch.float64 if has_float64 else torch.float32
+        group["lr"] = torch.tensor(lr, dtype=dtype, device=params[0].device)
+
+
+def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
+    """Check a parameter group, which should have the keys of `defaults`.
+
+    A misspelled setting is a problem; other unknown keys are the user's own. Raises as
+    `checked_arguments`.
+    """
+    settings = ("params", *defaults)
+    problems = []
+    for key in sorted(own_keys(group)):
+        near = nearest(str(key), settings)
+        if near:
+            problems.append(f"{key!r}: unknown in a parameter group; did you mean {near!r}?")
+    problems += [
+        f"{key}: holds for all groups; give it to HybridMuon"
+        for key in sorted(OF_ALL_GROUPS & group.keys())
+    ]
+    arguments_of(group, problems)
+
+
 def own_keys(group: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a group that are the user's own: neither settings, words, nor keys of the optimizer."""
+    """Return the keys of a group that are the user's own: neither settings nor words nor the optimizer's."""
     return group.keys() - _KNOWN_KEYS - WORDS
 
 
@@ -220,54 +287,9 @@ def _problems_of_lr(lr: Any) -> list[str]:
             f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"
         ]
     # Reading a tensor on a GPU would wait for it.
-    good = lr.device.type != "cpu" or 0 <= float(lr) < math.inf
-    return [] if good else [f"lr: must be a number >= 0; found {float(lr):g}"]
-
-
-def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
-    """Return a schedule as settings hold it; if it is neither a name nor triples, the default and the problems."""
-    try:
-        return frozen_schedule(schedule, key), ()
-    except InvalidSettingError as error:
-        return HybridMuonConfig.schedule, error.problems
-
-
-def group_defaults(given: GroupArguments) -> dict[str, Any]:
-    """Return the defaults of groups as plain values that a state dict may hold."""
-    values = vars(given)
-    return {
-        **{key: values[key] for key in ("lr", "maximize", "capturable", *_PLAIN_SETTINGS)},
-        **{key: x if (x := values[key]) is None else list(x) for key in LISTS},
-        "adam_betas": tuple(given.adam_betas),
-        **{
-            key: [list(s) for s in x] if isinstance(x := values[key], tuple) else x
-            for key in _SCHEDULES
-        },
-    }
-
-
-def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
-    """Check a new group, as `check_group` does, and add the optimizer's own keys.
-
-    `constructed` holds its learning rate and scheduled settings as text, which every kind of state dict preserves. At a
-    load it distinguishes values that a scheduler has changed from values that were constructed differently. With
-    `capturable`, a captured step reads the learning rate from a tensor on the parameters' device.
-    """
-    check_group(group, defaults)
-    group["muon_mode"] = group["muon_mode"].lower()
-    lr, params = group["lr"], group["params"]
-    # Reading a tensor on a GPU would wait for it.
-    readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-    given = {
-        "lr": float(lr) if readable else None,
-        **{key: group[key] for key in SCHEDULED_SETTINGS},
-    }
-    group["constructed"] = json.dumps(given, default=float)  # NumPy's numbers are numbers, too
-    if group["capturable"] and not isinstance(lr, Tensor) and params:
-        wide = any(p.dtype == torch.float64 for p in params)
-        group["lr"] = torch.tensor(
-            lr, dtype=torch.float64 if wide else torch.float32, device=params[0].device
-        )
+    if lr.device.type == "cpu" and not 0 <= float(lr) < math.inf:
+        return [f"lr: must be a number >= 0; found {float(lr):g}"]
+    return []
 
 
 def as_tuple(patterns: Any) -> Any:
@@ -277,20 +299,14 @@ def as_tuple(patterns: Any) -> Any:
     return tuple(patterns) if isinstance(patterns, Iterable) else patterns
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _settings(**values: Any) -> HybridMuonConfig:
-    return HybridMuonConfig(**values).explicit()
-
-
 def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return a parameter group's settings, checked and explicit; equal settings are one object."""
     betas = group["adam_betas"]
     if not isinstance(betas, (list, tuple)) or len(betas) != 2:
         raise InvalidSettingError(f"adam_betas: must be a list of 2 numbers; found {betas!r}")
-    beta1, beta2 = betas
     values = {
-        "adam_beta1": beta1,
-        "adam_beta2": beta2,
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
         **{key: frozen_schedule(group[key], key) for key in _SCHEDULES},
         **{key: as_tuple(group[key]) for key in LISTS},
         **{key: group[key] for key in _PLAIN_SETTINGS},
@@ -301,12 +317,20 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
         return HybridMuonConfig(**values)
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def _settings(**values: Any) -> HybridMuonConfig:
+    return HybridMuonConfig(**values).explicit()
+
+
 def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | None:
-    """Return a schedule as settings hold it: a name, a tuple of triples, or None; `key` names the setting in errors."""
+    """Return a schedule as settings hold it: a name, a tuple of triples, or None.
+
+    `key` names the setting in errors.
+    """
+    if schedule is None or isinstance(schedule, str):
+        return schedule
     try:
-        return (
-            schedule if schedule is None or isinstance(schedule, str) else coefficients_of(schedule)
-        )
+        return coefficients_of(schedule)
     except TypeError:
         raise InvalidSettingError(
             f"{key}: must be a name or a list of triples; found {schedule!r}"
@@ -314,10 +338,7 @@ def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | Non
 
 
 def current_spelling(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group, of deepmd-kit or of an earlier revision, with today's settings.
-
-    Only groups that the one or the other has saved have `lr_adjust`.
-    """
+    """Return a saved group, of deepmd-kit or of an earlier revision, with today's settings."""
     current = dict(group)
     if "lr_adjust" in current:
         current = _without_lr_adjust(current)
@@ -326,16 +347,17 @@ def current_spelling(group: Mapping[str, Any]) -> dict[str, Any]:
             current["constructed"] = json.dumps(_without_lr_adjust(constructed))
     if current.get("deepmd_kit_arithmetic"):
         current["schedule"] = DEEPMD_KIT
-    former = {"lr_adjust", "deepmd_kit_arithmetic", "foreach", *REMOVED_SETTINGS}
-    return {key: value for key, value in current.items() if key not in former}
+    for key in ("deepmd_kit_arithmetic", "foreach", *REMOVED_SETTINGS):
+        current.pop(key, None)
+    return current
 
 
 def _without_lr_adjust(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace DeePMD's switch by the two settings that it combines, unless they have values."""
     explicit = settings_of_lr_adjust(values.get("lr_adjust", 0.0))
-    given = {key: value for key, value in values.items() if key != "lr_adjust"}
-    # In earlier revisions, null meant that a setting follows the switch.
-    return {
-        **explicit,
-        **{key: x for key, x in given.items() if x is not None or key not in explicit},
-    }
+    for key, value in values.items():
+        # In earlier revisions, null meant that a setting follows the switch.
+        follows = key in explicit and value is None
+        if key != "lr_adjust" and not follows:
+            explicit[key] = value
+    return explicit
