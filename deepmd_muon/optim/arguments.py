@@ -1,4 +1,4 @@
-"""The arguments of `HybridMuon`: one declaration for its constructor, its checks and its documentation."""
+"""The arguments of `HybridMuon`: one declaration for constructor, checks and documentation."""
 
 from __future__ import annotations
 
@@ -33,36 +33,48 @@ class Arguments(GroupArguments):
         80 * 2**20,
         minimum=1,
         doc=(
-            "Bound on the parameter elements of a wave; a larger parameter forms its own wave. Besides the state, a "
-            "step needs 20 to 24 bytes for each of these elements (float32), on a GPU up to 27; there, two waves of "
+            "Bound on the parameter elements of a wave; a larger parameter forms its own wave. "
+            "Besides the state, a "
+            "step needs 20 to 24 bytes for each of these elements (float32), on a GPU up to 27; "
+            "there, two waves of "
             "more than 4 Mi elements may be in flight."
         ),
     )
     offload_bytes: int = setting(
         64 * 2**20,
         minimum=1,
-        doc="Bound on the bytes of a transfer batch (the device holds two), and so on the moments of a wave.",
+        doc=(
+            "Bound on the bytes of a transfer batch (the device holds two), and so on the moments "
+            "of a wave."
+        ),
     )
     replicas: Replicas | None = setting(
         None,
         doc=(
-            "Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients "
-            "(DDP) and share the step. Without it, this process steps such parameters alone. DTensors carry their own "
+            "Device mesh or process group whose ranks hold copies of the non-DTensor parameters "
+            "with equal gradients "
+            "(DDP) and share the step. Without it, this process steps such parameters alone. "
+            "DTensors carry their own "
             "layout."
         ),
     )
     qk_clip: QKClip | None = setting(
         None,
-        doc="Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.",
+        doc=(
+            "Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`."
+        ),
     )
 
 
 def takes(
     arguments: Callable[P, Arguments],
 ) -> Callable[[Callable[[S, Arguments], None]], Callable[Concatenate[S, P], None]]:
-    """Decorate a constructor that receives its checked arguments as one object; callers see the fields of `arguments`.
+    """Decorate a constructor that receives its checked arguments as one object.
 
-    Editors and type checkers read them from the dataclass, `help` and `inspect.signature` from the decorated function.
+    Callers see the fields of `arguments`.
+
+    Editors and type checkers read them from the dataclass, `help` and `inspect.signature` from the
+    decorated function.
     """
     signature = inspect.signature(arguments)
 
@@ -86,7 +98,7 @@ def takes(
 
 
 def documented(arguments: type) -> Callable[[type[C]], type[C]]:
-    """Decorate a class: its docstring's ``{arguments}`` becomes name and text of each field of `arguments`."""
+    """Decorate a class: fill in ``{arguments}`` of its docstring by the fields of `arguments`."""
     lines = []
     for field in dataclasses.fields(arguments):
         lines += [

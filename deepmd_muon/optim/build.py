@@ -48,7 +48,7 @@ def build_muon(
     replicas: Replicas | None = None,
     qk_clip: QKClip | None = None,
 ) -> HybridMuon:
-    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for all named parameters of `model`."""
+    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for a model."""
     settings = {
         **vars(config),
         "qk_clip": qk_clip,
@@ -85,7 +85,7 @@ def build_muon(
 
 
 def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
-    """Return patterns for the tables, heads, positions and tokens of a model, except those declared as matrices."""
+    """Return patterns of tables, heads, positions and tokens that are not declared as matrices."""
     found = {
         name: reason
         for name, reason in tables_and_heads(model).items()
@@ -104,7 +104,10 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
-    """Make torch's Adam or AdamW for the trainable named parameters of `model`; `replicas` share its state."""
+    """Make torch's Adam or AdamW for the trainable named parameters of `model`.
+
+    `replicas` share its state.
+    """
     kind: type[torch.optim.Adam] = AdamW if isinstance(config, AdamWConfig) else Adam
     betas = (config.adam_beta1, config.adam_beta2)
     options: dict[str, Any] = {
@@ -126,7 +129,7 @@ def build_adam(
 
 
 def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Log on rank 0 the numbers of parameters and weights (all, trainable, per route), and the names not trained."""
+    """Log the numbers of parameters and weights, and the names not trained, on rank 0."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
@@ -151,7 +154,8 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         routes = {entry.route for entry in optimizer.routing}
         if "muon" not in routes and routes & {"adam", "adamw"}:
             log.warning(
-                "no matrix takes the Muon route, so that %s steps as Adam does: lower min_matrix_dim or change the "
+                "no matrix takes the Muon route, so that %s steps as Adam does: lower "
+                "min_matrix_dim or change the "
                 "patterns, or set type Adam",
                 kind,
             )

@@ -1,6 +1,7 @@
-"""Settings of the optimizers as frozen dataclasses, which alone define each key's type, default, range and meaning.
+"""Settings of the optimizers: frozen dataclasses with each key's type, default, range and text.
 
-This module does not import torch, so that the input checker can read it; the `build` methods import it.
+This module does not import torch, so that the input checker can read it; the `build` methods import
+it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ RULES = (
     "master_weights:MasterWeights",
 )
 
-# Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these matches no name.
+# Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these
+# matches no name.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
-# "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest".
+# "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows
+# (128+64)*16+rest".
 _SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
 SPLIT_PATTERN = (
     rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
 )
 
-# The schedule that follows deepmd-kit 3.2.0 in its rounding, too (`deepmd_muon.optim.polar.deepmd_kit`).
+# The schedule that follows deepmd-kit 3.2.0 in its rounding, too
+# (`deepmd_muon.optim.polar.deepmd_kit`).
 DEEPMD_KIT = "deepmd-kit"
 _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
@@ -100,16 +104,22 @@ class DeePMDSettings:
     weight_decay: float = setting(
         0.001,
         minimum=0.0,
-        doc="Decoupled weight decay λ of the Muon and AdamW routes: p ← p (1 − lr λ). The Adam route has none.",
+        doc=(
+            "Decoupled weight decay λ of the Muon and AdamW routes: p ← p (1 − lr λ). The Adam "
+            "route has none."
+        ),
     )
     lr_adjust_coeff: float = setting(
         0.18,
         above=0.0,
         needs=(_BY_RMS,),
         doc=(
-            "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. If an input omits it, "
-            "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It multiplies this by "
-            "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are long (see "
+            "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. "
+            "If an input omits it, "
+            "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It "
+            "multiplies this by "
+            "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are "
+            "long (see "
             "doc/learning-rate.md)."
         ),
     )
@@ -117,22 +127,31 @@ class DeePMDSettings:
         "slice",
         any_case=True,
         doc=(
-            "How a parameter is viewed as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
-            "'flat': all leading dimensions become rows; 'slice': a batch of the last two dimensions."
+            "How a parameter is viewed as matrices, after dimensions of size 1 are dropped. '2d': "
+            "rank 2 only; "
+            "'flat': all leading dimensions become rows; 'slice': a batch of the last two "
+            "dimensions."
         ),
     )
     enable_gram: bool = setting(
         True,
-        doc="Iterate on the small Gram matrix where that is cheaper; never changes the coefficients.",
+        doc=(
+            "Iterate on the small Gram matrix where that is cheaper; never changes the "
+            "coefficients."
+        ),
     )
     flash_muon: bool = setting(
         True,
-        doc="Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations run.",
+        doc=(
+            "Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations "
+            "run."
+        ),
     )
     magma_muon: bool = setting(
         True,
         doc=(
-            "Magma damping: a block's update is multiplied by 0.1 + 0.9 s, where the score s follows the alignment "
+            "Magma damping: a block's update is multiplied by 0.1 + 0.9 s, where the score s "
+            "follows the alignment "
             "of its momentum with its gradient."
         ),
     )
@@ -140,13 +159,18 @@ class DeePMDSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleSettings:
-    """Settings of rules that every optimizer with a Muon route has; Magma's switch is among DeePMD's settings."""
+    """Settings of rules that every optimizer with a Muon route has.
+
+    Magma's switch is among DeePMD's settings.
+    """
 
     normuon: bool = setting(
         False,
         doc=(
-            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running root mean "
-            "square, and the matrix is rescaled to its former norm. Neurons are columns if `layout` is 'in_out', else "
+            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its "
+            "running root mean "
+            "square, and the matrix is rescaled to its former norm. Neurons are columns if "
+            "`layout` is 'in_out', else "
             "rows."
         ),
     )
@@ -161,22 +185,27 @@ class RuleSettings:
         False,
         needs=(above_zero("weight_decay"),),
         doc=(
-            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
+            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only "
+            "where the update does "
             "not move it away from zero."
         ),
     )
     master_weights: bool = setting(
         False,
         doc=(
-            "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step changes the copy, and "
-            "the parameter is the rounded copy. Without it, updates below half of a weight's last bit are lost. It "
-            "takes 4 bytes per weight, in the layout of the momentum and, with `offload`, in host memory."
+            "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step "
+            "changes the copy, and "
+            "the parameter is the rounded copy. Without it, updates below half of a weight's last "
+            "bit are lost. It "
+            "takes 4 bytes per weight, in the layout of the momentum and, with `offload`, in host "
+            "memory."
         ),
     )
     rules: Sequence[str] = setting(
         (),
         doc=(
-            "Rules of other packages on the Muon route, by their registered names, in the order in which they act (see "
+            "Rules of other packages on the Muon route, by their registered names, in the order in "
+            "which they act (see "
             "doc/add-an-update-rule.md)."
         ),
     )
@@ -189,45 +218,59 @@ class ShardedSettings:
     replication: Replication = setting(
         "auto",
         doc=(
-            "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix one owner among all "
-            "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. Replicas that repeat "
-            "the work with state in parts gather the momenta before the step, if these fit a bucket. 'auto' takes the "
+            "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix "
+            "one owner among all "
+            "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. "
+            "Replicas that repeat "
+            "the work with state in parts gather the momenta before the step, if these fit a "
+            "bucket. 'auto' takes the "
             "way that is predicted to be faster."
         ),
     )
     bucket_bytes: int = setting(
         128 * 2**20,
         minimum=1,
-        doc="Bound on the bytes that one rank receives or sends in one exchange; a larger matrix goes alone.",
+        doc=(
+            "Bound on the bytes that one rank receives or sends in one exchange; a larger matrix "
+            "goes alone."
+        ),
     )
     slots: int = setting(
         3,
         minimum=1,
         maximum=10,
         doc=(
-            "Number of bucket-sized buffers, kept from step to step. With 3, one bucket is orthogonalized while the "
+            "Number of bucket-sized buffers, kept from step to step. With 3, one bucket is "
+            "orthogonalized while the "
             "next is sent to its owners and the previous one back; 1 is strictly serial."
         ),
     )
     state: StatePlace = setting(
         "replicated",
         doc=(
-            "Where plain parameters given with `replicas` keep momenta and Adam's moments: 'replicated': whole on "
-            "every rank; 'sharded': an equal part on each rank (ZeRO-1), as DTensors in the state dict. The state of "
-            "DTensor parameters always has their layout. Under `dp train`, zero_stage 1 selects 'sharded'."
+            "Where plain parameters given with `replicas` keep momenta and Adam's moments: "
+            "'replicated': whole on "
+            "every rank; 'sharded': an equal part on each rank (ZeRO-1), as DTensors in the state "
+            "dict. The state of "
+            "DTensor parameters always has their layout. Under `dp train`, zero_stage 1 selects "
+            "'sharded'."
         ),
     )
     gather_dtype: GatherDtype = setting(
         "full",
         doc=(
-            "Element type of the messages to the owner; 'full' is float32, or float64 for float64 parameters. Rounding "
-            "before the orthogonalization amplifies the noise of low-rank matrices to full strength."
+            "Element type of the messages to the owner; 'full' is float32, or float64 for float64 "
+            "parameters. Rounding "
+            "before the orthogonalization amplifies the noise of low-rank matrices to full "
+            "strength."
         ),
     )
     return_dtype: ReturnDtype = setting("full", doc="Element type of the returned updates.")
     free_gradients: bool = setting(
         False,
-        doc="Set the gradient of an exchanged parameter to None as soon as its momentum is updated.",
+        doc=(
+            "Set the gradient of an exchanged parameter to None as soon as its momentum is updated."
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -246,7 +289,8 @@ class MuonSettings(RuleSettings):
     adam_implementation: AdamImplementation = setting(
         "fused",
         doc=(
-            "How the Adam and AdamW routes step: by torch's 'fused' kernel, by multi-tensor operations ('foreach'), or "
+            "How the Adam and AdamW routes step: by torch's 'fused' kernel, by multi-tensor "
+            "operations ('foreach'), or "
             "by the same operations on one parameter after another ('for-loop')."
         ),
     )
@@ -256,16 +300,20 @@ class MuonSettings(RuleSettings):
     scaling: Scaling = setting(
         "match_rms",
         doc=(
-            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), "
-            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`."
+            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, "
+            "columns)), "
+            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by "
+            "`layout`."
         ),
     )
     layout: WeightLayout = setting(
         "auto",
         needs=(_BY_LAYOUT,),
         doc=(
-            "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
-            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both cases. 'auto' is "
+            "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: "
+            "'in_out' for "
+            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both "
+            "cases. 'auto' is "
             "'in_out' under `dp train` and 'as_stored' elsewhere."
         ),
     )
@@ -273,8 +321,10 @@ class MuonSettings(RuleSettings):
         1.0,
         above=0.0,
         doc=(
-            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an input omits both this "
-            "and lr_adjust_coeff, `dp train` uses 10 for runs of up to 10000 steps. It lowers this so that the Adam "
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an "
+            "input omits both this "
+            "and lr_adjust_coeff, `dp train` uses 10 for runs of up to 10000 steps. It lowers this "
+            "so that the Adam "
             "routes start at 0.01 at most, and further if descriptors are long."
         ),
     )
@@ -284,9 +334,12 @@ class MuonSettings(RuleSettings):
         forms=_SCHEDULE_SYNTAX.replace("one of ", f"one of {DEEPMD_KIT!r}, "),
         nonempty=True,
         doc=(
-            "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one triple [a, b, c] per "
-            "step σ ← a σ + b σ³ + c σ⁵. 'deepmd-kit' computes as deepmd-kit 3.2.0, to compare with it: iterates "
-            "stored in 16 bits, and five Polar-Express steps for rectangular matrices if enable_gram is true."
+            "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one "
+            "triple [a, b, c] per "
+            "step σ ← a σ + b σ³ + c σ⁵. 'deepmd-kit' computes as deepmd-kit 3.2.0, to compare "
+            "with it: iterates "
+            "stored in 16 bits, and five Polar-Express steps for rectangular matrices if "
+            "enable_gram is true."
         ),
     )
     large_schedule: str | Steps | None = setting(
@@ -296,7 +349,8 @@ class MuonSettings(RuleSettings):
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
         doc=(
-            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where time counts; null uses "
+            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where time "
+            "counts; null uses "
             "`schedule`. 'polar-express-5' suits language models."
         ),
     )
@@ -311,14 +365,19 @@ class MuonSettings(RuleSettings):
             ),
             _NOT_DEEPMD_KIT,
         ),
-        doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given.",
+        doc=(
+            "Matrices whose smaller dimension is at least this use `large_schedule`, if it is "
+            "given."
+        ),
     )
     precision: Precision = setting(
         "auto",
         needs=(_NOT_DEEPMD_KIT,),
         doc=(
-            "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' is fp16 on a GPU "
-            "and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a low-rank matrix is noise, and more with "
+            "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' "
+            "is fp16 on a GPU "
+            "and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a low-rank matrix is "
+            "noise, and more with "
             "some schedules."
         ),
     )
@@ -333,7 +392,8 @@ class MuonSettings(RuleSettings):
             ),
         ),
         doc=(
-            "Matrices whose smaller dimension is below this take the route of vectors (successor of the legacy key "
+            "Matrices whose smaller dimension is below this take the route of vectors (successor "
+            "of the legacy key "
             "`min_2d_dim`)."
         ),
     )
@@ -344,30 +404,37 @@ class MuonSettings(RuleSettings):
     muon_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Parameters whose full name matches one of these shell patterns take the Muon route, before every other "
+            "Parameters whose full name matches one of these shell patterns take the Muon route, "
+            "before every other "
             "rule, if they have two dimensions above 1. '*' also matches parameters without names."
         ),
     )
     conv_patterns: Sequence[str] | None = setting(
         None,
         doc=(
-            "Convolution kernels (out, in, height, width), or of one or three such dimensions, by shell patterns on "
-            "full names. Each is one matrix (out, in·height·width), whatever muon_mode says. null: `build` finds the "
-            "convolution modules of its model, and divides the weights of grouped convolutions by groups."
+            "Convolution kernels (out, in, height, width), or of one or three such dimensions, by "
+            "shell patterns on "
+            "full names. Each is one matrix (out, in·height·width), whatever muon_mode says. null: "
+            "`build` finds the "
+            "convolution modules of its model, and divides the weights of grouped convolutions by "
+            "groups."
         ),
     )
     expert_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Parameters of three or more dimensions whose full name matches one of these shell patterns hold one "
+            "Parameters of three or more dimensions whose full name matches one of these shell "
+            "patterns hold one "
             "expert per index of their first dimension; muon_mode applies to each expert."
         ),
     )
     local_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Plain parameters whose full name matches one of these shell patterns belong to one process, which steps "
-            "them by itself: for experts that differ between ranks. If ranks share the step (`replicas`), all other "
+            "Plain parameters whose full name matches one of these shell patterns belong to one "
+            "process, which steps "
+            "them by itself: for experts that differ between ranks. If ranks share the step "
+            "(`replicas`), all other "
             "plain parameters are copies."
         ),
     )
@@ -376,40 +443,53 @@ class MuonSettings(RuleSettings):
         pattern=SPLIT_PATTERN,
         forms=SPLIT_SYNTAX,
         doc=(
-            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is the "
-            "remainder. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
-            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds the "
-            "splits that the modules of its model declare; with type Muon also q, k and v of nn.MultiheadAttention."
+            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or "
+            "'columns' of the matrix as "
+            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats "
+            "and 'rest' is the "
+            "remainder. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: "
+            "columns 3``, "
+            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
+            "`build` adds the "
+            "splits that the modules of its model declare; with type Muon also q, k and v of "
+            "nn.MultiheadAttention."
         ),
     )
     on_route_change: RouteChange = setting(
         "error",
         doc=(
-            "How to load a parameter whose route or view differs from the checkpoint's: 'error' raises, "
-            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those parameters. A "
+            "How to load a parameter whose route or view differs from the checkpoint's: 'error' "
+            "raises, "
+            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those "
+            "parameters. A "
             "parameter that is frozen, or trained again, keeps its state in any case."
         ),
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
         doc=(
-            "How to step when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; "
-            "'skip': all parameters and state stay unchanged; 'error': raises (and waits for the device each step)."
+            "How to step when a gradient holds NaN or infinity: 'ignore': only that parameter "
+            "becomes NaN; "
+            "'skip': all parameters and state stay unchanged; 'error': raises (and waits for the "
+            "device each step)."
         ),
     )
     offload: bool = setting(
         False,
         doc=(
-            "Keep momenta and Adam's moments in pinned host memory between steps; during a step they are copied to the "
-            "device and back in batches, concurrently with the computation. Results are the same: bitwise up to 16 M "
-            "weights, beyond that up to rounding, because matrices are orthogonalized in smaller batches."
+            "Keep momenta and Adam's moments in pinned host memory between steps; during a step "
+            "they are copied to the "
+            "device and back in batches, concurrently with the computation. Results are the same: "
+            "bitwise up to 16 M "
+            "weights, beyond that up to rounding, because matrices are orthogonalized in smaller "
+            "batches."
         ),
     )
     sharded: ShardedSettings = setting(
         ShardedSettings(),
         doc=(
-            "How several processes share the step (see doc/sharded.md): how matrices are exchanged, and where state is "
+            "How several processes share the step (see doc/sharded.md): how matrices are "
+            "exchanged, and where state is "
             "kept. A single process ignores it."
         ),
     )
@@ -422,7 +502,8 @@ class FurtherSettings(MuonSettings):
     vector_route: VectorRoute = setting(
         "adam",
         doc=(
-            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no weights, or 'adamw', "
+            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no "
+            "weights, or 'adamw', "
             "which does."
         ),
     )
@@ -437,7 +518,10 @@ class FurtherSettings(MuonSettings):
 class HybridMuonConfig(
     FurtherSettings, DeePMDSettings, MuonBuildable
 ):  # the fields of the last base come first
-    """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
+    """Settings of `HybridMuon`.
+
+    The first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0.
+    """
 
     own_lr = 5e-4
 
@@ -456,7 +540,10 @@ class HybridMuonConfig(
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
-    """Return the factor of lr · O for a matrix of shape (rows, columns); `settings` must be explicit."""
+    """Return the factor of lr · O for a matrix of shape (rows, columns).
+
+    `settings` must be explicit.
+    """
     rows, columns = shape
     if settings.scaling == "none":
         return 1.0

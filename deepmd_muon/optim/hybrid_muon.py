@@ -46,15 +46,17 @@ log = logging.getLogger(__name__)
 class HybridMuon(QuickOptimizer):
     r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors without a matrix view in `muon_mode`.
 
-    One step of the Muon route, for a parameter viewed as matrices (`deepmd_muon.optim.routing.views`)::
+    One step of the Muon route, for a parameter viewed as matrices
+    (`deepmd_muon.optim.routing.views`)::
 
         m ← β m + (1 − β) g
         u = β m + (1 − β) g                       (nesterov; else u = m)
         O = polar factor of u                     (schedule, precision)
         p ← p (1 − lr λ) − lr · scale · factors · O
 
-    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms'; rules
-    (`deepmd_muon.optim.rules`), such as Magma, give the factors. The Adam routes step with ``lr · adam_lr_ratio``.
+    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for
+    'match_rms'; rules (`deepmd_muon.optim.rules`), such as Magma, give the factors. The Adam routes
+    step with ``lr · adam_lr_ratio``.
 
     Parameters
     ----------
@@ -65,16 +67,19 @@ class HybridMuon(QuickOptimizer):
     routing : RouteTable
         Name, shape, view, route and reason of every parameter.
     alternates : bool
-        Set this to True if steps update different parts of a model in turn, such as branches with separate heads. A
-        captured step then leaves parameters without a gradient unchanged. Otherwise the capture raises, because a
-        gradient that is missing at the capture is missing in all replays.
+        Set this to True if steps update different parts of a model in turn, such as branches with
+        separate heads. A captured step then leaves parameters without a gradient unchanged.
+        Otherwise the capture raises, because a gradient that is missing at the capture is missing
+        in all replays.
     agreed_skip : bool
-        Set this to True if `found_inf` is the same on all ranks; steps on several ranks then do not compare it.
+        Set this to True if `found_inf` is the same on all ranks; steps on several ranks then do not
+        compare it.
 
     Raises
     ------
     InvalidSettingError, InvalidParameterError, InvalidShapeError
-        Each a ValueError: a setting out of its range; a complex or repeated parameter; a split that does not fit.
+        Each a ValueError: a setting out of its range; a complex or repeated parameter; a split that
+        does not fit.
 
     Notes
     -----
@@ -110,8 +115,8 @@ class HybridMuon(QuickOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value.
 
-        Other optimizers' words (`deepmd_muon.optim.words`) are translated. Other keys stay in the group and its state
-        dict; nothing here reads them.
+        Other optimizers' words (`deepmd_muon.optim.words`) are translated. Other keys stay in the
+        group and its state dict; nothing here reads them.
         """
         param_group = words_of_group(param_group, self.defaults)
         self._raise_deferred()
@@ -129,7 +134,10 @@ class HybridMuon(QuickOptimizer):
             raise
 
     def _route_parameters(self) -> None:
-        """Recompute the routes and store them in the groups; move the state of replaced parameters by name."""
+        """Recompute the routes and store them in the groups.
+
+        Move the state of replaced parameters by name.
+        """
         self._raise_deferred()
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups, moves=self.replicas is None)
@@ -146,7 +154,8 @@ class HybridMuon(QuickOptimizer):
         move_state(
             self.state, self._routing, groups, holders, self._host_memory, self.on_route_change
         )
-        # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
+        # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as
+        # it was.
         for group, entries in zip(self.param_groups, routing.routes, strict=True):
             group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
@@ -164,7 +173,10 @@ class HybridMuon(QuickOptimizer):
             self._sharded.raise_deferred()
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of the first step in advance, possibly in a thread; meanwhile TF32 may be off."""
+        """Compile the kernels of the first step in advance, possibly in a thread.
+
+        Meanwhile TF32 may be off.
+        """
         skip = getattr(self, "found_inf", None) is not None
         self._compiled.compile_kernels(self._groups(), self.workspace, skip=skip)
 
@@ -183,7 +195,10 @@ class HybridMuon(QuickOptimizer):
 
     @property
     def plan(self) -> Plan:
-        """Which rank orthogonalizes which matrix (`Plan`), also on one process; `plan.describe()` lists its FLOPs."""
+        """Which rank orthogonalizes which matrix (`Plan`), also on one process.
+
+        `plan.describe()` lists its FLOPs.
+        """
         return (
             self._sharded.plan
             if self._sharded
@@ -225,13 +240,14 @@ class HybridMuon(QuickOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps its earlier state.
 
-        While the state is offloaded, its tensors are in host memory and up to date when this returns.
+        While the state is offloaded, its tensors are in host memory and up to date when this
+        returns.
 
         Raises
         ------
         MissingGradientError
-            On several GPUs, when a parameter had a gradient on only some ranks in the last step. A run should therefore
-            end with a call of this method.
+            On several GPUs, when a parameter had a gradient on only some ranks in the last step. A
+            run should therefore end with a call of this method.
         """
         self._raise_deferred()
         self._reroute_if_changed()
@@ -239,7 +255,8 @@ class HybridMuon(QuickOptimizer):
         found = super().state_dict()
         if self._host_memory is not None:
             self._host_memory.wait()
-            # torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
+            # torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on
+            # one device.
             for number, own in found["state"].items():
                 several = {key: x for key, x in own.items() if isinstance(x, Tensor) and x.ndim}
                 on_host = {key: with_local(x, local_of(x).cpu()) for key, x in several.items()}
@@ -248,10 +265,12 @@ class HybridMuon(QuickOptimizer):
 
     @torch.no_grad()
     def offload(self, on: bool = True) -> None:
-        """Move momenta and Adam's moments to host memory and keep them there; with `on` False, move them back.
+        """Move momenta and Adam's moments to host memory and keep them there.
 
-        Results are the same either way; see `HybridMuonConfig`. Read the state through `state_dict`, which waits until
-        host memory is up to date.
+        With `on` False, move them back.
+
+        Results are the same either way; see `HybridMuonConfig`. Read the state through
+        `state_dict`, which waits until host memory is up to date.
         """
         self._reroute_if_changed()
         if on and self._host_memory is None:
@@ -268,8 +287,8 @@ class HybridMuon(QuickOptimizer):
     def prefetch(self) -> None:
         """Start the exchanges of the next step that need no gradient: they run beside the passes that follow.
 
-        `step` starts what has not been started, so calls are optional; all ranks call it, or none. Until the step,
-        state must not change.
+        `step` starts what has not been started, so calls are optional; all ranks call it, or none.
+        Until the step, state must not change.
         """
         if self._sharded is not None and self._host_memory is None:
             self._sharded.start()
@@ -286,7 +305,8 @@ class HybridMuon(QuickOptimizer):
         closure
             Evaluates the model again and returns the loss.
         qk_logits
-            The largest attention logit of each head, (heads,) by layer name, for QK-clip; DTensors may shard the heads.
+            The largest attention logit of each head, (heads,) by layer name, for QK-clip; DTensors
+            may shard the heads.
 
         Returns
         -------
@@ -296,13 +316,15 @@ class HybridMuon(QuickOptimizer):
         Raises
         ------
         InvalidGradientError, NonFiniteGradientError
-            When a gradient is sparse, or holds NaN or infinity and `on_nonfinite` is 'error'; nothing is changed.
+            When a gradient is sparse, or holds NaN or infinity and `on_nonfinite` is 'error';
+            nothing is changed.
         CaptureError
             When a CUDA graph is being captured and its replays would not repeat the step.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # Modes apply to the closure only. Under `with torch.device(...)` each read of a tensor's attribute runs Python.
+        # Modes apply to the closure only. Under `with torch.device(...)` each read of a tensor's
+        # attribute runs Python.
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             self._step(qk_logits)
         return loss
@@ -332,33 +354,34 @@ class HybridMuon(QuickOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking every saved route and view against the present one.
 
-        Tensors keep their values bitwise. The learning rate is restored, and so is everything that schedulers write
-        into groups: their own keys, and numeric settings that both optimizers were constructed with at the same value.
-        A setting constructed with another value keeps it, as switches do; each difference is logged (see
-        `restore_groups`).
+        Tensors keep their values bitwise. The learning rate is restored, and so is everything that
+        schedulers write into groups: their own keys, and numeric settings that both optimizers were
+        constructed with at the same value. A setting constructed with another value keeps it, as
+        switches do; each difference is logged (see `restore_groups`).
 
-        Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
-        `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps the state
-        with the same meaning on both (`deepmd_muon.optim.state.migrate` lists it). Freezing or unfreezing a parameter
-        is allowed under every policy and keeps its state. State of rules that are off is dropped. One warning per
-        parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
-        differs because its version chose routes differently is migrated under every policy. So do states of
-        torch.optim.Adam, AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`);
-        `deepmd_muon.optim.import_state` joins those of several optimizers and names their parameters. States without
-        names load by position.
+        Where a parameter's route, view or shape differs from the saved one, or it exists on one
+        side only, `on_route_change` decides: 'error' raises; 'reset' discards that parameter's
+        state; 'migrate' keeps the state with the same meaning on both
+        (`deepmd_muon.optim.state.migrate` lists it). Freezing or unfreezing a parameter is allowed
+        under every policy and keeps its state. State of rules that are off is dropped. One warning
+        per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
+        differs because its version chose routes differently is migrated under every policy. So do
+        states of torch.optim.Adam, AdamW and Muon, and of other Muons
+        (`deepmd_muon.optim.state.others`); `deepmd_muon.optim.import_state` joins those of several
+        optimizers and names their parameters. States without names load by position.
 
         Parameters
         ----------
         state_dict
-            The result of `state_dict`, in this or another process; or a state dict of another Muon; or one of
-            deepmd-kit's HybridMuon. If that lists parameters in another order, first name them with
-            `deepmd_muon.optim.name_deepmd_kit_state`.
+            The result of `state_dict`, in this or another process; or a state dict of another Muon;
+            or one of deepmd-kit's HybridMuon. If that lists parameters in another order, first name
+            them with `deepmd_muon.optim.name_deepmd_kit_state`.
 
         Raises
         ------
         RoutingMismatchError
-            When parameters, routes or views differ and `on_route_change` is 'error', or a tensor of a rule is missing
-            or unknown; nothing is changed.
+            When parameters, routes or views differ and `on_route_change` is 'error', or a tensor of
+            a rule is missing or unknown; nothing is changed.
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing is changed.
         """
@@ -400,7 +423,8 @@ class HybridMuon(QuickOptimizer):
         )
         if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):
             raise TypeError(
-                "an optimizer whose replicas is a process group cannot be pickled or copied; save its state_dict(), or "
+                "an optimizer whose replicas is a process group cannot be pickled or copied; save "
+                "its state_dict(), or "
                 "give it a device mesh"
             )
         self._raise_deferred()

@@ -1,6 +1,9 @@
-"""Values of HybridMuon's scales that an input omits, by run length, start_lr and descriptor length; torch-free.
+"""Values of HybridMuon's scales that an input omits, by run length, start_lr and descriptor length.
 
-deepmd-kit's 0.18 suits language models. The measurements behind the numbers are in doc/learning-rate.md.
+Torch-free.
+
+deepmd-kit's 0.18 suits language models. The measurements behind the numbers are in
+doc/learning-rate.md.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ from typing import Any
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
 
-# `lr_adjust_coeff` of short and of long runs. Times `_ADAM_RATE`, it bounds start_lr · lr_adjust_coeff, the root mean
-# square of a step of matrix entries. After 3000 steps the first is within 9 % of the best on five data sets. After
-# 30,000 steps the second is ahead of AdamW on four sets; the first is not on all of them (doc/benchmarks/race.md).
+# `lr_adjust_coeff` of short and of long runs. Times `_ADAM_RATE`, it bounds start_lr ·
+# lr_adjust_coeff, the root mean square of a step of matrix entries. After 3000 steps the first is
+# within 9 % of the best on five data sets. After 30,000 steps the second is ahead of AdamW on four
+# sets; the first is not on all of them (doc/benchmarks/race.md).
 _MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
 _SHORT_RUN = 10_000  # steps
 _ADAM_RATE = 1e-3
-# `adam_lr_ratio` of a short run, lowered so that the Adam route starts at the second value at most. It halves the final
-# error of DPA-3 and does not change that of other models; it makes long runs on molecules worse.
+# `adam_lr_ratio` of a short run, lowered so that the Adam route starts at the second value at most.
+# It halves the final error of DPA-3 and does not change that of other models; it makes long runs on
+# molecules worse.
 _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
-# Length of descriptors (root mean square over atoms, initial weights) from which a scale falls as 1/length. A step
-# changes the output of the fitting net's first layer by about learning rate × length of its input. For atoms with few
-# and near neighbours, its tanh then saturates in a few steps, and all forces vanish. Lengths on water and alloys are 1
-# to 7, on small molecules 60 to 90 (DPA-1) and 14 to 18 (DPA-3).
+# Length of descriptors (root mean square over atoms, initial weights) from which a scale falls as
+# 1/length. A step changes the output of the fitting net's first layer by about learning rate ×
+# length of its input. For atoms with few and near neighbours, its tanh then saturates in a few
+# steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 to 90
+# (DPA-1) and 14 to 18 (DPA-3).
 _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 # The section of deepmd-kit 3.2.0 with all its defaults, but lr_adjust, which is translated.
 _KEYS_OF_DEEPMD_KIT = {
@@ -57,12 +63,13 @@ class OmittedScales:
     def kept_from(
         self, group: Mapping[str, Any], start_lr: float | None, source: str
     ) -> OmittedScales:
-        """Return the scales of a run that is continued from `source`, a checkpoint with this parameter group.
+        """Return the scales of a run that continues the checkpoint `source` with this group.
 
         The group is in today's spelling.
 
-        They stay as they are unless `start_lr`, that of the checkpoint if it is known, is lower than that of this run.
-        Then they fall towards those of a fresh run, as far as the rates of the checkpoint are kept.
+        They stay as they are unless `start_lr`, that of the checkpoint if it is known, is lower
+        than that of this run. Then they fall towards those of a fresh run, as far as the rates of
+        the checkpoint are kept.
         """
         values = {name: group[name] for name in self.values}
         if start_lr is not None and start_lr < self.start_lr:
@@ -76,7 +83,7 @@ class OmittedScales:
         return self.saved is not None and self.values != self.saved.values
 
     def _limited(self, saved: SavedScales) -> OmittedScales:
-        """Return scales that are at most the saved ones, and high enough to keep the saved rates."""
+        """Return scales of at most the saved ones, and high enough to keep the saved rates."""
         fall = saved.start_lr / self.start_lr
         values = {}
         for name, most in saved.values.items():
@@ -87,13 +94,17 @@ class OmittedScales:
             notice = (
                 f"optimizer/lr_adjust_coeff is not given and takes {_written(values)} instead of "
                 f"{_written(saved.values)} in {saved.source}: start_lr rises from "
-                f"{saved.start_lr:g} to {self.start_lr:g}; give lr_adjust_coeff and adam_lr_ratio to "
+                f"{saved.start_lr:g} to {self.start_lr:g}; give lr_adjust_coeff and adam_lr_ratio "
+                "to "
                 "choose other rates"
             )
         return dataclasses.replace(self, values=values, notice=notice)
 
     def for_descriptors(self, length: float) -> OmittedScales:
-        """Return lower scales if descriptors of this `length` are long; else, or if the scales are kept, these."""
+        """Return lower scales if descriptors of this `length` are long.
+
+        Else, or if the scales are kept, these.
+        """
         if self.kept or not 0.0 < length < math.inf:
             return self
         most = {
@@ -108,7 +119,8 @@ class OmittedScales:
         if values == self.values:
             return self
         notice = (
-            f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}: descriptors are {length:.3g} long, "
+            f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}: descriptors are "
+            f"{length:.3g} long, "
             f"for which {_written(self.values)} would be too high (doc/learning-rate.md)"
         )
         lower = dataclasses.replace(self, values=values, notice=notice)
@@ -118,7 +130,9 @@ class OmittedScales:
 def omitted_scales(
     config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
 ) -> OmittedScales | None:
-    """Choose the scales that an input omits; None if it omits none, or if deepmd-kit's default applies.
+    """Choose the scales that an input omits.
+
+    None if it omits none, or if deepmd-kit's default applies.
 
     Parameters
     ----------
@@ -141,8 +155,10 @@ def omitted_scales(
             max(1.0, min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))) if short else 1.0
         )
     notice = (
-        f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}, which suits force fields at start_lr "
-        f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
+        f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}, which suits force "
+        "fields at start_lr "
+        f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} "
+        "(doc/learning-rate.md)"
     )
     return OmittedScales(values, start_lr, notice)
 
@@ -150,9 +166,10 @@ def omitted_scales(
 def deepmd_kits_default_scale(
     config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
 ) -> str | None:
-    """Return why Muon's steps would be small if the input is one that deepmd-kit wrote (its out.json), else None.
+    """Return why Muon's steps are small if deepmd-kit wrote the input (its out.json), else None.
 
-    deepmd-kit writes out all its defaults, `lr_adjust_coeff` among them. Arguments as in `omitted_scales`.
+    deepmd-kit writes out all its defaults, `lr_adjust_coeff` among them. Arguments as in
+    `omitted_scales`.
     """
     if (
         not isinstance(config, HybridMuonConfig)
@@ -165,8 +182,10 @@ def deepmd_kits_default_scale(
     if ours < _FEW_TIMES * config.lr_adjust_coeff:
         return None
     return (
-        f"optimizer/lr_adjust_coeff is {config.lr_adjust_coeff:g}, as deepmd-kit writes its default to out.json: Muon's "
-        f"steps are {ours / config.lr_adjust_coeff:.0f} times smaller than suits force fields at start_lr "
+        f"optimizer/lr_adjust_coeff is {config.lr_adjust_coeff:g}, as deepmd-kit writes its "
+        "default to out.json: Muon's "
+        f"steps are {ours / config.lr_adjust_coeff:.0f} times smaller than suits force fields at "
+        "start_lr "
         f"{start_lr:g}; remove the key for {ours:g} (doc/learning-rate.md), or set 'schedule' to "
         "'deepmd-kit' for deepmd-kit's numbers"
     )
@@ -193,7 +212,7 @@ def _rounded(value: float) -> float:
 
 
 def _written(scales: Mapping[str, Any]) -> str:
-    """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
+    """Return scales as a notice shows them, without an `adam_lr_ratio` of 1."""
     ratio = scales.get("adam_lr_ratio", 1.0)
     return f"{scales['lr_adjust_coeff']:g}" + (
         f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else ""

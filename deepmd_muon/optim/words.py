@@ -1,4 +1,6 @@
-"""Settings in the words of torch's optimizers and other Muons, translated to this package's. Does not import torch.
+"""Settings in the words of torch's optimizers and other Muons, translated to this package's.
+
+This module does not import torch.
 
 Sources of the words: `torch.optim.AdamW` and `torch.optim.Muon` (torch 2.13), K. Jordan's
 ``MuonWithAuxAdam``, the Muon of Moonlight (arXiv:2502.16982), dion (arXiv:2504.05295), and
@@ -292,7 +294,7 @@ def nearest(key: str, settings: Iterable[str]) -> str | None:
 
 
 def understand_words(cls: type[T]) -> type[T]:
-    """Decorate a class that takes settings as keywords, so that it also takes other optimizers' words.
+    """Decorate a class that takes settings as keywords: it also takes other optimizers' words.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Checks of parameter groups: errors for parameters that cannot be stepped, warnings for what has no effect."""
+"""Checks of parameter groups: errors for unusable parameters, warnings without effect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MANY_MATRICES = 16
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
-    """Raise InvalidParameterError for parameters that no step can update, and for repeated ones or names."""
+    """Raise InvalidParameterError for unusable or repeated parameters and for repeated names."""
     names_by_parameter: dict[Tensor, str] = {}
     given_names: dict[str, str] = {}  # names with wrappers' prefixes, by canonical name
     for number, group in enumerate(groups):
@@ -64,8 +64,10 @@ def _problem_of(name: str, p: Tensor) -> str | None:
     """Return why no step can update a parameter; None if one can."""
     if getattr(p, "_fsdp_flattened", False):
         return (
-            f"{name!r} is a part of a parameter that FullyShardedDataParallel (FSDP1) has flattened, "
-            f"of shape {tuple(p.shape)} on this rank: matrices cannot be recognized in it. Shard the model "
+            f"{name!r} is a part of a parameter that FullyShardedDataParallel (FSDP1) has "
+            "flattened, "
+            f"of shape {tuple(p.shape)} on this rank: matrices cannot be recognized in it. Shard "
+            "the model "
             "with torch.distributed.fsdp.fully_shard (FSDP2) instead, or keep it whole with "
             "DistributedDataParallel and replicas="
         )
@@ -79,14 +81,16 @@ def _problem_of(name: str, p: Tensor) -> str | None:
         )
     if p.is_neg():
         return (
-            f"{name!r} is a view that negates another tensor's numbers, such as the imaginary part of a "
+            f"{name!r} is a view that negates another tensor's numbers, such as the imaginary part "
+            "of a "
             "conjugate, and cannot be updated; make the parameter from a copy: "
             "nn.Parameter(x.resolve_neg())"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         return (
             f"{name!r} of shape {tuple(p.shape)} and strides {p.stride()} has elements that share "
-            "memory and cannot be updated separately; make the parameter from a copy: nn.Parameter(x.clone())"
+            "memory and cannot be updated separately; make the parameter from a copy: "
+            "nn.Parameter(x.clone())"
         )
     return None
 
@@ -127,7 +131,8 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         names = (name for group in groups for name in group.get("param_names", ()))
         example = canonical_name(next(names))
         warnings.warn(
-            f"no parameter matches {', '.join(unmatched)}; patterns must match a whole name, such as "
+            f"no parameter matches {', '.join(unmatched)}; patterns must match a whole name, such "
+            "as "
             f"{example!r}",
             stacklevel=stacklevel,
         )
@@ -183,7 +188,7 @@ def _given_patterns(group: Mapping[str, Any]) -> Iterator[_Pattern]:
 def _names_open_to(
     group: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, set[str]]:
-    """Return, by setting, the names about which its patterns may decide, given the settings before it."""
+    """Return, by setting, the names that its patterns may decide, given the settings before it."""
     names = set(shapes)
     by_muon = _names_matching(names, group["muon_patterns"])
     by_adam = _names_matching(names, group["adam_patterns"]) - by_muon
@@ -204,7 +209,7 @@ def _names_matching(names: Iterable[str], patterns: Sequence[str] | None) -> set
 
 
 def warn_idle_settings(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of settings without effect beside the others of their group, unless another group gives them one."""
+    """Warn of settings that have no effect in any group, given the others of the group."""
     arguments = [arguments_of(group) for group in groups]
     reasons_by_group = [idle_settings(each) for each in arguments]
     reasons = {}

@@ -1,4 +1,4 @@
-"""The arguments of `HybridMuon`, and the settings of a parameter group, as the dataclasses that check them."""
+"""The arguments of `HybridMuon` and the settings of its parameter groups, with their checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 
 @dataclasses.dataclass(frozen=True)
 class _DeepmdKitArguments:
-    """The arguments of deepmd-kit's constructor, of which the first five may be given by position."""
+    """The arguments of deepmd-kit's constructor; the first five may be given by position."""
 
     params: Params = setting(
         doc=(
@@ -80,7 +80,7 @@ class _DeepmdKitArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupArguments(FurtherSettings, _DeepmdKitArguments):
-    """The arguments of `HybridMuon` that a parameter group may set, and those that name its parameters.
+    """The arguments of `HybridMuon` that a group may set, and those that name its parameters.
 
     The fields of the last base come first.
     """
@@ -274,7 +274,7 @@ def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
 
 
 def own_keys(group: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a group that are the user's own: neither settings nor words nor the optimizer's."""
+    """Return the keys of a group that are neither settings, nor words, nor the optimizer's."""
     return group.keys() - _KNOWN_KEYS - WORDS
 
 
@@ -293,7 +293,10 @@ def _problems_of_lr(lr: Any) -> list[str]:
 
 
 def as_tuple(patterns: Any) -> Any:
-    """Return patterns as a tuple; a single one becomes a tuple of one. The type check reports other types."""
+    """Return patterns as a tuple.
+
+    A single one becomes a tuple of one. The type check reports other types.
+    """
     if isinstance(patterns, str):
         return (patterns,)
     return tuple(patterns) if isinstance(patterns, Iterable) else patterns

@@ -1,4 +1,4 @@
-"""Parameter groups as a step reads them: the routes of their parameters, and when these must be computed again."""
+"""Parameter groups as a step reads them: parameters and their routes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:
-    """Join parameters with their names from `named_parameters` into torch's (name, parameter) pairs.
+    """Join parameters with their names into torch's (name, parameter) pairs.
 
     A warning lists the trainable parameters of `named_parameters` that are missing from `params`.
     """
@@ -64,7 +64,8 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
         )
     if isinstance(params, Tensor):  # its rows would be taken for parameters
         raise TypeError(
-            "params must be an iterable of parameters or groups; found a single tensor: write [tensor]"
+            "params must be an iterable of parameters or groups; found a single tensor: write "
+            "[tensor]"
         )
     items: list[Any] = list(params)
     if named_parameters is None:
@@ -100,7 +101,7 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
 
 
 class _Identity(NamedTuple):
-    """Shows whether a parameter was replaced, or converted in place by `Module.to` or through `.data`.
+    """Shows whether a parameter was replaced, or converted by `Module.to` or through `.data`.
 
     It holds no reference: a strong one would keep replaced parameters alive, and torch refuses to
     swap a tensor that has a weak one (`torch.utils.swap_tensors`). A new parameter may get the id
@@ -146,12 +147,12 @@ class Routing:
         self.table = RouteTable([entry for entries in self.routes for entry in entries])
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Return whether parameters, their `requires_grad` and routing settings are still the same."""
+        """Return whether parameters, `requires_grad` and routing settings are the same."""
         same_params = self._params == self._identities(param_groups)
         return same_params and self._inputs == _routing_inputs(param_groups)
 
     def params_among(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return, by name, the parameters among `tensors`, all of which existed when the routing was made."""
+        """Return the parameters among `tensors` by name; all existed when the routing was made."""
         by_id = {id(p): p for p in tensors}
         ids = [identity.number for group in self._params for identity in group]
         return {
@@ -161,7 +162,7 @@ class Routing:
         }
 
     def converted(self, params: Iterable[Tensor]) -> set[Tensor]:
-        """Return the parameters with another dtype, shape or device than when the routing was made."""
+        """Return the parameters that have changed dtype, shape or device since the routing."""
         former = {identity.number: identity for group in self._params for identity in group}
         return {p for p in params if id(p) in former and self._identity(p) != former[id(p)]}
 
@@ -208,7 +209,7 @@ def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
-    """Log, at level DEBUG, each parameter's route with its reason, and the ranks or device that hold it."""
+    """Log each parameter's route, its reason, and the ranks or device that hold it, as DEBUG."""
     for group in groups:
         for p, entry in group.routed:
             spec = spec_of(p)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.params import Replicas
 
 
-# The largest logit of each head, (heads,) by layer name: plain tensors, or DTensors in any layout except Partial sums.
+# The largest logit of each head, (heads,) by layer name: plain tensors, or DTensors in any layout
+# except Partial sums.
 Logits = Mapping[str, Tensor]
 
 
@@ -36,7 +37,8 @@ class _Target:
 def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, Tensor]:
     """Return the logits given to a step, by the routing's names.
 
-    Raises QKClipError, naming the entries that are not (heads,) tensors of declared layers; nothing is changed.
+    Raises QKClipError, naming the entries that are not (heads,) tensors of declared layers; nothing
+    is changed.
     """
     if logits is None:
         return {}
@@ -52,7 +54,8 @@ def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, 
 class Clipper:
     """A `QKClip` bound to parameters, plain or DTensors, with their routes.
 
-    Plain parameters are copies on `replicas`, except those of `local_patterns`, which belong to this rank alone.
+    Plain parameters are copies on `replicas`, except those of `local_patterns`, which belong to
+    this rank alone.
 
     Raises
     ------
@@ -117,7 +120,10 @@ class Clipper:
         return _Target(p, dim, places.to(local_of(p).device))
 
     def checked(self, logits: Logits) -> dict[str, Tensor]:
-        """Return logits by the routing's names; raise unless they are (heads,) tensors of known layers."""
+        """Return logits by the routing's names.
+
+        Raise unless they are (heads,) tensors of known layers.
+        """
         heads = {layer.name: layer.heads for layer in self._clip.layers}
         found: dict[str, Tensor] = {}
         problems = []
@@ -144,7 +150,8 @@ class Clipper:
         if tuple(value.shape) != (heads,) or not value.is_floating_point():
             found = f"{value.dtype} of shape {tuple(value.shape)}"
             return (
-                f"must be real of shape ({heads},), one a head; found {found}. If ranks have different heads, "
+                f"must be real of shape ({heads},), one a head; found {found}. If ranks have "
+                "different heads, "
                 "pass a DTensor, or -inf for heads of other ranks"
             )
         spec = spec_of(value)
@@ -173,7 +180,8 @@ class Clipper:
             and not all(p.is_replicate() for p in spec.placements)
         ):
             return (
-                f"is {spec.placements} on ranks {sorted(ranks)}, which do not share the layer's weights, so that each "
+                f"is {spec.placements} on ranks {sorted(ranks)}, which do not share the layer's "
+                "weights, so that each "
                 "would scale its own heads only; pass its full_tensor()"
             )
         return None
@@ -181,9 +189,9 @@ class Clipper:
     def __call__(self, logits: Logits, skip: Tensor | None = None) -> None:
         """Scale the rows of heads whose logits exceed the threshold, unless `skip` is 1 on the device.
 
-        `logits` is the result of `checked`: the largest logit of each head, −inf for heads that this rank does not
-        compute; or a DTensor, from which each rank reads its own heads. Layers may be missing, but all ranks must give
-        the same layers: the maximum over the ranks counts.
+        `logits` is the result of `checked`: the largest logit of each head, −inf for heads that
+        this rank does not compute; or a DTensor, from which each rank reads its own heads. Layers
+        may be missing, but all ranks must give the same layers: the maximum over the ranks counts.
         """
         device = local_of(self._targets[0].p).device
         largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)

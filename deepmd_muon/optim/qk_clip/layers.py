@@ -25,7 +25,8 @@ _NORM = re.compile(
 class HeadRows(NamedTuple):
     """Rows of one weight that belong to `heads` heads.
 
-    The i-th of these heads, number ``first + i · step`` of its layer, has `size` rows from ``start + i · stride`` on.
+    The i-th of these heads, number ``first + i · step`` of its layer, has `size` rows from ``start
+    + i · stride`` on.
     """
 
     parameter: str
@@ -47,13 +48,13 @@ class SeparateQK:
     name
         Name of the layer; with `LogitRecorder`, that of the module.
     query, key
-        Full names of the weights, (heads · head_dim, in). A bias is found by its name: ``weight``, ``matrix`` or
-        ``kernel`` at the end replaced by ``bias``.
+        Full names of the weights, (heads · head_dim, in). A bias is found by its name: ``weight``,
+        ``matrix`` or ``kernel`` at the end replaced by ``bias``.
     heads
         Number of query heads.
     key_heads
-        Number of key heads, a divisor of `heads`; None means `heads`. Key head g serves the query heads
-        g · heads/key_heads and following.
+        Number of key heads, a divisor of `heads`; None means `heads`. Key head g serves the query
+        heads g · heads/key_heads and following.
     axis
         'columns' for weights stored as (in, heads · head_dim).
     """
@@ -91,12 +92,13 @@ class FusedQKV:
     name, heads, key_heads, axis
         As in `SeparateQK`.
     weight
-        Full name of the weight. If the optimizer's setting `splits` divides it, the parts must be q, k and v; or the
-        single heads of these in this order; or parts of equally large heads. Without parts, all heads are equally
-        large.
+        Full name of the weight. If the optimizer's setting `splits` divides it, the parts must be
+        q, k and v; or the single heads of these in this order; or parts of equally large heads.
+        Without parts, all heads are equally large.
     interleaved
-        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron). Parts, if any, must
-        then be whole key heads; or q, k and v of each; or single heads, or parts of equally large heads, in this order.
+        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron).
+        Parts, if any, must then be whole key heads; or q, k and v of each; or single heads, or
+        parts of equally large heads, in this order.
     """
 
     name: str
@@ -126,7 +128,8 @@ class FusedQKV:
             sizes = "+".join(map(str, parts))
             raise QKClipError(
                 [
-                    f"{self.name}: {self.weight!r} is split into {sizes}, which does not repeat for {count} key heads"
+                    f"{self.name}: {self.weight!r} is split into {sizes}, which does not repeat "
+                    f"for {count} key heads"
                 ]
             )
         stride = _per_head(self, self.weight, length, count)
@@ -160,14 +163,17 @@ class FusedQKV:
             if parts != (query,) * heads + (key,) * key_heads + (value,) * key_heads:
                 raise QKClipError(
                     [
-                        f"{self.name}: {self.weight!r} is split into {'+'.join(map(str, parts))}; parts must be q, k "
-                        f"and v, or those of {heads} query, {key_heads} key and {key_heads} value heads in this order"
+                        f"{self.name}: {self.weight!r} is split into {'+'.join(map(str, parts))}; "
+                        "parts must be q, k "
+                        f"and v, or those of {heads} query, {key_heads} key and {key_heads} value "
+                        "heads in this order"
                     ]
                 )
         if query != key:
             raise QKClipError(
                 [
-                    f"{self.name}: {self.weight!r} has {query} {self.axis} a query head and {key} a key head"
+                    f"{self.name}: {self.weight!r} has {query} {self.axis} a query head and {key} "
+                    "a key head"
                 ]
             )
         return query, key
@@ -177,17 +183,19 @@ class FusedQKV:
 class LatentQK:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Queries and keys of each head have a part without position and a rotary one. The rotary key, which all heads share,
-    is not scaled.
+    Queries and keys of each head have a part without position and a rotary one. The rotary key,
+    which all heads share, is not scaled.
 
     Attributes
     ----------
     name, heads, axis
         As in `SeparateQK`.
     query
-        Full name of the weight that makes, head by head, ``nope_dim`` rows without position and ``rope_dim`` rotary.
+        Full name of the weight that makes, head by head, ``nope_dim`` rows without position and
+        ``rope_dim`` rotary.
     key_value
-        Full name of the weight that makes, head by head, ``nope_dim`` rows of the key and ``value_dim`` of the value.
+        Full name of the weight that makes, head by head, ``nope_dim`` rows of the key and
+        ``value_dim`` of the value.
     nope_dim, rope_dim, value_dim
         Rows per head.
     """
@@ -212,7 +220,8 @@ class LatentQK:
         """Return the rows of the queries' two parts, and of the keys without position."""
         query, key = self.nope_dim + self.rope_dim, self.nope_dim + self.value_dim
         problems = [
-            f"{self.name}: {parameter!r} has {_length(self, parameter, shapes)} {self.axis}, not {self.heads} x {size}"
+            f"{self.name}: {parameter!r} has {_length(self, parameter, shapes)} {self.axis}, not "
+            f"{self.heads} x {size}"
             for parameter, size in ((self.query, query), (self.key_value, key))
             if _length(self, parameter, shapes) != self.heads * size
         ]
@@ -238,9 +247,10 @@ class QKClip:
         grouped-query   W_q^h ← γ_h^α W_q^h            W_k^g ← min over the heads h of group g of γ_h^(1−α) · W_k^g
         latent          W_qc^h ← γ_h^α W_qc^h          W_kc^h ← γ_h^(1−α) W_kc^h      W_qr^h ← γ_h W_qr^h
 
-    (c: without position, r: rotary; the rotary key, which all heads share, stays). Biases are scaled like their rows.
-    The logits of head h are then multiplied by γ_h, or by less in a group. The rows of heads below the threshold
-    stay bitwise the same. A logit that is NaN or infinite clips nothing.
+    (c: without position, r: rotary; the rotary key, which all heads share, stays). Biases are
+    scaled like their rows. The logits of head h are then multiplied by γ_h, or by less in a group.
+    The rows of heads below the threshold stay bitwise the same. A logit that is NaN or infinite
+    clips nothing.
 
     Attributes
     ----------
@@ -295,7 +305,8 @@ class QKClip:
             heads, keys = layer.heads, layer.key_heads or layer.heads
             if heads < 1 or keys < 1 or heads % keys:
                 problems.append(
-                    f"{layer.name}: key_heads must divide heads; found {layer.key_heads} and {heads}"
+                    f"{layer.name}: key_heads must divide heads; found {layer.key_heads} and "
+                    f"{heads}"
                 )
         if problems:
             raise QKClipError(problems)
@@ -306,7 +317,8 @@ def rows_by_parameter(
 ) -> dict[str, list[tuple[Layer, HeadRows]]]:
     """Return the rows that QK-clip scales by parameter, including those of biases.
 
-    Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
+    Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises
+    queries or keys.
     """
     shapes = {name: entry.shape for name, entry in routes.items()}
     found: dict[str, list[tuple[Layer, HeadRows]]] = {}
@@ -336,7 +348,8 @@ def normalizations(layer: str, names: Iterable[str]) -> list[str]:
         if name.startswith(f"{layer}.") and _NORM.search(name[len(layer) + 1 :])
     )
     return [
-        f"{layer}: {name!r} normalizes queries or keys, so that the scale of their weights does not reach the logits; "
+        f"{layer}: {name!r} normalizes queries or keys, so that the scale of their weights does "
+        "not reach the logits; "
         "leave this layer out"
         for name in itertools.islice(below, 1)
     ]
@@ -357,7 +370,8 @@ def _per_head(layer: Layer, parameter: str, length: int, heads: int) -> int:
     if length % heads:
         raise QKClipError(
             [
-                f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} heads"
+                f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} "
+                "heads"
             ]
         )
     return length // heads

@@ -89,9 +89,9 @@ def max_logits(
 class LogitRecorder:
     """Record the largest attention logit of each head in training forward passes of a model.
 
-    It supports torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``. Neither returns its
-    logits, so the recorder computes them again, in blocks. If a module computes attention otherwise, pass its maxima to
-    ``step(qk_logits=...)``. ::
+    It supports torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``.
+    Neither returns its logits, so the recorder computes them again, in blocks. If a module computes
+    attention otherwise, pass its maxima to ``step(qk_logits=...)``. ::
 
         recorder = LogitRecorder(model, clip, every=8)
         ...
@@ -111,8 +111,8 @@ class LogitRecorder:
     Raises
     ------
     QKClipError
-        When the model has no such submodule or normalizes queries or keys; in a forward pass, when a module does not
-        call ``scaled_dot_product_attention`` or has another number of heads.
+        When the model has no such submodule or normalizes queries or keys; in a forward pass, when
+        a module does not call ``scaled_dot_product_attention`` or has another number of heads.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
 
 MANIFEST_VERSION = 2
 
-# Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper insert into names.
+# Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper
+# insert into names.
 _WRAPPER_SEGMENTS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -45,7 +46,8 @@ class RoutingRules:
     expert_patterns
         Shell patterns on full names of parameters with one expert per index of the first dimension.
     splits
-        Fused weights and how they are split, in the form of `deepmd_muon.optim.routing.views.FusedSplit`.
+        Fused weights and how they are split, in the form of
+        `deepmd_muon.optim.routing.views.FusedSplit`.
     """
 
     muon_mode: MuonMode = "slice"
@@ -105,7 +107,8 @@ class RouteTable(tuple[RouteEntry, ...]):
             weights[entry.route] += math.prod(entry.shape)
         total = max(1, sum(weights.values()))
         parts = [
-            f"{route} {counts[route]} parameters ({weights[route]} weights, {100 * weights[route] / total:.1f} %)"
+            f"{route} {counts[route]} parameters ({weights[route]} weights, "
+            f"{100 * weights[route] / total:.1f} %)"
             for route in ROUTES
             if counts[route]
         ]
@@ -118,7 +121,8 @@ class RouteTable(tuple[RouteEntry, ...]):
         Raises
         ------
         ForeignStateError
-            When a group has no manifest, a damaged one, or one of a later version than this code reads.
+            When a group has no manifest, a damaged one, or one of a later version than this code
+            reads.
         """
         entries = []
         for number, group in enumerate(param_groups):
@@ -126,7 +130,8 @@ class RouteTable(tuple[RouteEntry, ...]):
                 raise ForeignStateError(f"param_groups[{number}] has no routing manifest")
             if group["routing_version"] > MANIFEST_VERSION:
                 raise ForeignStateError(
-                    f"param_groups[{number}] has a routing manifest of version {group['routing_version']}; this "
+                    f"param_groups[{number}] has a routing manifest of version "
+                    f"{group['routing_version']}; this "
                     f"release reads up to version {MANIFEST_VERSION}: update deepmd_muon"
                 )
             names = group.get("param_names") or [
@@ -146,7 +151,7 @@ class RouteTable(tuple[RouteEntry, ...]):
         return cls(entries)
 
     def manifest(self) -> dict[str, Any]:
-        """Return the routing as plain lists for a param group, which every kind of state dict preserves."""
+        """Return the routing as plain lists, which every kind of state dict preserves."""
         return {
             "routing_version": MANIFEST_VERSION,
             "routes": [entry.route for entry in self],
@@ -175,7 +180,7 @@ def _checked(entry: RouteEntry) -> RouteEntry:
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:
-    """Return whether a plain parameter belongs to this process alone, even if `replicas` are given."""
+    """Return whether a plain parameter belongs to this process alone, even with `replicas`."""
     return any(fnmatchcase(name, pattern) for pattern in settings.local_patterns)
 
 
@@ -185,7 +190,7 @@ def unnamed(group: int, index: int) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Strip segments added to a parameter's name by wrappers (``module.``, ``_orig_mod.``, ``model.Default.`` …)."""
+    """Strip segments that wrappers add to a name (``module.``, ``_orig_mod.`` …)."""
     return _WRAPPER_PREFIXES.sub("", _WRAPPER_SEGMENTS.sub("", name))
 
 
@@ -272,7 +277,10 @@ def _decide(
 
 
 def _by_name(name: str, rules: RoutingRules) -> tuple[Route, str] | None:
-    """Return the route that a name alone determines, with the reason; None if it determines none."""
+    """Return the route that a name alone determines, with the reason.
+
+    None if it determines none.
+    """
     leaf = leaf_name(name)
     if pattern := _matching(name, rules.adam_patterns):
         return "adam", f"matches adam_patterns {pattern!r}"

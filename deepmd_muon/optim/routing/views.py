@@ -24,8 +24,8 @@ _VIEW_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?: (rows|columns) (\d+(?:\+\d+)*))?"
 class MatrixView:
     """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each possibly split into blocks.
 
-    Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
-    64+64+32``. State dicts store this text.
+    Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights
+    ``1x64x160 columns 64+64+32``. State dicts store this text.
     """
 
     batch: int
@@ -76,7 +76,8 @@ class MatrixView:
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
         """Return for each element, in storage order, the number of its block, or of its row or column within its block.
 
-        The result is int64 (batch·rows·columns,). Numbers are indices into a flat state tensor of this extent.
+        The result is int64 (batch·rows·columns,). Numbers are indices into a flat state tensor of
+        this extent.
         """
         count = max(1, len(self.sizes))
         parts = [
@@ -170,8 +171,8 @@ class FusedSplit:
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
 
-        Raises InvalidShapeError when the sizes do not add up to the dimension, leave nothing for 'rest', or the number
-        of parts does not divide the dimension.
+        Raises InvalidShapeError when the sizes do not add up to the dimension, leave nothing for
+        'rest', or the number of parts does not divide the dimension.
         """
         length = view.rows if self.axis == "rows" else view.columns
         left = length - sum(size for size in self.sizes if size != _REST)
@@ -194,8 +195,8 @@ def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     """Return the matrix view of a shape, or None when the mode defines none.
 
-    '2d' accepts only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last two
-    dimensions as the matrix and the leading ones as a batch.
+    '2d' accepts only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes
+    the last two dimensions as the matrix and the leading ones as a batch.
     """
     effective = effective_shape(shape)
     if len(effective) < 2 or (mode == "2d" and len(effective) > 2):

@@ -1,4 +1,4 @@
-"""The interface of rules of the Muon route, and the description of the state tensors of routes and rules.
+"""The interface of rules of the Muon route, and the description of state tensors.
 
 One step of a block, which is one matrix of a parameter's view::
 
@@ -10,9 +10,9 @@ One step of a block, which is one matrix of a parameter's view::
     update ← rule.constrain(update, p)                   rule by rule
     p ← p (1 − lr λ) − lr · update                       decay only where all rule.decays(p, update) are True
 
-A rule receives blocks and its own state, and does not know which rank holds them: one process, an owner rank that
-received the block, and a captured graph call the same methods. The caller stores the new state, except in a skipped
-step.
+A rule receives blocks and its own state, and does not know which rank holds them: one process, an
+owner rank that received the block, and a captured graph call the same methods. The caller stores
+the new state, except in a skipped step.
 """
 
 from __future__ import annotations
@@ -36,22 +36,26 @@ Extent = Literal["parameter", "blocks", "rows", "columns", "scalar"]
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter; its extent determines shape, sharding, migration and offloading.
+    """One state tensor of a parameter.
+
+    Its extent determines shape, sharding, migration and offloading.
 
     Attributes
     ----------
     extent
-        'parameter': the parameter's shape and layout, and in host memory with `offload`; 'blocks': one number per
-        block; 'rows' or 'columns': one number per row or column of every block, sharded like these; 'scalar': one
-        number. Registered rules may use 'blocks', 'rows' and 'columns'. When the parameter's view changes, each new
-        number becomes the mean of the old numbers of its elements.
+        'parameter': the parameter's shape and layout, and in host memory with `offload`; 'blocks':
+        one number per block; 'rows' or 'columns': one number per row or column of every block,
+        sharded like these; 'scalar': one number. Registered rules may use 'blocks', 'rows' and
+        'columns'. When the parameter's view changes, each new number becomes the mean of the old
+        numbers of its elements.
     dtype
         'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
     start
         Value of every element before the first step.
     along
-        With the extent 'rows' or 'columns': each row or column has a vector instead of one number, with an element for
-        every row ('rows') or column ('columns') of its block. Vectors restart when the parameter's view changes.
+        With the extent 'rows' or 'columns': each row or column has a vector instead of one number,
+        with an element for every row ('rows') or column ('columns') of its block. Vectors restart
+        when the parameter's view changes.
     at_most
         Blocks with more rows or columns `along` than this have empty vectors.
     """
@@ -84,7 +88,10 @@ class StateTensor:
         return (*dims, view.repeats(self.extent) * max(self.lengths(view)))
 
     def length(self, rows: int, columns: int) -> int:
-        """Return the size of the vector of one row or column of a block of this shape; 1 without `along`."""
+        """Return the size of the vector of one row or column of a block of this shape.
+
+        1 without `along`.
+        """
         n = 1 if self.along is None else rows if self.along == "rows" else columns
         return n if n <= self.at_most else 0
 
@@ -93,7 +100,9 @@ class StateTensor:
         return [self.length(*shape) for shape in view.block_shapes]
 
     def cut(self, x: Tensor, view: MatrixView) -> list[Tensor]:
-        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, lines) or (batch, lines, n).
+        """Return a rule's tensor as views, one per part of a matrix.
+
+        They are (batch,), (batch, lines) or (batch, lines, n).
 
         Lines are the rows or columns of the part.
         """
@@ -112,7 +121,10 @@ class StateTensor:
 
 
 class Pieces(NamedTuple):
-    """Momentum and gradient, of any shape, of equally large pieces of blocks; `shape` is (pieces, elements)."""
+    """Momentum and gradient, of any shape, of equally large pieces of blocks.
+
+    `shape` is (pieces, elements).
+    """
 
     momentum: Tensor
     gradient: Tensor
@@ -124,10 +136,12 @@ BlockState = Mapping[str, Sequence[Tensor]]
 
 
 class MatrixRule:
-    """A rule of the Muon route; a subclass is a frozen dataclass of its settings and overrides what it needs.
+    """A rule of the Muon route.
 
-    Tensors of blocks are batches (b, rows, columns) of equally shaped blocks, in float32 or float64. Methods return new
-    tensors, change none in place, and read nothing from the device.
+    A subclass is a frozen dataclass of its settings and overrides what it needs.
+
+    Tensors of blocks are batches (b, rows, columns) of equally shaped blocks, in float32 or
+    float64. Methods return new tensors, change none in place, and read nothing from the device.
 
     Attributes
     ----------
@@ -150,7 +164,7 @@ class MatrixRule:
 
     @classmethod
     def forms(cls: type[Rule]) -> tuple[Rule, ...]:
-        """Return the rule with every set of state tensors that settings of this package may give it."""
+        """Return the rule with every set of state tensors that settings may give it."""
         return (cls(),)
 
     def tensors(self) -> Mapping[str, StateTensor]:
@@ -158,15 +172,21 @@ class MatrixRule:
         return {}
 
     def measure(self, pieces: Sequence[Pieces], device: torch.device) -> Tensor:
-        """Return statistics of pieces of blocks, float64 (pieces, sums); each rank measures the pieces it holds."""
+        """Return statistics of pieces of blocks, float64 (pieces, sums).
+
+        Each rank measures the pieces it holds.
+        """
         raise NotImplementedError(f"{type(self).__name__} sets `sums` but has no `measure`")
 
     def combine(self, sums: Tensor) -> Tensor:
-        """Return the statistic of each block, (blocks,), from float64 (blocks, pieces, sums), padded with zeros."""
+        """Return the statistic of each block, (blocks,).
+
+        `sums` is float64 (blocks, pieces, sums), padded with zeros.
+        """
         raise NotImplementedError(f"{type(self).__name__} sets `sums` but has no `combine`")
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the statistics, (b,) each, of whole blocks that are given as vectors, (b, elements) each."""
+        """Return the statistics, (b,) each, of whole blocks, (b, elements) each."""
         pieces = [
             Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)
         ]
@@ -180,27 +200,38 @@ class MatrixRule:
     def prepare(
         self, directions: Sequence[Tensor], gradients: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
-        """Return the matrices to orthogonalize, and new state; gradients are given if `inputs` has them."""
+        """Return the matrices to orthogonalize, and new state.
+
+        Gradients are given if `inputs` has them.
+        """
         return self.before(directions, state), {}
 
     def advance(
         self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
     ) -> BlockState:
-        """Return the new state, from the polar factors and, with `sums`, the statistics of the blocks, (b,) each."""
+        """Return the new state, from polar factors and, with `sums`, statistics (b,) of blocks."""
         return {}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor] | None:
-        """Return factors of the updates that broadcast to (b, rows, columns), from the new state; None for 1."""
+        """Return factors of the updates that broadcast to (b, rows, columns), from the new state.
+
+        None for 1.
+        """
         return None
 
     def constrain(
         self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor
     ) -> Sequence[Tensor]:
-        """Return the updates, to be multiplied by lr (may be 0) and subtracted; called if `inputs` has weights."""
+        """Return the updates, to be multiplied by lr (may be 0) and subtracted.
+
+        Called if `inputs` has weights.
+        """
         return updates
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return where weight decay applies, as bool tensors of the updates' shapes; None for everywhere.
+        """Return where weight decay applies, as bool tensors of the updates' shapes.
+
+        None for everywhere.
 
         Weights and updates are parameters, or pieces of them, of any equal shape.
         """

@@ -32,7 +32,8 @@ SCORE_DECAY = 0.9
 SCORE_START = 0.5
 MIN_SCALE = 0.1
 
-# Elements converted to float64 at a time: on a CPU few, which stay in its cache; elsewhere many, in few launches.
+# Elements converted to float64 at a time: on a CPU few, which stay in its cache; elsewhere many, in
+# few launches.
 _AT_A_TIME_CPU = 2**16
 _AT_A_TIME = 2**22
 # Sums of float64 squares between this and its inverse show neither overflow nor underflow.
@@ -58,7 +59,7 @@ def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:
 
 
 def _sums_in_range(m: Tensor, g: Tensor) -> Tensor:
-    """Return `_sums` of float64 rows, scaled first where their squares might overflow or underflow."""
+    """Return `_sums` of float64 rows, scaled first if their squares might over- or underflow."""
     sums = _sums(m, g, keep=True)
     squares = sums[::2]
     safe = ((squares > _SAFE_SQUARE) & (squares < 1.0 / _SAFE_SQUARE)).all(dim=0)
@@ -83,10 +84,12 @@ _SMALL = 2**16
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
-    """Return the contribution of each piece, (pieces, elements), to its block's alignment: float64 (pieces, 5).
+    """Return the contribution of each piece to its block's alignment, float64 (pieces, 5).
 
-    The columns are the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1 unless the dtype is
-    float64, whose squares can overflow.
+    Momentum and gradient are (pieces, elements).
+
+    The columns are the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1
+    unless the dtype is float64, whose squares can overflow.
     """
     m, g = momentum.double(), gradient.double()
     ones = torch.ones(len(m), 1, dtype=torch.float64, device=m.device)
@@ -103,8 +106,8 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
 def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -> list[Tensor]:
     """Return `piece_sums` of several pairs, in one tensor or several, row by row.
 
-    With `joined`, small pairs are concatenated and summed in a few launches; the default on a GPU, where launches cost
-    more than copies.
+    With `joined`, small pairs are concatenated and summed in a few launches; the default on a GPU,
+    where launches cost more than copies.
     """
     found: list[Tensor | None] = [None] * len(pairs)
     joined = bool(pairs) and pairs[0].momentum.is_cuda if joined is None else joined
@@ -114,8 +117,9 @@ def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -
         m, g = (x.double() for x in flat)
         shapes = tuple(pairs[i].shape for i in small)
         lengths = _lengths(shapes, m.device)
-        # unsafe: the lengths are correct by construction, and checking them would synchronize. The data is
-        # one-dimensional, because with several columns torch sums each segment in a single thread.
+        # unsafe: the lengths are correct by construction, and checking them would synchronize. The
+        # data is one-dimensional, because with several columns torch sums each segment in a single
+        # thread.
         reduce = functools.partial(torch.segment_reduce, unsafe=True, initial=0.0)
         count = len(lengths) // 3
         scales = m.new_ones(count, 2)
@@ -181,10 +185,13 @@ class Magma(MatrixRule):
         return torch.where(norms > 0, mg / norms, 0.0).clamp(-1.0, 1.0).float()
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return cos(m, g) of every block, float32 (blocks,) each; 0 where a vector is zero. Equal lengths are batched.
+        """Return cos(m, g) of every block, float32 (blocks,) each.
 
-        `momenta` and `gradients` are of one dtype. Sums are in float64. float64 blocks are scaled first if their
-        squares might overflow or underflow, so that a block's size and scale do not matter.
+        0 where a vector is zero. Equal lengths are batched.
+
+        `momenta` and `gradients` are of one dtype. Sums are in float64. float64 blocks are scaled
+        first if their squares might overflow or underflow, so that a block's size and scale do not
+        matter.
         """
         if not momenta:
             return []
@@ -223,8 +230,8 @@ class Magma(MatrixRule):
     ) -> BlockState:
         """Move the scores towards the alignments; all tensors are float32 (blocks,)."""
         assert measured is not None
-        # In float64, so that a score does not depend on the number of scores: vector and scalar units round
-        # differently.
+        # In float64, so that a score does not depend on the number of scores: vector and scalar
+        # units round differently.
         old, cosine = torch.cat(list(state[SCORE])).double(), torch.cat(list(measured)).double()
         new = old.lerp(
             (torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST),

@@ -1,16 +1,18 @@
-"""NorMuon: the update of every neuron is divided by its running root mean square, and the matrix keeps its norm.
+"""NorMuon: divide each neuron's update by its running root mean square; keep the norm.
 
-For each row o of the polar factor O of a block with n columns, with a second moment v that starts at 0::
+For each row o of the polar factor O of a block with n columns, with a second moment v that starts
+at 0::
 
     v ← β₂ v + (1 − β₂) Σ o² / n
     ô = o / (√v + ε)                    ε = 1e-10
     O ← Ô ‖O‖ / (‖Ô‖ + ε)               Frobenius norms
 
-Rows are neurons if weights are stored (out, in), as torch stores them. If the setting `layout` is 'in_out', as for
-DeePMD's weights, columns are the neurons and take the place of rows.
+Rows are neurons if weights are stored (out, in), as torch stores them. If the setting `layout` is
+'in_out', as for DeePMD's weights, columns are the neurons and take the place of rows.
 
-Z. Li et al., arXiv:2510.05491 (2025). The norm is kept as in the authors' code, so that `scaling` means the same as
-without this rule; their paper sets it to 0.2 sqrt(rows · columns), which 'match_rms' with 0.2 gives for full rank.
+Z. Li et al., arXiv:2510.05491 (2025). The norm is kept as in the authors' code, so that `scaling`
+means the same as without this rule; their paper sets it to 0.2 sqrt(rows · columns), which
+'match_rms' with 0.2 gives for full rank.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class NorMuon(MatrixRule):
         return {self._key: StateTensor(self.neurons, "moment")}
 
     def _sums(self, polar: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of squares of every neuron, float64 (b, neurons), rounded alike in every batch."""
+        """Return each neuron's sum of squares, float64 (b, neurons), rounded alike in all batches."""
         dim = 2 if self.neurons == "rows" else 1
         return [torch.linalg.vector_norm(o, dim=dim, dtype=torch.float64).square_() for o in polar]
 

@@ -20,23 +20,27 @@ _REGISTERED: dict[str, MatrixRule] = {}
 
 
 def register_rule(rule: MatrixRule) -> None:
-    """Make a rule available to the setting `rules` under its name; registering it again replaces it.
+    """Make a rule available to the setting `rules` under its name.
+
+    Registering it again replaces it.
 
     Parameters
     ----------
     rule
-        An instance of a subclass of `MatrixRule` with its settings; it must be hashable, as frozen dataclasses are.
+        An instance of a subclass of `MatrixRule` with its settings; it must be hashable, as frozen
+        dataclasses are.
 
     Raises
     ------
     InvalidSettingError
-        When its name or the key of a state tensor belongs to another rule, or a tensor has an extent that registered
-        rules may not use.
+        When its name or the key of a state tensor belongs to another rule, or a tensor has an
+        extent that registered rules may not use.
     """
     for key, tensor in rule.tensors().items():
         if tensor.extent in ("parameter", "scalar"):
             raise InvalidSettingError(
-                f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a rule's tensor has one "
+                f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a "
+                "rule's tensor has one "
                 "number per 'blocks', 'rows' or 'columns'"
             )
     for other in known_rules():
@@ -57,16 +61,20 @@ def register_rule(rule: MatrixRule) -> None:
 
 
 def known_rules() -> list[MatrixRule]:
-    """Return all rules whose state a state dict may hold: those of this package in every form, and registered ones."""
+    """Return all rules whose state a state dict may hold: this package's, and registered ones."""
     return [*itertools.chain(*(kind.forms() for kind in _CLASSES)), *_REGISTERED.values()]
 
 
 def unknown_rules(names: Iterable[str]) -> list[str]:
-    """Describe the names in the setting `rules` that are not registered; an empty list without any."""
+    """Describe the names in the setting `rules` that are not registered.
+
+    An empty list without any.
+    """
     missing = ", ".join(repr(name) for name in names if name not in _REGISTERED)
     known = ", ".join(map(repr, _REGISTERED)) or "none"
     problem = (
-        f"rules: no rule is registered as {missing}; registered are {known}; import the module that calls "
+        f"rules: no rule is registered as {missing}; registered are {known}; import the module "
+        "that calls "
         "register_rule first"
     )
     return [problem] if missing else []

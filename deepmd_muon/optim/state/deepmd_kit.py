@@ -1,8 +1,8 @@
-"""Read optimizer states of deepmd-kit's HybridMuon, up to 3.2.0, which hold neither names nor routes.
+"""Read states of deepmd-kit's HybridMuon, up to 3.2.0, which hold neither names nor routes.
 
-The route follows from a state's keys (``momentum_buffer``: Muon; ``exp_avg``: Adam or AdamW), the view from the
-settings in its group. The first version had no `muon_mode`: it routed by the raw number of dimensions, without
-names, and flattened a tensor to (first dimension, all others).
+The route follows from a state's keys (``momentum_buffer``: Muon; ``exp_avg``: Adam or AdamW), the
+view from the settings in its group. The first version had no `muon_mode`: it routed by the raw
+number of dimensions, without names, and flattened a tensor to (first dimension, all others).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from deepmd_muon.optim.routing.routes import (
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.state.migrate import SavedParameter
 
-# Below this, the power of a decay no longer determines the number of steps, and 1 minus it is 1 in float64.
+# Below this, the power of a decay no longer determines the number of steps, and 1 minus it is 1 in
+# float64.
 _LEAST_POWER = 1e-300
 
 
@@ -39,7 +40,7 @@ def is_deepmd_kit(groups: Sequence[Mapping[str, Any]]) -> bool:
 def name_deepmd_kit_state(
     state_dict: Mapping[str, Any], names: Iterable[str], step: int | None = None
 ) -> dict[str, Any]:
-    """Attach names to the positional state dict of deepmd-kit's HybridMuon, so that it loads by name.
+    """Attach names to a state dict of deepmd-kit's HybridMuon, so that it loads by name.
 
     This is needed if its parameters or their order differ from the present ones.
 
@@ -50,7 +51,8 @@ def name_deepmd_kit_state(
     names
         Name of every parameter of the state dict, in its order; wrapper prefixes do not matter.
     step
-        Number of steps (``train_infos`` of the checkpoint), for the bias correction if the state no longer shows it.
+        Number of steps (``train_infos`` of the checkpoint), for the bias correction if the state no
+        longer shows it.
 
     Returns
     -------
@@ -87,8 +89,8 @@ def read_deepmd_kit(
 ) -> dict[str, SavedParameter]:
     """Read a state dict of deepmd-kit's HybridMuon; return it by parameter name, under our keys.
 
-    Its keys are names of parameters; or numbers, in the order of ``param_names`` or, without these, in the present
-    order. `muon_modes` has the present setting of each present parameter.
+    Its keys are names of parameters; or numbers, in the order of ``param_names`` or, without these,
+    in the present order. `muon_modes` has the present setting of each present parameter.
 
     Raises
     ------
@@ -122,7 +124,8 @@ def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any
         return {key: canonical_name(key) for key in keys}
     if len(keys) != len(present):
         raise ForeignStateError(
-            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, but there are "
+            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, but "
+            "there are "
             f"{len(present)}; attach names with deepmd_muon.optim.name_deepmd_kit_state"
         )
     return {key: entry.name for key, entry in zip(keys, present, strict=True)}
@@ -165,8 +168,8 @@ def _saved(
 def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
     """Return today's rules with the settings of a saved group, all that deepmd-kit has for routes.
 
-    The first version had `muon_2d_only` and `min_2d_dim`. The present `muon_mode` replaces the former only if it is
-    today's default.
+    The first version had `muon_2d_only` and `min_2d_dim`. The present `muon_mode` replaces the
+    former only if it is today's default.
     """
     if "muon_mode" in group:
         return RoutingRules(group["muon_mode"])
@@ -179,7 +182,10 @@ def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
 
 
 def _adam_route(name: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> Route:
-    """Return which of Adam and AdamW a parameter had; their states are alike, only name and shape tell."""
+    """Return which of Adam and AdamW a parameter had.
+
+    Their states are alike, only name and shape tell.
+    """
     if "muon_mode" not in group:  # the first version had Adam alone
         return "adam"
     route = choose_route(name, shape, _saved_rules(group, group["muon_mode"])).route
@@ -189,9 +195,10 @@ def _adam_route(name: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> 
 def _explained(
     saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], muon_mode: MuonMode
 ) -> bool:
-    """Return whether an older version's rules explain the saved route, and today's default rules the present one.
+    """Return whether an older version's rules explain the saved route, and today's the present.
 
-    Settings of routes that were changed since then explain nothing: today's rules are taken with the saved settings.
+    Settings of routes that were changed since then explain nothing: today's rules are taken with
+    the saved settings.
     """
     today = _saved_rules(group, muon_mode)
     if (

@@ -1,11 +1,13 @@
-"""The optimizer's moments in host memory: copied to the device one batch at a time around a step, and back.
+"""The optimizer's moments in host memory: copied to the device and back batch by batch.
 
-A *transfer batch* holds the state that one wave needs. While the wave of batch i is stepped, batch i + 1 is copied to
-the device and batch i − 1 back. Two device buffers take turns; besides the step's workspace, they are the only device
-memory that offloading needs. Copies run on two CUDA streams, one in each direction, between pinned memory and the
-buffers. Without a GPU the same code copies synchronously from memory to memory.
+A *transfer batch* holds the state that one wave needs. While the wave of batch i is stepped, batch
+i + 1 is copied to the device and batch i − 1 back. Two device buffers take turns; besides the
+step's workspace, they are the only device memory that offloading needs. Copies run on two CUDA
+streams, one in each direction, between pinned memory and the buffers. Without a GPU the same code
+copies synchronously from memory to memory.
 
-Momenta, Adam's moments and master weights are offloaded. Step counts and the other tensors of rules are not.
+Momenta, Adam's moments and master weights are offloaded. Step counts and the other tensors of rules
+are not.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class HostSlot:
 
 
 class TransferBatch:
-    """State tensors that are copied together; they take `nbytes` on the `device` that steps them."""
+    """State tensors that are copied together.
+
+    They take `nbytes` on the `device` that steps them.
+    """
 
     def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
         self.device = device
@@ -61,7 +66,10 @@ class TransferBatch:
         ]
 
     def copies(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the copies as pairs (host memory, device memory); adjacent slots share one copy."""
+        """Return the copies as pairs (host memory, device memory).
+
+        Adjacent slots share one copy.
+        """
         return [(slab[a : a + n], buffer[b : b + n]) for slab, a, b, n in self._copies if n]
 
     def views(self, number: int, buffer: Tensor) -> list[Tensor]:
@@ -91,7 +99,9 @@ class DeviceBuffers:
         self._emptied: list[Any] = [None] * count
 
     def fetch_in_turn(self, batches: Sequence[TransferBatch]) -> Iterator[list[Tensor]]:
-        """Yield each batch's tensors on the device in turn; changes made to them are copied back to the host.
+        """Yield each batch's tensors on the device in turn.
+
+        Changes made to them are copied back to the host.
 
         Advance the iterator once everything that uses the yielded tensors has been launched.
         """
@@ -116,15 +126,18 @@ class DeviceBuffers:
             self._streams[1].synchronize()
 
     def _grow(self, batches: Sequence[TransferBatch]) -> None:
-        """Enlarge the buffers to hold their batches; they are kept from step to step, so addresses stay."""
+        """Enlarge the buffers to hold their batches.
+
+        They are kept from step to step, so addresses stay.
+        """
         for k, buffer in enumerate(self._buffers):
             nbytes = max((batch.nbytes for batch in batches[k :: len(self._buffers)]), default=0)
             if nbytes > buffer.numel():
                 self._buffers[k] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 for stream in self._streams:
-                    # The caching allocator assigns this memory to the current stream. The copy streams therefore wait
-                    # for its earlier use, and record_stream makes the allocator wait for theirs before it reuses the
-                    # memory.
+                    # The caching allocator assigns this memory to the current stream. The copy
+                    # streams therefore wait for its earlier use, and record_stream makes the
+                    # allocator wait for theirs before it reuses the memory.
                     stream.wait_stream(torch.cuda.current_stream(self._device))
                     self._buffers[k].record_stream(stream)
 
@@ -168,7 +181,10 @@ def moments_of(
 
 
 class HostMemory:
-    """The moments of one optimizer in host memory; a transfer batch has at most `batch_bytes`, or one larger tensor."""
+    """The moments of one optimizer in host memory.
+
+    A transfer batch has at most `batch_bytes`, or one larger tensor.
+    """
 
     def __init__(self, batch_bytes: int) -> None:
         self.batch_bytes = batch_bytes
@@ -181,7 +197,10 @@ class HostMemory:
     def transfer_batch(
         self, state: Mapping[Tensor, dict[str, Any]], wanted: Sequence[tuple[Tensor, str]]
     ) -> TransferBatch:
-        """Return the transfer batch of some (parameter, key) state tensors; offload them first where necessary."""
+        """Return the transfer batch of some (parameter, key) state tensors.
+
+        Offload them first where necessary.
+        """
         wanted = list(wanted)
         self.offload(state, wanted)
         return TransferBatch(
@@ -191,7 +210,10 @@ class HostMemory:
     def offload(
         self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]
     ) -> None:
-        """Move state tensors into host memory; those of one dtype become adjacent, in the given order."""
+        """Move state tensors into host memory.
+
+        Those of one dtype become adjacent, in the given order.
+        """
         not_yet_offloaded = []
         for p, key in wanted:
             slot = self._slots.get(p, {}).get(key)
@@ -252,7 +274,10 @@ class HostMemory:
         self._slots, self._buffers = {}, {}
 
     def fetch_in_turn(self, batches: Sequence[TransferBatch]) -> Iterator[list[Tensor]]:
-        """Yield the tensors of each batch in turn on its device; see `DeviceBuffers.fetch_in_turn`."""
+        """Yield the tensors of each batch in turn on its device.
+
+        See `DeviceBuffers.fetch_in_turn`.
+        """
         for device, run in itertools.groupby(batches, lambda batch: batch.device):
             if device not in self._buffers:
                 self._buffers[device] = DeviceBuffers(device)

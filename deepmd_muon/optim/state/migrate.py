@@ -1,9 +1,11 @@
 """Migrate a parameter's state to another route or view.
 
-- Muon to Muon with another view: the momentum stays exactly; each number of a rule's state, one per block, row or
-  column, becomes the mean over its elements of the old numbers. Vectors of rows and columns restart.
+- Muon to Muon with another view: the momentum stays exactly; each number of a rule's state, one per
+  block, row or column, becomes the mean over its elements of the old numbers. Vectors of rows and
+  columns restart.
 - Adam to AdamW and back: both moments and the step count stay exactly.
-- Muon to Adam: the momentum becomes the first moment after one gradient; the second moment restarts from its square.
+- Muon to Adam: the momentum becomes the first moment after one gradient; the second moment restarts
+  from its square.
 - Adam to Muon: the bias-corrected first moment becomes the momentum; the state of rules restarts.
 - Any route to frozen, and back: all state stays, except tensors of rules whose shape has changed.
 - If the shape changed, no state stays.
@@ -43,7 +45,7 @@ class SavedParameter:
 def migrate(
     saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the migrated state of a parameter whose shape, view or route has changed, and a phrase for the log.
+    """Return the migrated state of a parameter that has changed, and a phrase for the log.
 
     `betas` are the present decays of Adam's moments.
     """
@@ -75,7 +77,8 @@ def migrate(
         seen = 1.0 - betas[0] ** float(values["step"])
         momentum = values["exp_avg"] / seen if seen > 0 else values["exp_avg"]
         return {"momentum_buffer": momentum, **kept}, (
-            "its bias-corrected first moment becomes the momentum; the second moment is dropped, rules restart"
+            "its bias-corrected first moment becomes the momentum; the second moment is dropped, "
+            "rules restart"
         )
     return values, "both moments and the step count are kept"
 
@@ -86,7 +89,7 @@ def _other_view(
     old: MatrixView | None,
     new: MatrixView | None,
 ) -> tuple[dict[str, Tensor], str]:
-    """Keep the momentum, and set each number of a rule to the mean of the old numbers of its elements."""
+    """Keep the momentum; set each number of a rule to the mean over its elements' old numbers."""
     assert new is not None
     known = tensors_of(known_rules())
     of_rules = {

@@ -1,7 +1,7 @@
-"""Read the states of other Muons: torch's, K. Jordan's, Moonlight's and dion's, alone or beside an AdamW.
+"""Read the states of other Muons: torch's, K. Jordan's, Moonlight's and dion's.
 
-Their momenta follow one of two conventions, m ← β m + (1 − β) g as here, or m ← β m + g, which is 1/(1 − β) times
-larger. The keys of a parameter group identify the optimizer:
+Their momenta follow one of two conventions, m ← β m + (1 − β) g as here, or m ← β m + g, which is
+1/(1 − β) times larger. The keys of a parameter group identify the optimizer:
 
 | group | momentum | as here | Adam's moments |
 |---|---|---|---|
@@ -32,7 +32,7 @@ _BESIDES = {"params", "param_names", "initial_lr"}
 
 
 def is_another_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether parameter groups are those of another Muon, possibly beside those of an AdamW."""
+    """Return whether groups are those of another Muon, possibly beside those of an AdamW."""
     kinds = [_kind(group) for group in groups]
     return None not in kinds and any(kind != "adam" for kind in kinds)
 
@@ -53,15 +53,16 @@ def _kind(group: Mapping[str, Any]) -> str | None:
 def import_state(
     *state_dicts: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Join the states of other optimizers of one model into a state dict that `HybridMuon.load_state_dict` takes.
+    """Join states of other optimizers of one model into one for `HybridMuon.load_state_dict`.
 
     Parameters
     ----------
     *state_dicts
-        State dicts of torch.optim.Muon, Adam and AdamW, of K. Jordan's Muons, Moonlight's and dion's; e.g. those of a
-        Muon and of the AdamW beside it.
+        State dicts of torch.optim.Muon, Adam and AdamW, of K. Jordan's Muons, Moonlight's and
+        dion's; e.g. those of a Muon and of the AdamW beside it.
     names
-        Name of every parameter, in the order of the state dicts and their groups; None if all have ``param_names``.
+        Name of every parameter, in the order of the state dicts and their groups; None if all have
+        ``param_names``.
 
     Returns
     -------
@@ -103,14 +104,16 @@ def read_another_muon(
 ) -> dict[str, SavedParameter]:
     """Return the content of another Muon's state dict by parameter name; state keys are ours.
 
-    Raises ForeignStateError when parameters have no names, or a group's algorithm has no counterpart here.
+    Raises ForeignStateError when parameters have no names, or a group's algorithm has no
+    counterpart here.
     """
     known = {entry.name: entry for entry in present}
     found: dict[str, SavedParameter] = {}
     for group in groups:
         if "param_names" not in group:
             raise ForeignStateError(
-                "the state of another Muon has no names of its parameters, and its groups have other sizes than here; "
+                "the state of another Muon has no names of its parameters, and its groups have "
+                "other sizes than here; "
                 "attach names with deepmd_muon.optim.import_state"
             )
         for name, key in zip(
@@ -164,7 +167,10 @@ def _adam(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _entry(name: str, values: dict[str, Tensor], present: RouteEntry | None) -> RouteEntry | None:
-    """Infer a parameter's route and view from its state; return the present ones if it was never stepped."""
+    """Infer a parameter's route and view from its state.
+
+    Return the present ones if it was never stepped.
+    """
     if not values:
         return present
     if "momentum_buffer" not in values:
@@ -173,7 +179,8 @@ def _entry(name: str, values: dict[str, Tensor], present: RouteEntry | None) -> 
         return RouteEntry(name, tuple(values["exp_avg"].shape), None, route, "inferred")
     shape = tuple(values["momentum_buffer"].shape)
     if present is not None and math.prod(present.shape) == math.prod(shape):
-        # Moonlight's momentum of a kernel has two dimensions; a momentum does not depend on the view.
+        # Moonlight's momentum of a kernel has two dimensions; a momentum does not depend on the
+        # view.
         values["momentum_buffer"] = values["momentum_buffer"].reshape(present.shape)
         shape = present.shape
         if present.route == "muon":

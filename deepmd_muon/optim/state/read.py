@@ -71,7 +71,10 @@ def read_state(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[s
 def _parts_of(
     state_dict: Mapping[str, Any],
 ) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, dict[str, Any]]]:
-    """Return the groups and the state of a state dict; raise ForeignStateError if it has neither."""
+    """Return the groups and the state of a state dict.
+
+    Raise ForeignStateError if it has neither.
+    """
     if not {"param_groups", "state"} <= state_dict.keys():
         message = (
             "not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys "
@@ -129,7 +132,8 @@ def _describe_foreign(state: Mapping[Any, Mapping[str, Any]]) -> str:
         kind = "another optimizer"
     return (
         f"the optimizer state looks like that of {kind} and cannot be loaded: it has no routing "
-        "manifest. Adam's state loads if it has names of parameters, or as many parameters in every "
+        "manifest. Adam's state loads if it has names of parameters, or as many parameters in "
+        "every "
         "group as this optimizer"
     )
 

@@ -1,7 +1,8 @@
-"""Move the state of parameters that were replaced in `param_groups` to the new ones, by name, or converted in place.
+"""Move the state of parameters that were replaced, by name, or converted in place.
 
-Accelerate, which Hugging Face's Trainer uses, replaces them: it takes an optimizer of plain parameters, shards the
-model with FSDP2, and puts the DTensors of the same names into the optimizer. `Module.to` converts parameters in place.
+Accelerate, which Hugging Face's Trainer uses, replaces them: it takes an optimizer of plain
+parameters, shards the model with FSDP2, and puts the DTensors of the same names into the optimizer.
+`Module.to` converts parameters in place.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ def move_state(
     memory: HostMemory | None,
     on_route_change: RouteChange,
 ) -> None:
-    """Move the state of replaced parameters to the new ones of the same names; drop that of removed parameters.
+    """Move the state of replaced parameters to the new ones of the same names.
 
-    State of a parameter that was converted in place, to another dtype, shape or device, is converted, too. All ranks
-    must call this together, because sharded state is gathered. `before` has the routes of the earlier parameters,
-    `after` the present groups; `holders` are those of parameters that live on several ranks. If a new parameter has
-    another route, view or shape, `on_route_change` decides about its state. An error leaves `state` unchanged.
+    Drop that of removed parameters.
+
+    State of a parameter that was converted in place, to another dtype, shape or device, is
+    converted, too. All ranks must call this together, because sharded state is gathered. `before`
+    has the routes of the earlier parameters, `after` the present groups; `holders` are those of
+    parameters that live on several ranks. If a new parameter has another route, view or shape,
+    `on_route_change` decides about its state. An error leaves `state` unchanged.
 
     Raises
     ------
@@ -51,7 +55,8 @@ def move_state(
     for name, p in earlier.items():
         if names.get(p, name) != name:
             raise InvalidParameterError(
-                f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep params and "
+                f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep "
+                "params and "
                 "param_names in the same order"
             )
     converted = before.converted(state)

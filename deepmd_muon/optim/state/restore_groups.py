@@ -1,4 +1,4 @@
-"""Restore the values in parameter groups: learning rates, keys of schedulers, the user's own keys."""
+"""Restore values of parameter groups: learning rates, keys of schedulers, the user's keys."""
 
 from __future__ import annotations
 
