@@ -97,9 +97,9 @@ class HybridMuon(QuickOptimizer):
 
     Notes
     -----
-    State of the Muon route: `momentum_buffer` in the parameter's dtype, and tensors of rules. State of
-    the Adam routes: `step`, `exp_avg` and `exp_avg_sq` (the wider of float32 and the parameter's
-    dtype).
+    The state of the Muon route is `momentum_buffer`, in the parameter's dtype, and rules' tensors.
+    The state of the Adam routes is `step`, `exp_avg` and `exp_avg_sq`. The moments have the wider
+    of float32 and the parameter's dtype.
 
     References
     ----------

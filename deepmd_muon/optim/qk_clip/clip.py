@@ -27,7 +27,7 @@ Logits = Mapping[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """One parameter, the dimension that is scaled, and the table's entry for each index along it."""
+    """One parameter, the dimension that is scaled, and the factor of each index along it."""
 
     p: Tensor
     dim: int
