@@ -64,21 +64,21 @@ def name_deepmd_kit_state(
     ForeignStateError
         When the number of names differs from the number of parameters.
     """
-    given = iter(names := list(names))
+    names = list(names)
     count = sum(len(group["params"]) for group in state_dict["param_groups"])
     if count != len(names):
         raise ForeignStateError(
             f"the state dict lists {count} parameters; found {len(names)} names"
         )
+    remaining_names = iter(names)
     groups = [
-        {**group, "param_names": [next(given) for _ in group["params"]]}
+        {**group, "param_names": [next(remaining_names) for _ in group["params"]]}
         for group in state_dict["param_groups"]
     ]
-    state = {key: {**values, "steps_taken": step} for key, values in state_dict["state"].items()}
-    return {
-        "state": state if step is not None else dict(state_dict["state"]),
-        "param_groups": groups,
-    }
+    state = dict(state_dict["state"])
+    if step is not None:
+        state = {key: {**values, "steps_taken": step} for key, values in state.items()}
+    return {"state": state, "param_groups": groups}
 
 
 def read_deepmd_kit(
@@ -98,17 +98,20 @@ def read_deepmd_kit(
         When parameters can be matched neither by name nor by position.
     """
     names = _names(groups, present)
-    known = {entry.name: (entry, mode) for entry, mode in zip(present, muon_modes, strict=True)}
-    found: dict[str, SavedParameter] = {}
+    present_entries = {entry.name: entry for entry in present}
+    present_modes = {entry.name: mode for entry, mode in zip(present, muon_modes, strict=True)}
+    parameters: dict[str, SavedParameter] = {}
     for group in groups:
         for key in group["params"]:
             name = names[key]
             values = state.get(key, {})
-            if name in known and not values:  # never stepped, so its route is unknown
-                found[name] = SavedParameter(known[name][0], {})
-            elif values:
-                found[name] = _saved(name, values, group, *known.get(name, (None, None)))
-    return found
+            if values:
+                parameters[name] = _saved(
+                    name, values, group, present_entries.get(name), present_modes.get(name)
+                )
+            elif name in present_entries:  # never stepped, so its route is unknown
+                parameters[name] = SavedParameter(present_entries[name], {})
+    return parameters
 
 
 def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any, str]:
@@ -139,30 +142,30 @@ def _saved(
     muon_mode: MuonMode | None,
 ) -> SavedParameter:
     """Infer one parameter's route and view, and translate its state."""
-    mode = group.get("muon_mode")
-    kept: dict[str, Tensor] = {}
     if "momentum_buffer" in values:
         shape = tuple(values["momentum_buffer"].shape)
+        mode = group.get("muon_mode")
         view = matrix_view(shape, mode) if mode else None
-        view = view or MatrixView(1, shape[0], math.prod(shape[1:]))
-        kept["momentum_buffer"] = values["momentum_buffer"]
-        if "magma_score" in values and values["magma_score"].numel() == view.blocks:
-            kept["magma_score"] = values["magma_score"]
+        if view is None:
+            view = MatrixView(1, shape[0], math.prod(shape[1:]))
         entry = RouteEntry(name, shape, view, "muon", "inferred")
+        translated: dict[str, Tensor] = {"momentum_buffer": values["momentum_buffer"]}
+        if "magma_score" in values and values["magma_score"].numel() == view.blocks:
+            translated["magma_score"] = values["magma_score"]
     else:
         shape = tuple(values["exp_avg"].shape)
-        kept = {
+        entry = RouteEntry(name, shape, None, _adam_route(name, shape, group), "inferred")
+        translated = {
             "exp_avg": values["exp_avg"],
             "exp_avg_sq": values["exp_avg_sq"],
             "step": _steps(values, group),
         }
-        entry = RouteEntry(name, shape, None, _adam_route(name, shape, group), "inferred")
     explained = (
         present is not None
         and muon_mode is not None
         and _explained(entry, present, group, muon_mode)
     )
-    return SavedParameter(entry, kept, explained)
+    return SavedParameter(entry, translated, explained)
 
 
 def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
@@ -200,26 +203,29 @@ def _explained(
     Settings of routes that were changed since then explain nothing: today's rules are taken with
     the saved settings.
     """
-    today = _saved_rules(group, muon_mode)
-    if (
-        saved.shape != present.shape
-        or choose_route(present.name, present.shape, today).placement != present.placement
-    ):
+    rules_today = _saved_rules(group, muon_mode)
+    routed_today = choose_route(present.name, present.shape, rules_today)
+    if saved.shape != present.shape or routed_today.placement != present.placement:
         return False
     mode = group.get("muon_mode")
     if mode is not None:  # an intermediate version, with today's views but without names
         return choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
-    dims = len(saved.shape)
-    matrix = dims == 2 and min(saved.shape) >= today.min_matrix_dim
-    folded = dims > 2 and not group.get("muon_2d_only", True)
-    return (saved.route == "muon") == (matrix or folded)
+    # The first version took matrices, and with `muon_2d_only` False tensors of more dimensions.
+    n_dims = len(saved.shape)
+    if n_dims == 2:
+        was_muon = min(saved.shape) >= rules_today.min_matrix_dim
+    else:
+        was_muon = n_dims > 2 and not group.get("muon_2d_only", True)
+    return (saved.route == "muon") == was_muon
 
 
 def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """Return the number of steps, computed from the powers of the decays."""
-    powers = (values.get("beta2_pow", 0.0), values.get("beta1_pow", 0.0))
-    for power, beta in zip(powers, reversed(group["adam_betas"]), strict=True):
-        if _LEAST_POWER < float(power) <= 1.0 and 0.0 < beta < 1.0:
+    beta1, beta2 = group["adam_betas"]
+    for key, beta in (("beta2_pow", beta2), ("beta1_pow", beta1)):
+        power = float(values.get(key, 0.0))
+        if _LEAST_POWER < power <= 1.0 and 0.0 < beta < 1.0:
             return torch.tensor(float(round(math.log(power) / math.log(beta))), device="cpu")
-    over = math.ceil(math.log(_LEAST_POWER) / math.log(max(*group["adam_betas"], 0.5)))
-    return torch.tensor(float(values.get("steps_taken") or over), device="cpu")
+    # So many steps that no bias is left to correct.
+    many = math.ceil(math.log(_LEAST_POWER) / math.log(max(beta1, beta2, 0.5)))
+    return torch.tensor(float(values.get("steps_taken") or many), device="cpu")
