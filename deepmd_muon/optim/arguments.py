@@ -34,10 +34,8 @@ class Arguments(GroupArguments):
         minimum=1,
         doc=(
             "Bound on the parameter elements of a wave; a larger parameter forms its own wave. "
-            "Besides the state, a "
-            "step needs 20 to 24 bytes for each of these elements (float32), on a GPU up to 27; "
-            "there, two waves of "
-            "more than 4 Mi elements may be in flight."
+            "Besides the state, a step needs 20 to 24 bytes for each of these elements (float32), "
+            "on a GPU up to 27; there, two waves of more than 4 Mi elements may be in flight."
         ),
     )
     offload_bytes: int = setting(
@@ -52,10 +50,8 @@ class Arguments(GroupArguments):
         None,
         doc=(
             "Device mesh or process group whose ranks hold copies of the non-DTensor parameters "
-            "with equal gradients "
-            "(DDP) and share the step. Without it, this process steps such parameters alone. "
-            "DTensors carry their own "
-            "layout."
+            "with equal gradients (DDP) and share the step. Without it, this process steps such "
+            "parameters alone. DTensors carry their own layout."
         ),
     )
     qk_clip: QKClip | None = setting(

@@ -155,8 +155,7 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         if "muon" not in routes and routes & {"adam", "adamw"}:
             log.warning(
                 "no matrix takes the Muon route, so that %s steps as Adam does: lower "
-                "min_matrix_dim or change the "
-                "patterns, or set type Adam",
+                "min_matrix_dim or change the patterns, or set type Adam",
                 kind,
             )
     untrained = [name for name, p in model.named_parameters() if not p.requires_grad]

@@ -45,16 +45,13 @@ def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> T
     """
     shared: list[Tensor] = []
     local: list[Tensor] = []
-    params = [(p, False) for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, HybridMuon):
-        params = [
-            (p, own)
-            for p, entry, own in optimizer.routed_parameters()
-            if entry.route in ("adam", "adamw")
-        ]
-    for p, is_own in params:
-        if p.grad is not None:
-            (local if is_own else shared).append(p.grad)
+        for p, entry, is_local in optimizer.routed_parameters():
+            if entry.route in ("adam", "adamw") and p.grad is not None:
+                (local if is_local else shared).append(p.grad)
+    else:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        shared += [p.grad for p in params if p.grad is not None]
     if local:
         _scale(local, _norm(local), max_norm)
     if not shared:
@@ -77,10 +74,9 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
     for alike in by_layout.values():
         norm: Any = torch.nn.utils.get_total_norm(alike)
         norms.append(norm.full_tensor() if spec_of(norm) is not None else norm)
-    together: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms])
-    )
-    return together
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(stacked)
+    return total
 
 
 def _scale(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -115,12 +115,9 @@ class DeePMDSettings:
         needs=(_BY_RMS,),
         doc=(
             "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. "
-            "If an input omits it, "
-            "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It "
-            "multiplies this by "
-            "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are "
-            "long (see "
-            "doc/learning-rate.md)."
+            "If an input omits it, `dp train` uses 8.64 for runs of up to 10000 steps and 4.32 "
+            "for longer ones. It multiplies this by 0.001/start_lr if start_lr is higher than "
+            "0.001, and lowers it if descriptors are long (see doc/learning-rate.md)."
         ),
     )
     muon_mode: MuonMode = setting(
@@ -128,9 +125,8 @@ class DeePMDSettings:
         any_case=True,
         doc=(
             "How a parameter is viewed as matrices, after dimensions of size 1 are dropped. '2d': "
-            "rank 2 only; "
-            "'flat': all leading dimensions become rows; 'slice': a batch of the last two "
-            "dimensions."
+            "rank 2 only; 'flat': all leading dimensions become rows; 'slice': a batch of the "
+            "last two dimensions."
         ),
     )
     enable_gram: bool = setting(
@@ -151,8 +147,7 @@ class DeePMDSettings:
         True,
         doc=(
             "Magma damping: a block's update is multiplied by 0.1 + 0.9 s, where the score s "
-            "follows the alignment "
-            "of its momentum with its gradient."
+            "follows the alignment of its momentum with its gradient."
         ),
     )
 
@@ -168,10 +163,8 @@ class RuleSettings:
         False,
         doc=(
             "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its "
-            "running root mean "
-            "square, and the matrix is rescaled to its former norm. Neurons are columns if "
-            "`layout` is 'in_out', else "
-            "rows."
+            "running root mean square, and the matrix is rescaled to its former norm. Neurons are "
+            "columns if `layout` is 'in_out', else rows."
         ),
     )
     normuon_beta: float = setting(
@@ -186,27 +179,23 @@ class RuleSettings:
         needs=(above_zero("weight_decay"),),
         doc=(
             "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only "
-            "where the update does "
-            "not move it away from zero."
+            "where the update does not move it away from zero."
         ),
     )
     master_weights: bool = setting(
         False,
         doc=(
             "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step "
-            "changes the copy, and "
-            "the parameter is the rounded copy. Without it, updates below half of a weight's last "
-            "bit are lost. It "
-            "takes 4 bytes per weight, in the layout of the momentum and, with `offload`, in host "
-            "memory."
+            "changes the copy, and the parameter is the rounded copy. Without it, updates below "
+            "half of a weight's last bit are lost. It takes 4 bytes per weight, in the layout of "
+            "the momentum and, with `offload`, in host memory."
         ),
     )
     rules: Sequence[str] = setting(
         (),
         doc=(
-            "Rules of other packages on the Muon route, by their registered names, in the order in "
-            "which they act (see "
-            "doc/add-an-update-rule.md)."
+            "Rules of other packages on the Muon route, by their registered names, in the order "
+            "in which they act (see doc/add-an-update-rule.md)."
         ),
     )
 
@@ -219,12 +208,10 @@ class ShardedSettings:
         "auto",
         doc=(
             "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix "
-            "one owner among all "
-            "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. "
-            "Replicas that repeat "
-            "the work with state in parts gather the momenta before the step, if these fit a "
-            "bucket. 'auto' takes the "
-            "way that is predicted to be faster."
+            "one owner among all replicas; 'repeat' gives it one owner per replica, which costs "
+            "work and saves bytes. Replicas that repeat the work with state in parts gather the "
+            "momenta before the step, if these fit a bucket. 'auto' takes the way that is "
+            "predicted to be faster."
         ),
     )
     bucket_bytes: int = setting(
@@ -241,28 +228,25 @@ class ShardedSettings:
         maximum=10,
         doc=(
             "Number of bucket-sized buffers, kept from step to step. With 3, one bucket is "
-            "orthogonalized while the "
-            "next is sent to its owners and the previous one back; 1 is strictly serial."
+            "orthogonalized while the next is sent to its owners and the previous one back; 1 is "
+            "strictly serial."
         ),
     )
     state: StatePlace = setting(
         "replicated",
         doc=(
             "Where plain parameters given with `replicas` keep momenta and Adam's moments: "
-            "'replicated': whole on "
-            "every rank; 'sharded': an equal part on each rank (ZeRO-1), as DTensors in the state "
-            "dict. The state of "
-            "DTensor parameters always has their layout. Under `dp train`, zero_stage 1 selects "
-            "'sharded'."
+            "'replicated': whole on every rank; 'sharded': an equal part on each rank (ZeRO-1), "
+            "as DTensors in the state dict. The state of DTensor parameters always has their "
+            "layout. Under `dp train`, zero_stage 1 selects 'sharded'."
         ),
     )
     gather_dtype: GatherDtype = setting(
         "full",
         doc=(
             "Element type of the messages to the owner; 'full' is float32, or float64 for float64 "
-            "parameters. Rounding "
-            "before the orthogonalization amplifies the noise of low-rank matrices to full "
-            "strength."
+            "parameters. Rounding before the orthogonalization amplifies the noise of low-rank "
+            "matrices to full strength."
         ),
     )
     return_dtype: ReturnDtype = setting("full", doc="Element type of the returned updates.")
@@ -290,8 +274,8 @@ class MuonSettings(RuleSettings):
         "fused",
         doc=(
             "How the Adam and AdamW routes step: by torch's 'fused' kernel, by multi-tensor "
-            "operations ('foreach'), or "
-            "by the same operations on one parameter after another ('for-loop')."
+            "operations ('foreach'), or by the same operations on one parameter after another "
+            "('for-loop')."
         ),
     )
     nesterov: bool = setting(
@@ -301,9 +285,8 @@ class MuonSettings(RuleSettings):
         "match_rms",
         doc=(
             "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, "
-            "columns)), "
-            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by "
-            "`layout`."
+            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
+            "out and in by `layout`."
         ),
     )
     layout: WeightLayout = setting(
@@ -311,10 +294,8 @@ class MuonSettings(RuleSettings):
         needs=(_BY_LAYOUT,),
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: "
-            "'in_out' for "
-            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both "
-            "cases. 'auto' is "
-            "'in_out' under `dp train` and 'as_stored' elsewhere."
+            "'in_out' for DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the "
+            "output in both cases. 'auto' is 'in_out' under `dp train` and 'as_stored' elsewhere."
         ),
     )
     adam_lr_ratio: float = setting(
@@ -322,10 +303,9 @@ class MuonSettings(RuleSettings):
         above=0.0,
         doc=(
             "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an "
-            "input omits both this "
-            "and lr_adjust_coeff, `dp train` uses 10 for runs of up to 10000 steps. It lowers this "
-            "so that the Adam "
-            "routes start at 0.01 at most, and further if descriptors are long."
+            "input omits both this and lr_adjust_coeff, `dp train` uses 10 for runs of up to "
+            "10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and "
+            "further if descriptors are long."
         ),
     )
     schedule: str | Steps = setting(
@@ -335,11 +315,9 @@ class MuonSettings(RuleSettings):
         nonempty=True,
         doc=(
             "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one "
-            "triple [a, b, c] per "
-            "step σ ← a σ + b σ³ + c σ⁵. 'deepmd-kit' computes as deepmd-kit 3.2.0, to compare "
-            "with it: iterates "
-            "stored in 16 bits, and five Polar-Express steps for rectangular matrices if "
-            "enable_gram is true."
+            "triple [a, b, c] per step σ ← a σ + b σ³ + c σ⁵. 'deepmd-kit' computes as deepmd-kit "
+            "3.2.0, to compare with it: iterates stored in 16 bits, and five Polar-Express steps "
+            "for rectangular matrices if enable_gram is true."
         ),
     )
     large_schedule: str | Steps | None = setting(
@@ -349,9 +327,8 @@ class MuonSettings(RuleSettings):
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
         doc=(
-            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where time "
-            "counts; null uses "
-            "`schedule`. 'polar-express-5' suits language models."
+            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where "
+            "time counts; null uses `schedule`. 'polar-express-5' suits language models."
         ),
     )
     large_matrix_dim: int = setting(
@@ -375,10 +352,8 @@ class MuonSettings(RuleSettings):
         needs=(_NOT_DEEPMD_KIT,),
         doc=(
             "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' "
-            "is fp16 on a GPU "
-            "and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a low-rank matrix is "
-            "noise, and more with "
-            "some schedules."
+            "is fp16 on a GPU and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a "
+            "low-rank matrix is noise, and more with some schedules."
         ),
     )
     min_matrix_dim: int = setting(
@@ -393,8 +368,7 @@ class MuonSettings(RuleSettings):
         ),
         doc=(
             "Matrices whose smaller dimension is below this take the route of vectors (successor "
-            "of the legacy key "
-            "`min_2d_dim`)."
+            "of the legacy key `min_2d_dim`)."
         ),
     )
     adam_patterns: Sequence[str] = setting(
@@ -405,37 +379,33 @@ class MuonSettings(RuleSettings):
         (),
         doc=(
             "Parameters whose full name matches one of these shell patterns take the Muon route, "
-            "before every other "
-            "rule, if they have two dimensions above 1. '*' also matches parameters without names."
+            "before every other rule, if they have two dimensions above 1. '*' also matches "
+            "parameters without names."
         ),
     )
     conv_patterns: Sequence[str] | None = setting(
         None,
         doc=(
             "Convolution kernels (out, in, height, width), or of one or three such dimensions, by "
-            "shell patterns on "
-            "full names. Each is one matrix (out, in·height·width), whatever muon_mode says. null: "
-            "`build` finds the "
-            "convolution modules of its model, and divides the weights of grouped convolutions by "
-            "groups."
+            "shell patterns on full names. Each is one matrix (out, in·height·width), whatever "
+            "muon_mode says. null: `build` finds the convolution modules of its model, and "
+            "divides the weights of grouped convolutions by groups."
         ),
     )
     expert_patterns: Sequence[str] = setting(
         (),
         doc=(
             "Parameters of three or more dimensions whose full name matches one of these shell "
-            "patterns hold one "
-            "expert per index of their first dimension; muon_mode applies to each expert."
+            "patterns hold one expert per index of their first dimension; muon_mode applies to "
+            "each expert."
         ),
     )
     local_patterns: Sequence[str] = setting(
         (),
         doc=(
             "Plain parameters whose full name matches one of these shell patterns belong to one "
-            "process, which steps "
-            "them by itself: for experts that differ between ranks. If ranks share the step "
-            "(`replicas`), all other "
-            "plain parameters are copies."
+            "process, which steps them by itself: for experts that differ between ranks. If ranks "
+            "share the step (`replicas`), all other plain parameters are copies."
         ),
     )
     splits: Sequence[str] = setting(
@@ -444,53 +414,45 @@ class MuonSettings(RuleSettings):
         forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or "
-            "'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats "
-            "and 'rest' is the "
-            "remainder. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: "
-            "columns 3``, "
+            "'columns' of the matrix as stored, then a number of equal parts or the sizes of the "
+            "parts, in which '*' repeats and 'rest' is the remainder. Every part is "
+            "orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
             "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
-            "`build` adds the "
-            "splits that the modules of its model declare; with type Muon also q, k and v of "
-            "nn.MultiheadAttention."
+            "`build` adds the splits that the modules of its model declare; with type Muon also "
+            "q, k and v of nn.MultiheadAttention."
         ),
     )
     on_route_change: RouteChange = setting(
         "error",
         doc=(
             "How to load a parameter whose route or view differs from the checkpoint's: 'error' "
-            "raises, "
-            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those "
-            "parameters. A "
-            "parameter that is frozen, or trained again, keeps its state in any case."
+            "raises, 'migrate' keeps the state with the same meaning, 'reset' discards the state "
+            "of those parameters. A parameter that is frozen, or trained again, keeps its state "
+            "in any case."
         ),
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
         doc=(
             "How to step when a gradient holds NaN or infinity: 'ignore': only that parameter "
-            "becomes NaN; "
-            "'skip': all parameters and state stay unchanged; 'error': raises (and waits for the "
-            "device each step)."
+            "becomes NaN; 'skip': all parameters and state stay unchanged; 'error': raises (and "
+            "waits for the device each step)."
         ),
     )
     offload: bool = setting(
         False,
         doc=(
             "Keep momenta and Adam's moments in pinned host memory between steps; during a step "
-            "they are copied to the "
-            "device and back in batches, concurrently with the computation. Results are the same: "
-            "bitwise up to 16 M "
-            "weights, beyond that up to rounding, because matrices are orthogonalized in smaller "
-            "batches."
+            "they are copied to the device and back in batches, concurrently with the "
+            "computation. Results are the same: bitwise up to 16 M weights, beyond that up to "
+            "rounding, because matrices are orthogonalized in smaller batches."
         ),
     )
     sharded: ShardedSettings = setting(
         ShardedSettings(),
         doc=(
             "How several processes share the step (see doc/sharded.md): how matrices are "
-            "exchanged, and where state is "
-            "kept. A single process ignores it."
+            "exchanged, and where state is kept. A single process ignores it."
         ),
     )
 
@@ -503,8 +465,7 @@ class FurtherSettings(MuonSettings):
         "adam",
         doc=(
             "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no "
-            "weights, or 'adamw', "
-            "which does."
+            "weights, or 'adamw', which does."
         ),
     )
     adamw_patterns: Sequence[str] = setting(

@@ -59,18 +59,17 @@ class SideStream:
 def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
     """Record launches of compiled kernels on a CUDA device in a graph without running them.
 
-    They must not synchronize.
-
-    Return the graph, and the value of `launch`, in memory that each replay of the graph overwrites.
+    They must not synchronize. Return the graph, and the value of `launch`, in memory that each
+    replay of the graph overwrites.
     """
     # torch hands out 32 streams in turn, so a new stream may be in use elsewhere. High-priority
     # streams have a separate pool, so that no copy by a data-loading thread lands in this graph.
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, priority=-1)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), without_collector():
-        graph.capture_begin(
-            capture_error_mode="thread_local"
-        )  # other threads may use the device meanwhile
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             result = launch()
         finally:
@@ -98,15 +97,15 @@ def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.de
     Exceptions are dropped: the same launch raises them again where its result is needed.
     """
 
-    def launch(one: Callable[[], object]) -> None:
-        here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with contextlib.suppress(Exception), here, torch.no_grad():
-            one()
+    def run(launch: Callable[[], object]) -> None:
+        is_cuda = device.type == "cuda"
+        on_device = torch.cuda.device(device) if is_cuda else contextlib.nullcontext()
+        with contextlib.suppress(Exception), on_device, torch.no_grad():
+            launch()
 
-    with ThreadPoolExecutor(
-        min(len(launches), os.cpu_count() or 1), thread_name_prefix="deepmd_muon-compile"
-    ) as pool:
-        list(pool.map(launch, launches))
+    n_threads = min(len(launches), os.cpu_count() or 1)
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="deepmd_muon-compile") as pool:
+        list(pool.map(run, launches))
 
 
 def is_capturing() -> bool:

@@ -41,8 +41,7 @@ class NonFiniteGradientError(InvalidGradientError):
         )
         super().__init__(
             f"{len(self.names)} gradient{'s' if len(self.names) != 1 else ''} with NaN or "
-            f"infinity: {listed}; nothing "
-            "was changed. Set on_nonfinite='skip' to skip such steps."
+            f"infinity: {listed}; nothing was changed. Set on_nonfinite='skip' to skip such steps."
         )
 
 

@@ -439,8 +439,7 @@ class HybridMuon(QuickOptimizer):
         if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):
             raise TypeError(
                 "an optimizer whose replicas is a process group cannot be pickled or copied; save "
-                "its state_dict(), or "
-                "give it a device mesh"
+                "its state_dict(), or give it a device mesh"
             )
         self._raise_deferred()
         self._reroute_if_changed()

@@ -44,9 +44,8 @@ class MuonConfig(MuonSettings, MuonBuildable):
         "rectangular",
         doc=(
             "Scale of the Muon update: 'none' is 1, 'match_rms' is rms_coefficient·sqrt(max(rows, "
-            "columns)), "
-            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by "
-            "`layout`."
+            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
+            "out and in by `layout`."
         ),
     )
     rms_coefficient: float = setting(
@@ -66,9 +65,9 @@ class MuonConfig(MuonSettings, MuonBuildable):
     adamw_patterns: Sequence[str] | None = setting(
         None,
         doc=(
-            "Matrices whose full name matches one of these shell patterns take the AdamW route, as "
-            "all vectors do. "
-            "null finds embeddings, output layer, positions and tokens by the types of modules, "
+            "Matrices whose full name matches one of these shell patterns take the AdamW route, "
+            "as all vectors do. null finds embeddings, output layer, positions and tokens by the "
+            "types of modules, "
             "and by the names " + ", ".join(DEFAULT_ADAMW_PATTERNS) + "."
         ),
     )

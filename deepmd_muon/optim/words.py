@@ -318,8 +318,8 @@ def understand_words(cls: type[T]) -> type[T]:
                 raise _unexpected_keyword(cls, key, settings)
         init(self, *args, **kwargs)
 
-    # For the input check.
-    cls.advice = staticmethod(functools.partial(advice, settings=settings))  # type: ignore[attr-defined]
+    advise = staticmethod(functools.partial(advice, settings=settings))
+    cls.advice = advise  # type: ignore[attr-defined]  # for the input check
     cls.__init__ = checked  # type: ignore[method-assign, assignment]  # same arguments as `init`
     return cls
 

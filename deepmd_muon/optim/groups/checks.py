@@ -65,11 +65,9 @@ def _problem_of(name: str, p: Tensor) -> str | None:
     if getattr(p, "_fsdp_flattened", False):
         return (
             f"{name!r} is a part of a parameter that FullyShardedDataParallel (FSDP1) has "
-            "flattened, "
-            f"of shape {tuple(p.shape)} on this rank: matrices cannot be recognized in it. Shard "
-            "the model "
-            "with torch.distributed.fsdp.fully_shard (FSDP2) instead, or keep it whole with "
-            "DistributedDataParallel and replicas="
+            f"flattened, of shape {tuple(p.shape)} on this rank: matrices cannot be recognized in "
+            "it. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead, or keep "
+            "it whole with DistributedDataParallel and replicas="
         )
     if p.is_complex():
         return f"HybridMuon needs real parameters; {name!r} is {p.dtype}"
@@ -82,8 +80,7 @@ def _problem_of(name: str, p: Tensor) -> str | None:
     if p.is_neg():
         return (
             f"{name!r} is a view that negates another tensor's numbers, such as the imaginary part "
-            "of a "
-            "conjugate, and cannot be updated; make the parameter from a copy: "
+            "of a conjugate, and cannot be updated; make the parameter from a copy: "
             "nn.Parameter(x.resolve_neg())"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
@@ -132,8 +129,7 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         example = canonical_name(next(names))
         warnings.warn(
             f"no parameter matches {', '.join(unmatched)}; patterns must match a whole name, such "
-            "as "
-            f"{example!r}",
+            f"as {example!r}",
             stacklevel=stacklevel,
         )
     idle = [str(pattern) for pattern, hit in matches.items() if hit and not decides[pattern]]

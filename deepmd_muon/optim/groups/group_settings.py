@@ -142,7 +142,7 @@ _KNOWN_KEYS = {
 }
 # The settings of a group as its dict stores them; comparing these is faster than comparing
 # dataclasses.
-raw_settings = itemgetter("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS)
+raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
 
 def checked_arguments(

@@ -177,11 +177,11 @@ class Clipper:
                 f"{assigned}"
             )
         ranks = set(spec.mesh.mesh.flatten().tolist())
-        first = self._first_head[name]
+        first_head = self._first_head[name]
         reducing_ranks = {
             rank
             for reduction in self._reductions
-            if first in reduction.heads.tolist()
+            if first_head in reduction.heads.tolist()
             for rank in reduction.ranks
         }
         is_whole = all(each.is_replicate() for each in placements)
@@ -231,8 +231,8 @@ class Clipper:
             copied = 0
             for start, stop in _held_heads(value):
                 count = stop - start
-                first = self._first_head[name] + start
-                largest[first : first + count] = local[copied : copied + count]
+                head = self._first_head[name] + start
+                largest[head : head + count] = local[copied : copied + count]
                 copied += count
         return largest
 
@@ -278,9 +278,9 @@ def _reductions(
         p, entry = params[layer.name]
         layout = layout_of(p, None if entry.name in local_names else replicas)
         if layout is not None and len(layout.ranks) > 1:
-            first = first_head[layer.name]
+            start = first_head[layer.name]
             ranks = tuple(sorted(layout.ranks))
-            heads.setdefault(ranks, []).extend(range(first, first + layer.heads))
+            heads.setdefault(ranks, []).extend(range(start, start + layer.heads))
     return [
         _Reduction(ranks, torch.tensor(numbers, device="cpu")) for ranks, numbers in heads.items()
     ]

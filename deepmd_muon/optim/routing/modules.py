@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -73,9 +74,11 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     weight is not read: that would advance the power iteration of spectral_norm. Vectors, such as
     the norms of weight_norm, are left out.
     """
-    computed = [p for name in _ORIGINALS if (p := module._parameters.get(name)) is not None]
+    originals = [module._parameters.get(name) for name in _ORIGINALS]
+    computed = [p for p in originals if p is not None]
     if parametrize.is_parametrized(module, "weight"):
-        computed += module.parametrizations["weight"].parameters(recurse=False)  # type: ignore[union-attr, index]
+        parametrizations: Any = module.parametrizations
+        computed += parametrizations["weight"].parameters(recurse=False)
     if computed:
         return [p for p in computed if len(effective_shape(tuple(p.shape))) > 1]
     weight = getattr(module, "weight", None)
@@ -122,7 +125,7 @@ def declared_splits(model: nn.Module) -> list[str]:
     InvalidShapeError
         When a module declares a split of a parameter that it does not have.
     """
-    found: dict[Tensor, str] = {}
+    splits: dict[Tensor, str] = {}
     for place, module in model.named_modules():
         for name, split in getattr(module, "muon_splits", {}).items():
             p = getattr(module, name, None)
@@ -131,8 +134,8 @@ def declared_splits(model: nn.Module) -> list[str]:
                     f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter "
                     "of it"
                 )
-            found[p] = split
-    return _entries(model, found)
+            splits[p] = split
+    return _entries(model, splits)
 
 
 def attention_splits(model: nn.Module) -> list[str]:
@@ -145,6 +148,6 @@ def attention_splits(model: nn.Module) -> list[str]:
     return _entries(model, {p: ATTENTION_SPLIT for p in weights if p is not None})
 
 
-def _entries(model: nn.Module, found: Mapping[Tensor, str]) -> list[str]:
+def _entries(model: nn.Module, splits: Mapping[Tensor, str]) -> list[str]:
     names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
-    return [f"{glob.escape(names[p])}: {split}" for p, split in found.items()]
+    return [f"{glob.escape(names[p])}: {split}" for p, split in splits.items()]

@@ -3,12 +3,12 @@
 One step of a block, which is one matrix of a parameter's view::
 
     m ← β m + (1 − β) g,   u = m or Nesterov's form of it
-    u, state ← rule.prepare(u, g)                        rule by rule; a skipped step keeps the state
+    u, state ← rule.prepare(u, g)                      rule by rule; a skipped step keeps the state
     O = polar factor of u
-    state ← rule.advance(O)                              a skipped step keeps the state
+    state ← rule.advance(O)                            a skipped step keeps the state
     update = scale · O · rule.factors(O) · …
-    update ← rule.constrain(update, p)                   rule by rule
-    p ← p (1 − lr λ) − lr · update                       decay only where all rule.decays(p, update) are True
+    update ← rule.constrain(update, p)                 rule by rule
+    p ← p (1 − lr λ) − lr · update                     decay only where all rule.decays(p, update)
 
 A rule receives blocks and its own state, and does not know which rank holds them: one process, an
 owner rank that received the block, and a captured graph call the same methods. The caller stores
@@ -70,11 +70,9 @@ class StateTensor:
         """Return the dtype of this tensor for a parameter of the given dtype."""
         if self.dtype == "float32":
             return torch.float32
-        return (
-            parameter
-            if self.dtype == "parameter"
-            else torch.promote_types(parameter, torch.float32)
-        )
+        if self.dtype == "parameter":
+            return parameter
+        return torch.promote_types(parameter, torch.float32)
 
     def shape_for(self, shape: tuple[int, ...], view: MatrixView | None) -> tuple[int, ...]:
         """Return the shape of this tensor for a parameter of the given shape and view."""
@@ -92,7 +90,9 @@ class StateTensor:
 
         1 without `along`.
         """
-        n = 1 if self.along is None else rows if self.along == "rows" else columns
+        if self.along is None:
+            return 1
+        n = rows if self.along == "rows" else columns
         return n if n <= self.at_most else 0
 
     def lengths(self, view: MatrixView) -> list[int]:
@@ -109,12 +109,10 @@ class StateTensor:
         if self.extent not in ("rows", "columns"):
             return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
         lines = view.rows if self.extent == "rows" else view.columns
+        # (batch, lines, blocks that a line crosses, padded vector)
         x = x.view(view.batch, lines, view.repeats(self.extent), max(self.lengths(view)))
-        parts = (
-            list(x[:, :, 0].split(view.sizes, dim=1))
-            if view.axis == self.extent
-            else list(x.unbind(2))
-        )
+        splits_lines = view.axis == self.extent
+        parts = x[:, :, 0].split(view.sizes, dim=1) if splits_lines else x.unbind(2)
         if self.along is None:
             return [part[:, :, 0] for part in parts]
         return [part[:, :, :n] for part, n in zip(parts, self.lengths(view), strict=True)]
@@ -187,9 +185,8 @@ class MatrixRule:
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the statistics, (b,) each, of whole blocks, (b, elements) each."""
-        pieces = [
-            Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)
-        ]
+        pairs = zip(momenta, gradients, strict=True)
+        pieces = [Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in pairs]
         statistics = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
         return list(statistics.split([each.shape[0] for each in pieces]))
 

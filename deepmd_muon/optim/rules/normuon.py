@@ -64,7 +64,7 @@ class NorMuon(MatrixRule):
         return 2 if self.neurons == "rows" else 1
 
     def _sums(self, polar: Sequence[Tensor]) -> list[Tensor]:
-        """Return each neuron's sum of squares, float64 (b, neurons), rounded alike in all batches."""
+        """Return each neuron's sum of squares, float64 (b, neurons), equal in every batching."""
         dim = self._dim_of_elements
         return [torch.linalg.vector_norm(o, dim=dim, dtype=torch.float64).square_() for o in polar]
 

@@ -128,8 +128,7 @@ def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any
     if len(keys) != len(present):
         raise ForeignStateError(
             f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, but "
-            "there are "
-            f"{len(present)}; attach names with deepmd_muon.optim.name_deepmd_kit_state"
+            f"there are {len(present)}; attach names with deepmd_muon.optim.name_deepmd_kit_state"
         )
     return {key: entry.name for key, entry in zip(keys, present, strict=True)}
 

@@ -30,16 +30,15 @@ log = logging.getLogger(__name__)
 Place = Callable[[str, Tensor, Tensor, RouteEntry], Tensor]
 
 _ADVICE = (
-    "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, parameter "
-    "names and shapes), set on_route_change to 'migrate' or 'reset', or start from the weights "
-    "alone "
-    "with a fresh optimizer state (dp train --init-model)."
+    "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, "
+    "parameter names and shapes), set on_route_change to 'migrate' or 'reset', or start from the "
+    "weights alone with a fresh optimizer state (dp train --init-model)."
 )
 # set_optimizer_state_dict passes the state under the keys of the present routes.
 _FLATTENED = (
     "torch's flattened state dicts (flatten_optimizer_state_dict=True) leave out the state of "
-    "former "
-    "routes. Save and load without flattening to migrate it, or set on_route_change to 'reset'."
+    "former routes. Save and load without flattening to migrate it, or set on_route_change to "
+    "'reset'."
 )
 
 

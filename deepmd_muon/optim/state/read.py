@@ -133,8 +133,7 @@ def _describe_foreign(state: Mapping[Any, Mapping[str, Any]]) -> str:
     return (
         f"the optimizer state looks like that of {kind} and cannot be loaded: it has no routing "
         "manifest. Adam's state loads if it has names of parameters, or as many parameters in "
-        "every "
-        "group as this optimizer"
+        "every group as this optimizer"
     )
 
 
@@ -188,7 +187,9 @@ def _keys_by_name(
 ) -> dict[str, int | str]:
     """Return the key of each parameter in the state."""
     keys = [key for group in saved_groups for key in group["params"]]
-    by_name = {canonical_name(key): key for key in keys if isinstance(key, str)}
+    by_name: dict[str, int | str] = {
+        canonical_name(key): key for key in keys if isinstance(key, str)
+    }
     if {entry.name for entry in table} <= by_name.keys():
         return by_name
     if len(keys) != len(table):

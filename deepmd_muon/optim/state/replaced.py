@@ -56,8 +56,7 @@ def move_state(
         if names.get(p, name) != name:
             raise InvalidParameterError(
                 f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep "
-                "params and "
-                "param_names in the same order"
+                "params and param_names in the same order"
             )
     converted = before.converted(state)
     replaced = {
