@@ -67,10 +67,8 @@ def takes(
 ) -> Callable[[Callable[[S, Arguments], None]], Callable[Concatenate[S, P], None]]:
     """Decorate a constructor that receives its checked arguments as one object.
 
-    Callers see the fields of `arguments`.
-
-    Editors and type checkers read them from the dataclass, `help` and `inspect.signature` from the
-    decorated function.
+    Callers see the fields of `arguments`: editors and type checkers read them from the dataclass,
+    `help` and `inspect.signature` from the decorated function.
     """
     signature = inspect.signature(arguments)
 
@@ -83,11 +81,11 @@ def takes(
             bound.apply_defaults()
             init(self, checked_arguments(Arguments, bound.arguments))
 
-        own = [
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *signature.parameters.values(),
-        ]
-        construct.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        with_self = [self_parameter, *signature.parameters.values()]
+        construct.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for `help`
+            parameters=with_self
+        )
         return construct
 
     return decorate
@@ -97,13 +95,9 @@ def documented(arguments: type) -> Callable[[type[C]], type[C]]:
     """Decorate a class: fill in ``{arguments}`` of its docstring by the fields of `arguments`."""
     lines = []
     for field in dataclasses.fields(arguments):
-        lines += [
-            field.name,
-            *(
-                "    " + line
-                for line in textwrap.wrap(setting_of(field).doc, 108, break_on_hyphens=False)
-            ),
-        ]
+        text = textwrap.wrap(setting_of(field).doc, 108, break_on_hyphens=False)
+        lines.append(field.name)
+        lines += [f"    {line}" for line in text]
 
     def decorate(cls: type[C]) -> type[C]:
         cls.__doc__ = (cls.__doc__ or "").replace("{arguments}", "\n    ".join(lines))

@@ -31,8 +31,13 @@ StatePlace = Literal["replicated", "sharded"]
 Steps = tuple[tuple[float, float, float], ...]
 
 SCHEDULES = (
-    *("8+2", "keller-jordan", "polar-express"),
-    *("polar-express-4", "polar-express-5", "polar-express-6", "muon-fsdp2"),
+    "8+2",
+    "keller-jordan",
+    "polar-express",
+    "polar-express-4",
+    "polar-express-5",
+    "polar-express-6",
+    "muon-fsdp2",
 )
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
@@ -47,8 +52,7 @@ RULES = (
 # matches no name.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
-# "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows
-# (128+64)*16+rest".
+# For example "*.qkv.weight: rows 3" or "*.q_b.weight: rows (128+64)*16+rest".
 _SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
 SPLIT_PATTERN = (
     rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"

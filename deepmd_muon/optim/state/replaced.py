@@ -34,13 +34,22 @@ def move_state(
 ) -> None:
     """Move the state of replaced parameters to the new ones of the same names.
 
-    Drop that of removed parameters.
+    The state of removed parameters is dropped. State of a parameter that was converted in place, to
+    another dtype, shape or device, is converted, too. All ranks must call this together, because
+    sharded state is gathered. An error leaves `state` unchanged.
 
-    State of a parameter that was converted in place, to another dtype, shape or device, is
-    converted, too. All ranks must call this together, because sharded state is gathered. `before`
-    has the routes of the earlier parameters, `after` the present groups; `holders` are those of
-    parameters that live on several ranks. If a new parameter has another route, view or shape,
-    `on_route_change` decides about its state. An error leaves `state` unchanged.
+    Parameters
+    ----------
+    state
+        The optimizer's state.
+    before, after
+        The former routes, and the present groups.
+    holders
+        Of parameters that live on several ranks.
+    memory
+        Host memory that holds the moments, if any.
+    on_route_change
+        Decides about the state of a new parameter that has another route, view or shape.
 
     Raises
     ------
@@ -50,60 +59,74 @@ def move_state(
         As `load_state`.
     """
     present = {entry.name: p for group in after for p, entry in group.routed}
+    replaced = _replaced_parameters(state, before, present)
+    if not replaced:
+        return
+    table = RouteTable(
+        [entry for entry in before.table if entry.name in replaced and entry.name in present]
+    )
+    # In the form of a state dict, so that `load_state` compares and converts it.
+    group = {
+        "params": range(len(table)),
+        "param_names": [entry.name for entry in table],
+        **table.manifest(),
+    }
+    state_dict = {
+        "state": {number: state[replaced[entry.name]] for number, entry in enumerate(table)},
+        "param_groups": [group],
+    }
+    if memory is not None:
+        memory.wait()
+
+    def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
+        holder = holders.get(p, StateHolder(p, entry))
+        return holder.cut(key, full_tensor(value), offloaded=memory is not None)
+
+    groups = _groups_to_compare(after, table)
+    moved_state = load_state(state_dict, groups, on_route_change, place)
+    for name, p in replaced.items():
+        del state[p]
+        if name not in present:
+            log.warning("%s: no longer in param_groups; its state is dropped", name)
+    state.update(moved_state)
+    if memory is not None:
+        memory.offload_all(state, [{"params": list(present.values())}])
+
+
+def _replaced_parameters(
+    state: State, before: Routing, present: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the former parameters with state that were replaced, removed or converted, by name."""
     names = {p: name for name, p in present.items()}
-    earlier = before.params_among(state)
-    for name, p in earlier.items():
+    former = before.params_among(state)
+    for name, p in former.items():
         if names.get(p, name) != name:
             raise InvalidParameterError(
                 f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep "
                 "params and param_names in the same order"
             )
     converted = before.converted(state)
-    replaced = {
-        name: p for name, p in earlier.items() if present.get(name) is not p or p in converted
-    }
-    if not replaced:
-        return
-    table = RouteTable(
-        [entry for entry in before.table if entry.name in replaced.keys() & present.keys()]
-    )
-    # In the form of a state dict, so that `load_state` compares and converts it.
-    saved = {
-        "state": {number: state[replaced[entry.name]] for number, entry in enumerate(table)},
-        "param_groups": [
-            {
-                "params": range(len(table)),
-                "param_names": [entry.name for entry in table],
-                **table.manifest(),
-            }
-        ],
-    }
+    return {name: p for name, p in former.items() if present.get(name) is not p or p in converted}
+
+
+def _groups_to_compare(after: Sequence[Group], table: RouteTable) -> list[Group]:
+    """Return the present groups with the parameters of a table of former routes.
+
+    A parameter keeps its state while it is frozen, whatever happens to it meanwhile. So it has its
+    former route if it is or was frozen.
+    """
     former = {entry.name: entry for entry in table}
 
-    def compared(entry: RouteEntry) -> RouteEntry:
-        # A parameter keeps its state while it is frozen, whatever happens to it meanwhile.
-        old = former[entry.name]
-        return old if "frozen" in (old.route, entry.route) and old.shape == entry.shape else entry
+    def route_to_compare(entry: RouteEntry) -> RouteEntry:
+        before = former[entry.name]
+        frozen = "frozen" in (before.route, entry.route)
+        return before if frozen and before.shape == entry.shape else entry
 
-    groups = [
+    return [
         group._replace(
-            routed=tuple((p, compared(entry)) for p, entry in group.routed if entry.name in former)
+            routed=tuple(
+                (p, route_to_compare(entry)) for p, entry in group.routed if entry.name in former
+            )
         )
         for group in after
     ]
-    if memory is not None:
-        memory.wait()
-
-    def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
-        return holders.get(p, StateHolder(p, entry)).cut(
-            key, full_tensor(value), offloaded=memory is not None
-        )
-
-    moved = load_state(saved, groups, on_route_change, place)
-    for name, p in replaced.items():
-        del state[p]
-        if name not in present:
-            log.warning("%s: no longer in param_groups; its state is dropped", name)
-    state.update(moved)
-    if memory is not None:
-        memory.offload_all(state, [{"params": list(names)}])
