@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ def with_local(x: Tensor, local: Tensor) -> Tensor:
     # another tensor first.
     wrapped: Any = type(sharded)(torch.empty_like(local), sharded._spec, requires_grad=False)
     wrapped._local_tensor = local
-    found: Tensor = wrapped
-    return found
+    return cast("Tensor", wrapped)
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -41,11 +40,10 @@ def full_tensor(x: Tensor) -> Tensor:
     if not hasattr(x, "device_mesh"):
         return x
     sharded: Any = x
-    device = sharded.device_mesh.device_type  # the device type of its process groups
-    gathered: Tensor = (
-        sharded if sharded.device.type == device else sharded.to(device)
-    ).full_tensor()
-    return gathered
+    device = sharded.device_mesh.device_type  # of its process groups
+    if sharded.device.type != device:
+        sharded = sharded.to(device)
+    return cast("Tensor", sharded.full_tensor())
 
 
 def spec_of(x: Tensor) -> Any:

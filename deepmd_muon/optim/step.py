@@ -69,7 +69,9 @@ class Snapshot:
         for key in known_tensors():
             holders = [values for values in self._states if key in values]
             if holders:
-                self._tensors.append((itemgetter(key), holders, [each[key] for each in holders]))
+                self._tensors.append(
+                    (itemgetter(key), holders, [values[key] for values in holders])
+                )
         self._devices = devices
         self._shared = shared
         self._specs = list(map(spec_of, shared))

@@ -207,7 +207,7 @@ def _names_matching(names: Iterable[str], patterns: Sequence[str] | None) -> set
 def warn_idle_settings(groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn of settings that have no effect in any group, given the others of the group."""
     arguments = [arguments_of(group) for group in groups]
-    reasons_by_group = [idle_settings(each) for each in arguments]
+    reasons_by_group = [idle_settings(of_group) for of_group in arguments]
     reasons = {}
     for of_group, idle in zip(arguments, reasons_by_group, strict=True):
         for name, reason in idle.items():

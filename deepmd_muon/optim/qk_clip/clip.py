@@ -119,7 +119,7 @@ class Clipper:
         places = torch.full((entry.shape[dim],), self._place_of_one, device="cpu")
         for layer, rows in scaled:
             firsts = self._first_key if rows.factor == "key" else self._first_head
-            first_place = self._starts[rows.factor] + firsts[layer.name] + rows.first
+            first_place = self._starts[rows.factor] + firsts[layer.name] + rows.offset
             for i in range(rows.heads):
                 start = rows.start + i * rows.stride
                 places[start : start + rows.size] = first_place + i * rows.step
@@ -245,8 +245,7 @@ class Clipper:
         self._heads_of_keys = self._heads_of_keys.to(gamma.device)
         gamma_of_keys = gamma[self._heads_of_keys].amin(1)
         alpha = self._clip.alpha
-        one = gamma.new_ones(1)
-        return torch.cat([gamma**alpha, gamma_of_keys ** (1.0 - alpha), gamma, one])
+        return torch.cat([gamma**alpha, gamma_of_keys ** (1.0 - alpha), gamma, gamma.new_ones(1)])
 
 
 def _held_heads(value: Tensor) -> Sequence[tuple[int, int]]:

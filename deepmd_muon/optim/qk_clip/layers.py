@@ -26,7 +26,7 @@ _NORM = re.compile(
 class HeadRows(NamedTuple):
     """Rows of one weight that belong to `heads` heads.
 
-    The i-th of these heads is number ``first + i · step`` of its layer. It has `size` rows, from
+    The i-th of these heads is number ``offset + i · step`` of its layer. It has `size` rows, from
     ``start + i · stride`` on.
     """
 
@@ -36,7 +36,7 @@ class HeadRows(NamedTuple):
     size: int
     start: int
     stride: int
-    first: int = 0
+    offset: int = 0
     step: int = 1
 
 
@@ -118,10 +118,10 @@ class FusedQKV:
         key_heads = self.key_heads or self.heads
         length = _length(self, self.weight, shapes)
         view = routes[self.weight].view
-        parts = view.sizes if view is not None and view.axis == self.axis else ()
+        sizes = view.sizes if view is not None and view.axis == self.axis else ()
         if self.interleaved:
-            return self._interleaved_rows(length, parts, key_heads)
-        size = self._head_size(length, parts, self.heads, key_heads)
+            return self._interleaved_rows(length, sizes, key_heads)
+        size = self._head_size(length, sizes, self.heads, key_heads)
         keys_start = self.heads * size
         return [
             HeadRows(self.weight, "query", heads=self.heads, size=size, start=0, stride=size),
@@ -129,13 +129,13 @@ class FusedQKV:
         ]
 
     def _interleaved_rows(
-        self, length: int, parts: tuple[int, ...], key_heads: int
+        self, length: int, sizes: tuple[int, ...], key_heads: int
     ) -> list[HeadRows]:
         """Return the rows of a weight with queries | key | value of each key head in turn."""
         queries_per_key = self.heads // key_heads
-        parts_per_key = parts[: len(parts) // key_heads]
-        if parts_per_key * key_heads != parts:
-            raise self._error_of_parts(parts, f"which does not repeat for {key_heads} key heads")
+        parts_per_key = sizes[: len(sizes) // key_heads]
+        if parts_per_key * key_heads != sizes:
+            raise self._error_of_parts(sizes, f"which does not repeat for {key_heads} key heads")
         stride = _per_head(self, self.weight, length, key_heads)
         size = self._head_size(stride, parts_per_key, queries_per_key, 1)
         # The i-th query head of each key head.
@@ -147,7 +147,7 @@ class FusedQKV:
                 size=size,
                 start=i * size,
                 stride=stride,
-                first=i,
+                offset=i,
                 step=queries_per_key,
             )
             for i in range(queries_per_key)
@@ -158,30 +158,32 @@ class FusedQKV:
         )
         return [*queries, keys]
 
-    def _head_size(self, length: int, parts: tuple[int, ...], heads: int, key_heads: int) -> int:
+    def _head_size(
+        self, length: int, part_sizes: tuple[int, ...], heads: int, key_heads: int
+    ) -> int:
         """Return the number of rows of a head in q | k | v of this length and these parts.
 
         Parts may be q, k and v, or heads, or divide equal heads further.
         """
-        if len(parts) <= 1:
+        if len(part_sizes) <= 1:
             return _per_head(self, self.weight, length, heads + 2 * key_heads)
-        if len(parts) == 3:
-            query_size = _per_head(self, self.weight, parts[0], heads)
-            key_size = _per_head(self, self.weight, parts[1], key_heads)
+        if len(part_sizes) == 3:
+            query_size = _per_head(self, self.weight, part_sizes[0], heads)
+            key_size = _per_head(self, self.weight, part_sizes[1], key_heads)
         else:
             size, remainder = divmod(length, heads + 2 * key_heads)
-            ends_of_parts = {0, *itertools.accumulate(parts)}
+            ends_of_parts = {0, *itertools.accumulate(part_sizes)}
             ends_of_heads = range(0, (heads + key_heads + 1) * size, size) if size else ()
             if not remainder and ends_of_parts >= {*ends_of_heads}:
                 return size  # parts of heads, such as those with and without position
-            query_size = parts[0]
-            key_size = parts[min(heads, len(parts) - 1)]
-            value_size = parts[-1]
+            query_size = part_sizes[0]
+            key_size = part_sizes[min(heads, len(part_sizes) - 1)]
+            value_size = part_sizes[-1]
             of_heads = (query_size,) * heads
             of_heads += (key_size,) * key_heads + (value_size,) * key_heads
-            if parts != of_heads:
+            if part_sizes != of_heads:
                 raise self._error_of_parts(
-                    parts,
+                    part_sizes,
                     f"parts must be q, k and v, or those of {heads} query, {key_heads} key and "
                     f"{key_heads} value heads in this order",
                     separator="; ",
@@ -196,11 +198,11 @@ class FusedQKV:
         return query_size
 
     def _error_of_parts(
-        self, parts: tuple[int, ...], reason: str, separator: str = ", "
+        self, part_sizes: tuple[int, ...], reason: str, separator: str = ", "
     ) -> QKClipError:
-        sizes = "+".join(map(str, parts))
+        text = "+".join(map(str, part_sizes))
         return QKClipError(
-            [f"{self.name}: {self.weight!r} is split into {sizes}{separator}{reason}"]
+            [f"{self.name}: {self.weight!r} is split into {text}{separator}{reason}"]
         )
 
 

@@ -155,14 +155,14 @@ def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:
 def _sums_of_wave(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """Return `_sums` of several pairs of one length, concatenated."""
     blocks = sum(map(len, momenta))
-    both = momenta[0].new_empty(2, blocks, momenta[0].shape[1], dtype=torch.float64)
+    operands = momenta[0].new_empty(2, blocks, momenta[0].shape[1], dtype=torch.float64)
     from_float64 = momenta[0].dtype == torch.float64
-    for into, tensors in zip(both, (momenta, gradients), strict=True):
+    for into, tensors in zip(operands, (momenta, gradients), strict=True):
         if from_float64:
             torch.cat(list(tensors), out=into)
         else:
             into.copy_(torch.cat(list(tensors)))
-    return _sums_in_range(*both) if from_float64 else _sums(*both)
+    return _sums_in_range(*operands) if from_float64 else _sums(*operands)
 
 
 def _sums_in_range(m: Tensor, g: Tensor) -> Tensor:

@@ -135,11 +135,11 @@ def _only_trainable_changed(saved: SavedParameter, entry: RouteEntry) -> bool:
         return False
     if entry.view is None:
         return True
-    known = known_tensors()
+    tensors = known_tensors()
     return all(
-        tuple(value.shape) == known[key].shape_for(entry.shape, entry.view)
+        tuple(value.shape) == tensors[key].shape_for(entry.shape, entry.view)
         for key, value in saved.values.items()
-        if key in known and _belongs_to_blocks(known[key])
+        if key in tensors and _belongs_to_blocks(tensors[key])
     )
 
 
@@ -302,14 +302,14 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
     becomes unused if settings change while a parameter is frozen. A frozen parameter keeps all
     state except that of rules that are off.
     """
-    known = known_tensors()
+    tensors = known_tensors()
     for p, entry, group in _parameters(groups):
         values = state.get(p, {})
         rules = matrix_rules(group.settings)
         unused = _unused_keys(values, rules)
         unfit = [
             key
-            for key in known.keys() & values.keys() - unused.keys()
+            for key in tensors.keys() & values.keys() - unused.keys()
             if not _fits(key, values[key], entry, rules)
         ]
         if not unused and not unfit:

@@ -78,7 +78,8 @@ def import_state(
     ForeignStateError
         When names are missing, or the number of names differs from the number of parameters.
     """
-    count = sum(len(group["params"]) for each in state_dicts for group in each["param_groups"])
+    all_groups = [group for state_dict in state_dicts for group in state_dict["param_groups"]]
+    count = sum(len(group["params"]) for group in all_groups)
     all_names = None if names is None else list(names)
     if all_names is not None and len(all_names) != count:
         raise ForeignStateError(

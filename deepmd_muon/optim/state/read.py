@@ -139,11 +139,11 @@ def _describe_foreign(state: Mapping[Any, Mapping[str, Any]]) -> str:
 
 def _with_tensors(saved: SavedParameter) -> SavedParameter:
     """Turn plain numbers, as which old versions of torch count steps, into tensors."""
-    known = known_tensors()
+    tensors = known_tensors()
     numbers = {
         key: torch.tensor(float(value), device="cpu")
         for key, value in saved.values.items()
-        if isinstance(value, (int, float)) and key in known and known[key].extent == "scalar"
+        if isinstance(value, (int, float)) and key in tensors and tensors[key].extent == "scalar"
     }
     return dataclasses.replace(saved, values={**saved.values, **numbers}) if numbers else saved
 

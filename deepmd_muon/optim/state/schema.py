@@ -100,7 +100,8 @@ class StateHolder:
         All ranks must call this together, because a tensor in another layout needs collectives. The
         layout of a DTensor parameter's state is checked before the step, not here.
         """
-        tensor, device = known_tensors()[key], self.p.device
+        tensor = known_tensors()[key]
+        device = self.p.device
         dtype = tensor.dtype_for(self.p.dtype)
         if tensor.extent != "scalar":
             value = self.of(value, tensor.extent)
