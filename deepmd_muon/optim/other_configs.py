@@ -22,9 +22,7 @@ from deepmd_muon.setting import InvalidSettingError, Needs, setting, setting_lik
 @understand_words
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonConfig(MuonSettings, MuonBuildable):
-    """Settings of a plain Muon with AdamW for the rest, in the field's words.
-
-    It is built as a `HybridMuon`.
+    """Settings of a plain Muon with AdamW for the rest; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping,
     two-dimensional weights only, and AdamW for embeddings, the output layer, positions and tokens.
@@ -76,10 +74,7 @@ class MuonConfig(MuonSettings, MuonBuildable):
 @understand_words
 @dataclasses.dataclass(frozen=True)
 class AdamConfig(Buildable):
-    """Settings of `torch.optim.Adam` with DeePMD's key names.
-
-    The decay is an L2 term in the gradient.
-    """
+    """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term."""
 
     adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
     adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
