@@ -483,7 +483,7 @@ class FurtherSettings(MuonSettings):
 class HybridMuonConfig(
     FurtherSettings, DeePMDSettings, MuonBuildable
 ):  # the fields of the last base come first
-    """Settings of `HybridMuon`; the first nine keys are DeePMD's, with deepmd-kit 3.2.0's defaults."""
+    """Settings of `HybridMuon`; the first nine keys are DeePMD's, with its defaults."""
 
     own_lr = 5e-4
 
