@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.argcheck.legacy_optimizer import current_optimizer
 from deepmd_muon.argcheck.training import RunSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings
@@ -64,6 +65,9 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
 
     Those that change the training are warnings.
     """
+    saved_optimizer = saved.get("optimizer")
+    if isinstance(saved_optimizer, Mapping):
+        saved = {**saved, "optimizer": current_optimizer(saved_optimizer)}
     changes = changed_settings(saved, present)
     # Settings without effect today, which checkpoints of earlier versions have.
     left_out = {f"training/{name}" for name in RunSettings.foreign}

@@ -16,6 +16,7 @@ from typing import Any
 
 from dargs import Argument, ArgumentEncoder, Variant
 
+from deepmd_muon.argcheck.legacy_optimizer import translated_keys
 from deepmd_muon.argcheck.limits import limits_of
 from deepmd_muon.argcheck.schema import Key, foreign_of, tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
@@ -107,7 +108,8 @@ def _fields(section: Key, *, has_defaults: bool = True) -> list[Argument]:
     for name, key in section.keys.items():
         has_default = has_defaults and name not in left_out
         arguments.append(_argument(key, has_default=has_default))
-    for name, foreign in foreign_of(section.section).items():
+    without_counterpart = {**foreign_of(section.section), **translated_keys(section.section)}
+    for name, foreign in without_counterpart.items():
         arguments.append(_foreign_argument(name, foreign))
     return arguments
 

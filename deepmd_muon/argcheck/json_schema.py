@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from deepmd_muon.argcheck.legacy_optimizer import translated_keys
 from deepmd_muon.argcheck.schema import Key, foreign_of, summary, tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.model.branch_settings import SHAREABLE
@@ -75,7 +76,8 @@ def _object(key: Key, extra: dict[str, Any]) -> dict[str, Any]:
                 for alias in inner.alias
             }
         )
-    for name, foreign in foreign_of(key.section).items():
+    others = {**foreign_of(key.section), **translated_keys(key.section)}
+    for name, foreign in others.items():
         if foreign.inert:
             properties[name] = {"description": f"Left out: {foreign.what}."}
         else:

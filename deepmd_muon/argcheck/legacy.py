@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
+from deepmd_muon.argcheck.legacy_optimizer import translate_optimizer
 from deepmd_muon.optim.words import RENAMED_SETTINGS
 from deepmd_muon.setting import shown
 
@@ -33,10 +34,11 @@ _OPTIMIZER_KEYS = (
 _TRANSLATED_KEYS = tuple(RENAMED_SETTINGS)
 
 # Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's.
-# It ignored the layout: with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the
-# weight as stored.
+# It ignored the layout: its scale, by lr_adjust 10, was sqrt(max(1, rows/columns)) of the weight as
+# stored.
 _FIRST_DEFAULTS: dict[str, Any] = {
-    "lr_adjust": 10.0,
+    "scaling": "rectangular",
+    "adam_lr_ratio": 0.1,
     "lr_adjust_coeff": 0.2,
     "magma_muon": False,
     "layout": "as_stored",
@@ -64,6 +66,17 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
         f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that "
         "the section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff "
         '0.2, magma_muon false, muon_mode "2d", layout "as_stored".',
+    ),
+    (
+        "lr_adjust",
+        "in optimizer of type HybridMuon",
+        'Above 0: scaling "rectangular" and adam_lr_ratio 1/lr_adjust, unless these are given. '
+        "At or below 0: nothing, these are the defaults.",
+    ),
+    (
+        "deepmd_kit_arithmetic",
+        "in optimizer of type HybridMuon",
+        'schedule "deepmd-kit", layout "as_stored" and, if it is omitted, lr_adjust_coeff 0.18.',
     ),
 )
 """Spellings that `upgrade` accepts, and their translations: for the reference."""
@@ -132,6 +145,10 @@ def upgrade(data: dict[str, Any]) -> Upgrade:
         _move_warmup(upgraded, training)
         _move_optimizer(upgraded, training)
     _translate_hybrid_muon(upgraded)
+    optimizer = upgraded.section("optimizer")
+    if optimizer is not None and optimizer.get("type") in ("HybridMuon", "Muon"):
+        upgraded.data["optimizer"], notices = translate_optimizer(optimizer)
+        upgraded.notices += notices
     return upgraded
 
 
@@ -220,6 +237,8 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
     _translate_2d_only(upgraded, optimizer)
     _translate_min_dim(upgraded, optimizer)
     filled = {key: value for key, value in _FIRST_DEFAULTS.items() if key not in optimizer}
+    if "lr_adjust" in optimizer:  # it determines these two
+        filled = {k: v for k, v in filled.items() if k not in ("scaling", "adam_lr_ratio")}
     # `muon_2d_only` was true by default, and every key of that version keeps its meaning.
     if not given_mode and "muon_2d_only" not in legacy:
         filled["muon_mode"] = "2d"

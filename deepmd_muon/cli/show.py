@@ -280,7 +280,7 @@ def _input_routing(path: Path) -> str:
 def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
     from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
-    from deepmd_muon.optim.routing.rules import RouteTable
+    from deepmd_muon.optim.routing.routes import RouteTable
     from deepmd_muon.train.checkpoint.continued_state import SHARED
 
     checkpoint = read_checkpoint(path)

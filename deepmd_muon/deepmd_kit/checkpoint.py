@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
-from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name
 
 # The lists of a group with one entry per parameter.
 PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")

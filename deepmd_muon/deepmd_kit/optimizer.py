@@ -17,14 +17,16 @@ class DeepmdKitHybridMuon(HybridMuon):
         """Do nothing: the constructor has received the names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing.
+        """Return the state with its routing, and with what deepmd-kit's class reads.
 
-        deepmd-kit reads the powers of Adam's betas, so the state of a parameter has them, too.
+        It reads the powers of Adam's betas, and `lr_adjust` of groups.
         """
         state_dict = super().state_dict()
         state = dict(state_dict["state"])
         for group in state_dict["param_groups"]:
             beta1, beta2 = group["adam_betas"]
+            rectangular = group["scaling"] == "rectangular"
+            group["lr_adjust"] = 1.0 / group["adam_lr_ratio"] if rectangular else 0.0
             for key in group["params"]:
                 if "step" in state.get(key, {}):
                     steps = float(state[key]["step"])

@@ -11,13 +11,15 @@ from dargs import Argument
 from deepmd_muon.argcheck import InputError, Problem
 from deepmd_muon.argcheck.check import check
 from deepmd_muon.argcheck.dargs_tree import arguments_of
+from deepmd_muon.argcheck.legacy_optimizer import translate_optimizer
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.plugins import load_plugins
 
-# The keys of deepmd-kit 3.2.0, which its trainers pass to the optimizer.
+# The keys of deepmd-kit 3.2.0, which its trainers pass to the optimizer; besides lr_adjust, which
+# is translated.
 KEYS_OF_DEEPMD_KIT = frozenset(
     {
-        *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust", "lr_adjust_coeff"),
+        *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust_coeff"),
         *("muon_mode", "enable_gram", "flash_muon", "magma_muon"),
     }
 )
@@ -32,6 +34,10 @@ def accept_further_keys(registry: Any) -> None:
     """
     present: Argument = registry.get_argument("HybridMuon")
     further = [key for key in arguments_of(HybridMuonConfig) if key.name not in present.sub_fields]
+    for key in further:
+        # lr_adjust decides where the input omits these; a default that dargs fills in would hide it.
+        if key.name in ("scaling", "adam_lr_ratio"):
+            key.default = Argument(key.name, key.dtype).default
 
     def arguments() -> list[Argument]:
         return [*present.sub_fields.values(), *further]
@@ -51,8 +57,9 @@ def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     InputError
         Naming every key, deepmd-kit's included, whose value is out of its range.
     """
-    plain = {key: value for key, value in section.items() if key != "type"}
-    checked = check(HybridMuonConfig, plain)
+    translated = translate_optimizer(section).section
+    del translated["type"]
+    checked = check(HybridMuonConfig, translated)
     if checked.settings is None:
         raise InputError(Problem(f"optimizer/{p.path}", p.message) for p in checked.problems)
     if checked.settings.rules:

@@ -52,6 +52,8 @@ class HybridMuonTrainer(_Trainer):
             return optimizer
         # deepmd-kit's way around gaps of torch; HybridMuon does not need it.
         settings.pop("use_foreach", None)
+        # `_further` has the two settings that it stands for.
+        settings.pop("lr_adjust", None)
         named_parameters = list(self.wrapper.named_parameters())
         if self.sharding.stage == 1:
             sharded = ZeroRedundancyHybridMuon(named_parameters, **settings, **self._further)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
-    from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
+    from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, RoutingRules
     from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
     from deepmd_muon.optim.rules.registry import register_rule
     from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
@@ -55,7 +55,7 @@ _NAMES = {
     "other_configs": ("AdamConfig", "AdamWConfig", "MuonConfig", "register_optimizer"),
     "polar": ("SCHEDULES", "Schedule", "orthogonalize"),
     "qk_clip": ("QKClip",),
-    "routing.rules": ("RouteEntry", "RouteTable", "RoutingRules"),
+    "routing.routes": ("RouteEntry", "RouteTable", "RoutingRules"),
     "rules.interface": ("MatrixRule", "StateTensor"),
     "rules.registry": ("register_rule",),
     "state.deepmd_kit": ("name_deepmd_kit_state",),

@@ -1,4 +1,4 @@
-"""The arguments of `HybridMuon`: one declaration for its constructor, its checks and its documentation."""
+"""The arguments of `HybridMuon`: one declaration for constructor, checks and documentation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from deepmd_muon.optim.groups.group_settings import GroupArguments, checked_arguments
 from deepmd_muon.optim.qk_clip.layers import QKClip
-from deepmd_muon.optim.routing.group_settings import GroupArguments, checked_arguments
 from deepmd_muon.setting import setting, setting_of
 
 if TYPE_CHECKING:
@@ -33,36 +33,42 @@ class Arguments(GroupArguments):
         80 * 2**20,
         minimum=1,
         doc=(
-            "Bound on the parameter elements of a wave; a larger parameter forms its own wave. Besides the state, a "
-            "step needs 20 to 24 bytes for each of these elements (float32), on a GPU up to 27; there, two waves of "
-            "more than 4 Mi elements may be in flight."
+            "Bound on the parameter elements of a wave; a larger parameter forms its own wave. "
+            "Besides the state, a step needs 20 to 24 bytes for each of these elements (float32), "
+            "on a GPU up to 27; there, two waves of more than 4 Mi elements may be in flight."
         ),
     )
     offload_bytes: int = setting(
         64 * 2**20,
         minimum=1,
-        doc="Bound on the bytes of a transfer batch (the device holds two), and so on the moments of a wave.",
+        doc=(
+            "Bound on the bytes of a transfer batch (the device holds two), and so on the moments "
+            "of a wave."
+        ),
     )
     replicas: Replicas | None = setting(
         None,
         doc=(
-            "Device mesh or process group whose ranks hold copies of the non-DTensor parameters with equal gradients "
-            "(DDP) and share the step. Without it, this process steps such parameters alone. DTensors carry their own "
-            "layout."
+            "Device mesh or process group whose ranks hold copies of the non-DTensor parameters "
+            "with equal gradients (DDP) and share the step. Without it, this process steps such "
+            "parameters alone. DTensors carry their own layout."
         ),
     )
     qk_clip: QKClip | None = setting(
         None,
-        doc="Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.",
+        doc=(
+            "Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`."
+        ),
     )
 
 
 def takes(
     arguments: Callable[P, Arguments],
 ) -> Callable[[Callable[[S, Arguments], None]], Callable[Concatenate[S, P], None]]:
-    """Decorate a constructor that receives its checked arguments as one object; callers see the fields of `arguments`.
+    """Decorate a constructor that receives its checked arguments as one object.
 
-    Editors and type checkers read them from the dataclass, `help` and `inspect.signature` from the decorated function.
+    Callers see the fields of `arguments`: editors and type checkers read them from the dataclass,
+    `help` and `inspect.signature` from the decorated function.
     """
     signature = inspect.signature(arguments)
 
@@ -75,27 +81,23 @@ def takes(
             bound.apply_defaults()
             init(self, checked_arguments(Arguments, bound.arguments))
 
-        own = [
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *signature.parameters.values(),
-        ]
-        construct.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        with_self = [self_parameter, *signature.parameters.values()]
+        construct.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for `help`
+            parameters=with_self
+        )
         return construct
 
     return decorate
 
 
 def documented(arguments: type) -> Callable[[type[C]], type[C]]:
-    """Decorate a class: its docstring's ``{arguments}`` becomes name and text of each field of `arguments`."""
+    """Decorate a class: fill in ``{arguments}`` of its docstring by the fields of `arguments`."""
     lines = []
     for field in dataclasses.fields(arguments):
-        lines += [
-            field.name,
-            *(
-                "    " + line
-                for line in textwrap.wrap(setting_of(field).doc, 108, break_on_hyphens=False)
-            ),
-        ]
+        text = textwrap.wrap(setting_of(field).doc, 108, break_on_hyphens=False)
+        lines.append(field.name)
+        lines += [f"    {line}" for line in text]
 
     def decorate(cls: type[C]) -> type[C]:
         cls.__doc__ = (cls.__doc__ or "").replace("{arguments}", "\n    ".join(lines))

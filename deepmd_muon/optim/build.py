@@ -48,31 +48,28 @@ def build_muon(
     replicas: Replicas | None = None,
     qk_clip: QKClip | None = None,
 ) -> HybridMuon:
-    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for all named parameters of `model`."""
-    settings = {
-        **vars(config),
-        "qk_clip": qk_clip,
-        "splits": (*config.splits, *declared_splits(model)),
-    }
+    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for a model."""
+    splits = [*config.splits, *declared_splits(model)]
+    settings = {**vars(config), "qk_clip": qk_clip}
     if isinstance(config, MuonConfig):
         settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
         settings |= {"magma_muon": False, "vector_route": "adamw"}
-        settings["splits"] = (*settings["splits"], *attention_splits(model))
+        splits += attention_splits(model)
         if config.adamw_patterns is None:
-            fused = [FusedSplit.parse(split).pattern for split in settings["splits"]]
+            fused = [FusedSplit.parse(split).pattern for split in splits]
             matrices = (*config.expert_patterns, *config.muon_patterns, *fused)
             settings["adamw_patterns"] = _patterns_of(model, matrices)
     else:
         settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
     if config.conv_patterns is None:
-        kernels = {glob.escape(name): groups for name, groups in convolutions(model).items()}
+        kernels = convolutions(model)
         if kernels:
-            log.info(
-                "matrices (out, in times kernel) of convolutions: %s",
-                ", ".join(convolutions(model)),
-            )
-        grouped = [f"{pattern}: rows {groups}" for pattern, groups in kernels.items() if groups > 1]
-        settings |= {"conv_patterns": tuple(kernels), "splits": (*settings["splits"], *grouped)}
+            log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(kernels))
+        settings["conv_patterns"] = tuple(map(glob.escape, kernels))
+        splits += [
+            f"{glob.escape(name)}: rows {groups}" for name, groups in kernels.items() if groups > 1
+        ]
+    settings["splits"] = tuple(splits)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
@@ -85,18 +82,17 @@ def build_muon(
 
 
 def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
-    """Return patterns for the tables, heads, positions and tokens of a model, except those declared as matrices."""
-    found = {
+    """Return patterns of tables, heads, positions and tokens that are not declared as matrices."""
+    declared = (*matrices, *DEFAULT_ADAMW_PATTERNS)
+    reasons = {
         name: reason
         for name, reason in tables_and_heads(model).items()
-        if not any(fnmatchcase(name, pattern) for pattern in (*matrices, *DEFAULT_ADAMW_PATTERNS))
+        if not any(fnmatchcase(name, pattern) for pattern in declared)
     }
-    if found:
-        log.info(
-            "AdamW by type of module: %s",
-            ", ".join(f"{name} ({reason})" for name, reason in found.items()),
-        )
-    return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, found))
+    if reasons:
+        listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+        log.info("AdamW by type of module: %s", listed)
+    return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, reasons))
 
 
 @register_builder(AdamConfig)
@@ -104,12 +100,14 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
-    """Make torch's Adam or AdamW for the trainable named parameters of `model`; `replicas` share its state."""
+    """Make torch's Adam or AdamW for the trainable named parameters of `model`.
+
+    `replicas` share its state.
+    """
     kind: type[torch.optim.Adam] = AdamW if isinstance(config, AdamWConfig) else Adam
-    betas = (config.adam_beta1, config.adam_beta2)
     options: dict[str, Any] = {
         "lr": lr,
-        "betas": betas,
+        "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_eps,
         "weight_decay": config.weight_decay,
     }
@@ -126,7 +124,7 @@ def build_adam(
 
 
 def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Log on rank 0 the numbers of parameters and weights (all, trainable, per route), and the names not trained."""
+    """Log the numbers of parameters and weights, and the names not trained, on rank 0."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
@@ -134,25 +132,23 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     ):
         return
     kind = type(optimizer).__name__
-    sizes = {
-        trainable: [p.numel() for p in model.parameters() if p.requires_grad == trainable]
-        for trainable in (True, False)
-    }
+    params = list(model.parameters())
+    trainable = [p for p in params if p.requires_grad]
     log.info(
         "%s: %d parameters (%d weights), %d of them trainable (%d weights)",
         kind,
-        sum(map(len, sizes.values())),
-        sum(map(sum, sizes.values())),
-        len(sizes[True]),
-        sum(sizes[True]),
+        len(params),
+        sum(p.numel() for p in params),
+        len(trainable),
+        sum(p.numel() for p in trainable),
     )
     if isinstance(optimizer, HybridMuon):
         log.info("%s routing: %s", kind, optimizer.routing.summary())
         routes = {entry.route for entry in optimizer.routing}
         if "muon" not in routes and routes & {"adam", "adamw"}:
             log.warning(
-                "no matrix takes the Muon route, so that %s steps as Adam does: lower min_matrix_dim or change the "
-                "patterns, or set type Adam",
+                "no matrix takes the Muon route, so that %s steps as Adam does: lower "
+                "min_matrix_dim or change the patterns, or set type Adam",
                 kind,
             )
     untrained = [name for name, p in model.named_parameters() if not p.requires_grad]

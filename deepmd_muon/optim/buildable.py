@@ -1,4 +1,7 @@
-"""The interface by which settings classes make optimizers, and the table of builders. Does not import torch."""
+"""The interface by which settings classes make optimizers, and the table of builders.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ if TYPE_CHECKING:
 
 Builder = TypeVar("Builder", bound="Callable[..., Any]")
 
-# The function that makes the optimizer of each settings class. `deepmd_muon.optim.build` registers them. It needs
-# torch, which settings must not import, so `IMPORT_BUILDERS` imports it when the first optimizer is built.
+# The function that makes the optimizer of each settings class. `deepmd_muon.optim.build` registers
+# them. It needs torch, which settings must not import, so `IMPORT_BUILDERS` imports it when the
+# first optimizer is built.
 _BUILDERS: dict[type, Callable[..., Optimizer]] = {}
 IMPORT_BUILDERS: list[Callable[[], object]] = []
 
@@ -43,11 +47,11 @@ def _builder_of(settings: object) -> Callable[..., Optimizer]:
 
 
 def _warn_idle_settings(config: Any) -> None:
-    """Warn of settings that have no effect beside the others; of an input, the input check says it."""
+    """Warn of settings that have no effect beside the others.
+
+    Of an input, the input check says it.
+    """
     idle = idle_settings(config)
-    sharded = getattr(config, "sharded", None)
-    if sharded is not None:
-        idle |= {f"sharded.{name}": reason for name, reason in idle_settings(sharded).items()}
     if idle:
         text = "; ".join(f"{name} {reason}" for name, reason in idle.items())
         warnings.warn(IdleSettingWarning(f"{type(config).__name__}: {text}"), stacklevel=3)
@@ -57,7 +61,8 @@ def _check_model(model: object) -> None:
     """Raise TypeError for parameters in place of a model."""
     if not hasattr(model, "named_parameters"):
         raise TypeError(
-            f"build takes a model (torch.nn.Module), found {type(model).__name__}; HybridMuon takes named parameters"
+            f"build takes a model (torch.nn.Module), found {type(model).__name__}; HybridMuon "
+            "takes named parameters"
         )
 
 
@@ -74,14 +79,17 @@ class OptimizerSettings(Protocol):
         lr
             Learning rate; None means the configuration's own.
         replicas
-            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; Adam and
-            AdamW shard their state over them (ZeRO-1).
+            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work
+            among them; Adam and AdamW shard their state over them (ZeRO-1).
         """
         ...
 
 
 class Buildable:
-    """A configuration that checks its values; a registered builder makes its optimizer. See `OptimizerSettings`."""
+    """A configuration that checks its values.
+
+    A registered builder makes its optimizer. See `OptimizerSettings`.
+    """
 
     own_lr = 1e-3
 
@@ -109,7 +117,8 @@ class MuonBuildable(Buildable):
     ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`.
 
-        A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a threshold.
+        A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a
+        threshold.
         """
         _check_model(model)
         _warn_idle_settings(self)

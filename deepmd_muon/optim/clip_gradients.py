@@ -1,7 +1,8 @@
 """Gradient clipping that suits Muon: by the norm of the gradients of the Adam routes alone.
 
-The size of a Muon update does not depend on the size of its gradient. Large matrices dominate the norm of all
-gradients: clipping by that norm would shorten the steps of the Adam routes whenever a matrix has a large gradient.
+The size of a Muon update does not depend on the size of its gradient. Large matrices dominate the
+norm of all gradients: clipping by that norm would shorten the steps of the Adam routes whenever a
+matrix has a large gradient.
 """
 
 from __future__ import annotations
@@ -21,37 +22,36 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @torch.no_grad()
 def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-    """Scale the gradients of the Adam and AdamW routes in place so that their norm is at most `max_norm`.
+    """Scale the gradients of the Adam routes in place to a norm of at most `max_norm`.
 
-    Call it in place of ``torch.nn.utils.clip_grad_norm_``, after the backward pass and, with a gradient scaler, after
-    ``scaler.unscale_``. It reads nothing from the device, so a captured step may contain it.
+    Call it in place of ``torch.nn.utils.clip_grad_norm_``, after the backward pass and, with a
+    gradient scaler, after ``scaler.unscale_``. It reads nothing from the device, so a captured step
+    may contain it.
 
     Parameters
     ----------
     optimizer
-        A `HybridMuon`; the gradients of its Muon route stay unchanged. With another optimizer, all gradients count and
-        are scaled.
+        A `HybridMuon`; the gradients of its Muon route stay unchanged. With another optimizer, all
+        gradients count and are scaled.
     max_norm
         Largest Euclidean norm.
 
     Returns
     -------
     Tensor
-        The norm before scaling, a scalar; 0 without gradients. All ranks must call this together and get the same norm.
-        Plain parameters of `local_patterns` do not count in it: each rank measures and scales its own separately.
+        The norm before scaling, a scalar; 0 without gradients. All ranks must call this together
+        and get the same norm. Plain parameters of `local_patterns` do not count in it: each rank
+        measures and scales its own separately.
     """
     shared: list[Tensor] = []
     local: list[Tensor] = []
-    params = [(p, False) for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, HybridMuon):
-        params = [
-            (p, own)
-            for p, entry, own in optimizer.routed_parameters()
-            if entry.route in ("adam", "adamw")
-        ]
-    for p, is_own in params:
-        if p.grad is not None:
-            (local if is_own else shared).append(p.grad)
+        for p, entry, is_local in optimizer.routed_parameters():
+            if entry.route in ("adam", "adamw") and p.grad is not None:
+                (local if is_local else shared).append(p.grad)
+    else:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        shared += [p.grad for p in params if p.grad is not None]
     if local:
         _scale(local, _norm(local), max_norm)
     if not shared:
@@ -62,7 +62,10 @@ def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> T
 
 
 def _norm(grads: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients; those of DTensors count with their elements on all ranks."""
+    """Return the norm of all gradients.
+
+    Those of DTensors count with their elements on all ranks.
+    """
     by_layout: dict[Hashable, list[Tensor]] = defaultdict(list)
     for g in grads:
         spec: Any = spec_of(g)
@@ -71,14 +74,13 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
     for alike in by_layout.values():
         norm: Any = torch.nn.utils.get_total_norm(alike)
         norms.append(norm.full_tensor() if spec_of(norm) is not None else norm)
-    together: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms])
-    )
-    return together
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(stacked)
+    return total
 
 
 def _scale(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients on any devices in place so that their norm, now `norm`, is at most `max_norm`."""
+    """Scale gradients in place so that their norm, now `norm`, is at most `max_norm`."""
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for g in map(local_of, grads):

@@ -1,6 +1,7 @@
-"""Settings of the optimizers as frozen dataclasses, which alone define each key's type, default, range and meaning.
+"""Settings of the optimizers: frozen dataclasses with each key's type, default, range and text.
 
-This module does not import torch, so that the input checker can read it; the `build` methods import it.
+This module does not import torch, so that the input checker can read it; the `build` methods import
+it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from deepmd_muon.optim.buildable import MuonBuildable
-from deepmd_muon.optim.rules_config import RuleSettings
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import Needs, above_zero, setting
+from deepmd_muon.setting import Needs, above_zero, check_settings, setting, switched_on
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -25,22 +24,43 @@ RouteChange = Literal["error", "migrate", "reset"]
 NonFinite = Literal["ignore", "skip", "error"]
 VectorRoute = Literal["adam", "adamw"]
 AdamImplementation = Literal["fused", "foreach", "for-loop"]
+Replication = Literal["auto", "spread", "repeat"]
+GatherDtype = Literal["full", "bfloat16"]
+ReturnDtype = Literal["full", "bfloat16", "float16"]
+StatePlace = Literal["replicated", "sharded"]
 Steps = tuple[tuple[float, float, float], ...]
 
 SCHEDULES = (
-    *("8+2", "keller-jordan", "polar-express"),
-    *("polar-express-4", "polar-express-5", "polar-express-6", "muon-fsdp2"),
+    "8+2",
+    "keller-jordan",
+    "polar-express",
+    "polar-express-4",
+    "polar-express-5",
+    "polar-express-6",
+    "muon-fsdp2",
 )
 
-# Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these matches no name.
+# Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
+RULES = (
+    "magma:Magma",
+    "normuon:NorMuon",
+    "cautious_decay:CautiousDecay",
+    "master_weights:MasterWeights",
+)
+
+# Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these
+# matches no name.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
-# "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest".
+# For example "*.qkv.weight: rows 3" or "*.q_b.weight: rows (128+64)*16+rest".
 _SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
 SPLIT_PATTERN = (
     rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
 )
 
+# The schedule that follows deepmd-kit 3.2.0 in its rounding, too
+# (`deepmd_muon.optim.polar.deepmd_kit`).
+DEEPMD_KIT = "deepmd-kit"
 _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
@@ -49,41 +69,22 @@ SPLIT_SYNTAX = (
 )
 
 
-def scaling_of(scaling: Scaling | None, lr_adjust: float | None) -> Scaling:
-    """Return the scaling of the Muon update; null follows the sign of `lr_adjust`."""
-    return scaling or ("rectangular" if lr_adjust is not None and lr_adjust > 0 else "match_rms")
-
-
-def _by_rms(scaling: Scaling | None, lr_adjust: float | None) -> bool:
-    return scaling_of(scaling, lr_adjust) == "match_rms"
-
-
-def _by_layout(
-    scaling: Scaling | None, lr_adjust: float | None, normuon: bool, rules: Sequence[str]
-) -> bool:
-    by_shape = scaling_of(scaling, lr_adjust) in ("rectangular", "spectral")
-    return by_shape or normuon or bool(rules)
-
-
 _BY_RMS = Needs(
-    ("scaling", "lr_adjust"),
-    _by_rms,
-    "scaling 'match_rms' (lr_adjust at or below 0 implies it)",
+    ("scaling",),
+    lambda scaling: scaling == "match_rms",
+    "scaling 'match_rms'",
     neutral=(0.18, 0.2),  # the defaults of deepmd-kit's versions, which it writes into out.json
 )
 _BY_LAYOUT = Needs(
-    ("scaling", "lr_adjust", "normuon", "rules"),
-    _by_layout,
+    ("scaling", "normuon", "rules"),
+    lambda scaling, normuon, rules: (
+        scaling in ("rectangular", "spectral") or normuon or bool(rules)
+    ),
     "scaling 'rectangular' or 'spectral', or normuon",
+    neutral=("auto", "as_stored"),  # the translation of deepmd_kit_arithmetic gives it
 )
-_NOT_BOTH = Needs(
-    ("scaling", "adam_lr_ratio"),
-    lambda scaling, ratio: scaling is None or ratio is None,
-    "scaling or adam_lr_ratio null",
-    neutral=(0.0, 10.0),
-)
-_OWN_ARITHMETIC = Needs(
-    ("deepmd_kit_arithmetic",), lambda theirs: not theirs, "deepmd_kit_arithmetic false"
+_NOT_DEEPMD_KIT = Needs(
+    ("schedule",), lambda schedule: schedule != DEEPMD_KIT, f"a schedule other than {DEEPMD_KIT!r}"
 )
 
 
@@ -107,16 +108,9 @@ class DeePMDSettings:
     weight_decay: float = setting(
         0.001,
         minimum=0.0,
-        doc="Decoupled weight decay λ of the Muon and AdamW routes: p ← p (1 − lr λ). The Adam route has none.",
-    )
-    lr_adjust: float = setting(
-        0.0,
-        needs=(_NOT_BOTH,),
         doc=(
-            "DeePMD's combined switch. At or below 0 the Muon update is scaled by "
-            "lr_adjust_coeff·sqrt(max(rows, columns)) and the Adam routes use the same learning rate. Above 0 it is "
-            "scaled by sqrt(max(1, out/in)), with out and in by `layout`, and the Adam routes use lr/lr_adjust. The "
-            "explicit settings `scaling` and `adam_lr_ratio` override either half."
+            "Decoupled weight decay λ of the Muon and AdamW routes: p ← p (1 − lr λ). The Adam "
+            "route has none."
         ),
     )
     lr_adjust_coeff: float = setting(
@@ -124,35 +118,151 @@ class DeePMDSettings:
         above=0.0,
         needs=(_BY_RMS,),
         doc=(
-            "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. If an input omits it, "
-            "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It multiplies this by "
-            "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are long (see "
-            "doc/learning-rate.md). With deepmd_kit_arithmetic, it uses the default."
+            "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. "
+            "If an input omits it, `dp train` uses 8.64 for runs of up to 10000 steps and 4.32 "
+            "for longer ones. It multiplies this by 0.001/start_lr if start_lr is higher than "
+            "0.001, and lowers it if descriptors are long (see doc/learning-rate.md)."
         ),
     )
     muon_mode: MuonMode = setting(
         "slice",
         any_case=True,
         doc=(
-            "How a parameter is viewed as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
-            "'flat': all leading dimensions become rows; 'slice': a batch of the last two dimensions."
+            "How a parameter is viewed as matrices, after dimensions of size 1 are dropped. '2d': "
+            "rank 2 only; 'flat': all leading dimensions become rows; 'slice': a batch of the "
+            "last two dimensions."
         ),
     )
     enable_gram: bool = setting(
         True,
-        doc="Iterate on the small Gram matrix where that is cheaper; never changes the coefficients.",
+        doc=(
+            "Iterate on the small Gram matrix where that is cheaper; never changes the "
+            "coefficients."
+        ),
     )
     flash_muon: bool = setting(
         True,
-        doc="Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations run.",
+        doc=(
+            "Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations "
+            "run."
+        ),
     )
     magma_muon: bool = setting(
         True,
         doc=(
-            "Magma damping: a block's update is multiplied by 0.1 + 0.9 s, where the score s follows the alignment "
-            "of its momentum with its gradient."
+            "Magma damping: a block's update is multiplied by 0.1 + 0.9 s, where the score s "
+            "follows the alignment of its momentum with its gradient."
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSettings:
+    """Settings of rules that every optimizer with a Muon route has.
+
+    Magma's switch is among DeePMD's settings.
+    """
+
+    normuon: bool = setting(
+        False,
+        doc=(
+            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its "
+            "running root mean square, and the matrix is rescaled to its former norm. Neurons are "
+            "columns if `layout` is 'in_out', else rows."
+        ),
+    )
+    normuon_beta: float = setting(
+        0.95,
+        minimum=0.0,
+        below=1.0,
+        needs=(switched_on("normuon"),),
+        doc="Decay β₂ of the second moments of `normuon`, one per neuron.",
+    )
+    cautious_decay: bool = setting(
+        False,
+        needs=(above_zero("weight_decay"),),
+        doc=(
+            "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only "
+            "where the update does not move it away from zero."
+        ),
+    )
+    master_weights: bool = setting(
+        False,
+        doc=(
+            "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step "
+            "changes the copy, and the parameter is the rounded copy. Without it, updates below "
+            "half of a weight's last bit are lost. It takes 4 bytes per weight, in the layout of "
+            "the momentum and, with `offload`, in host memory."
+        ),
+    )
+    rules: Sequence[str] = setting(
+        (),
+        doc=(
+            "Rules of other packages on the Muon route, by their registered names, in the order "
+            "in which they act (see doc/add-an-update-rule.md)."
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedSettings:
+    """How several processes step the parameters that they share."""
+
+    replication: Replication = setting(
+        "auto",
+        doc=(
+            "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix "
+            "one owner among all replicas; 'repeat' gives it one owner per replica, which costs "
+            "work and saves bytes. Replicas that repeat the work with state in parts gather the "
+            "momenta before the step, if these fit a bucket. 'auto' takes the way that is "
+            "predicted to be faster."
+        ),
+    )
+    bucket_bytes: int = setting(
+        128 * 2**20,
+        minimum=1,
+        doc=(
+            "Bound on the bytes that one rank receives or sends in one exchange; a larger matrix "
+            "goes alone."
+        ),
+    )
+    slots: int = setting(
+        3,
+        minimum=1,
+        maximum=10,
+        doc=(
+            "Number of bucket-sized buffers, kept from step to step. With 3, one bucket is "
+            "orthogonalized while the next is sent to its owners and the previous one back; 1 is "
+            "strictly serial."
+        ),
+    )
+    state: StatePlace = setting(
+        "replicated",
+        doc=(
+            "Where plain parameters given with `replicas` keep momenta and Adam's moments: "
+            "'replicated': whole on every rank; 'sharded': an equal part on each rank (ZeRO-1), "
+            "as DTensors in the state dict. The state of DTensor parameters always has their "
+            "layout. Under `dp train`, zero_stage 1 selects 'sharded'."
+        ),
+    )
+    gather_dtype: GatherDtype = setting(
+        "full",
+        doc=(
+            "Element type of the messages to the owner; 'full' is float32, or float64 for float64 "
+            "parameters. Rounding before the orthogonalization amplifies the noise of low-rank "
+            "matrices to full strength."
+        ),
+    )
+    return_dtype: ReturnDtype = setting("full", doc="Element type of the returned updates.")
+    free_gradients: bool = setting(
+        False,
+        doc=(
+            "Set the gradient of an exchanged parameter to None as soon as its momentum is updated."
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,60 +277,62 @@ class MuonSettings(RuleSettings):
     adam_implementation: AdamImplementation = setting(
         "fused",
         doc=(
-            "How the Adam and AdamW routes step: by torch's 'fused' kernel, by multi-tensor operations ('foreach'), or "
-            "by the same operations on one parameter after another ('for-loop')."
+            "How the Adam and AdamW routes step: by torch's 'fused' kernel, by multi-tensor "
+            "operations ('foreach'), or by the same operations on one parameter after another "
+            "('for-loop')."
         ),
     )
     nesterov: bool = setting(
         True, needs=(above_zero("momentum"),), doc="Orthogonalize β m + (1 − β) g instead of m."
     )
-    scaling: Scaling | None = setting(
-        None,
+    scaling: Scaling = setting(
+        "match_rms",
         doc=(
-            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, columns)), "
-            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`. null "
-            "follows the sign of lr_adjust."
+            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, "
+            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
+            "out and in by `layout`."
         ),
     )
     layout: WeightLayout = setting(
         "auto",
         needs=(_BY_LAYOUT,),
         doc=(
-            "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
-            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both cases. 'auto' is "
-            "'in_out' under `dp train`, unless deepmd_kit_arithmetic is true, and 'as_stored' elsewhere."
+            "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: "
+            "'in_out' for DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the "
+            "output in both cases. 'auto' is 'in_out' under `dp train` and 'as_stored' elsewhere."
         ),
     )
-    adam_lr_ratio: float | None = setting(
-        None,
+    adam_lr_ratio: float = setting(
+        1.0,
         above=0.0,
         doc=(
-            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null follows lr_adjust: 1 "
-            "at or below 0, else 1/lr_adjust. If an input omits both this and lr_adjust_coeff, `dp train` uses 10 for "
-            "runs of up to 10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and further if "
-            "descriptors are long."
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an "
+            "input omits both this and lr_adjust_coeff, `dp train` uses 10 for runs of up to "
+            "10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and "
+            "further if descriptors are long."
         ),
     )
     schedule: str | Steps = setting(
         "8+2",
-        needs=(_OWN_ARITHMETIC,),
-        pattern=_SCHEDULE_PATTERN,
-        forms=_SCHEDULE_SYNTAX,
+        pattern=f"{_SCHEDULE_PATTERN}|{DEEPMD_KIT}",
+        forms=_SCHEDULE_SYNTAX.replace("one of ", f"one of {DEEPMD_KIT!r}, "),
         nonempty=True,
         doc=(
-            "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one triple [a, b, c] per "
-            "step σ ← a σ + b σ³ + c σ⁵."
+            "Coefficients of the Newton–Schulz iteration (doc/polar-factor.md): a name, or one "
+            "triple [a, b, c] per step σ ← a σ + b σ³ + c σ⁵. 'deepmd-kit' computes as deepmd-kit "
+            "3.2.0, to compare with it: iterates stored in 16 bits, and five Polar-Express steps "
+            "for rectangular matrices if enable_gram is true."
         ),
     )
     large_schedule: str | Steps | None = setting(
         None,
-        needs=(_OWN_ARITHMETIC,),
+        needs=(_NOT_DEEPMD_KIT,),
         pattern=_SCHEDULE_PATTERN,
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
         doc=(
-            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where time counts; null uses "
-            "`schedule`. 'polar-express-5' suits language models."
+            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where "
+            "time counts; null uses `schedule`. 'polar-express-5' suits language models."
         ),
     )
     large_matrix_dim: int = setting(
@@ -232,17 +344,20 @@ class MuonSettings(RuleSettings):
                 lambda schedule: schedule is not None,
                 "large_schedule",
             ),
-            _OWN_ARITHMETIC,
+            _NOT_DEEPMD_KIT,
         ),
-        doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given.",
+        doc=(
+            "Matrices whose smaller dimension is at least this use `large_schedule`, if it is "
+            "given."
+        ),
     )
     precision: Precision = setting(
         "auto",
-        needs=(_OWN_ARITHMETIC,),
+        needs=(_NOT_DEEPMD_KIT,),
         doc=(
-            "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' is fp16 on a GPU "
-            "and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a low-rank matrix is noise, and more with "
-            "some schedules."
+            "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' "
+            "is fp16 on a GPU and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a "
+            "low-rank matrix is noise, and more with some schedules."
         ),
     )
     min_matrix_dim: int = setting(
@@ -256,8 +371,8 @@ class MuonSettings(RuleSettings):
             ),
         ),
         doc=(
-            "Matrices whose smaller dimension is below this take the route of vectors (successor of the legacy key "
-            "`min_2d_dim`)."
+            "Matrices whose smaller dimension is below this take the route of vectors (successor "
+            "of the legacy key `min_2d_dim`)."
         ),
     )
     adam_patterns: Sequence[str] = setting(
@@ -267,31 +382,34 @@ class MuonSettings(RuleSettings):
     muon_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Parameters whose full name matches one of these shell patterns take the Muon route, before every other "
-            "rule, if they have two dimensions above 1. '*' also matches parameters without names."
+            "Parameters whose full name matches one of these shell patterns take the Muon route, "
+            "before every other rule, if they have two dimensions above 1. '*' also matches "
+            "parameters without names."
         ),
     )
     conv_patterns: Sequence[str] | None = setting(
         None,
         doc=(
-            "Convolution kernels (out, in, height, width), or of one or three such dimensions, by shell patterns on "
-            "full names. Each is one matrix (out, in·height·width), whatever muon_mode says. null: `build` finds the "
-            "convolution modules of its model, and divides the weights of grouped convolutions by groups."
+            "Convolution kernels (out, in, height, width), or of one or three such dimensions, by "
+            "shell patterns on full names. Each is one matrix (out, in·height·width), whatever "
+            "muon_mode says. null: `build` finds the convolution modules of its model, and "
+            "divides the weights of grouped convolutions by groups."
         ),
     )
     expert_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Parameters of three or more dimensions whose full name matches one of these shell patterns hold one "
-            "expert per index of their first dimension; muon_mode applies to each expert."
+            "Parameters of three or more dimensions whose full name matches one of these shell "
+            "patterns hold one expert per index of their first dimension; muon_mode applies to "
+            "each expert."
         ),
     )
     local_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Plain parameters whose full name matches one of these shell patterns belong to one process, which steps "
-            "them by itself: for experts that differ between ranks. If ranks share the step (`replicas`), all other "
-            "plain parameters are copies."
+            "Plain parameters whose full name matches one of these shell patterns belong to one "
+            "process, which steps them by itself: for experts that differ between ranks. If ranks "
+            "share the step (`replicas`), all other plain parameters are copies."
         ),
     )
     splits: Sequence[str] = setting(
@@ -299,41 +417,46 @@ class MuonSettings(RuleSettings):
         pattern=SPLIT_PATTERN,
         forms=SPLIT_SYNTAX,
         doc=(
-            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is the "
-            "remainder. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
-            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds the "
-            "splits that the modules of its model declare; with type Muon also q, k and v of nn.MultiheadAttention."
+            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or "
+            "'columns' of the matrix as stored, then a number of equal parts or the sizes of the "
+            "parts, in which '*' repeats and 'rest' is the remainder. Every part is "
+            "orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
+            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
+            "`build` adds the splits that the modules of its model declare; with type Muon also "
+            "q, k and v of nn.MultiheadAttention."
         ),
     )
     on_route_change: RouteChange = setting(
         "error",
         doc=(
-            "How to load a parameter whose route or view differs from the checkpoint's: 'error' raises, "
-            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those parameters. A "
-            "parameter that is frozen, or trained again, keeps its state in any case."
+            "How to load a parameter whose route or view differs from the checkpoint's: 'error' "
+            "raises, 'migrate' keeps the state with the same meaning, 'reset' discards the state "
+            "of those parameters. A parameter that is frozen, or trained again, keeps its state "
+            "in any case."
         ),
     )
     on_nonfinite: NonFinite = setting(
         "ignore",
         doc=(
-            "How to step when a gradient holds NaN or infinity: 'ignore': only that parameter becomes NaN; "
-            "'skip': all parameters and state stay unchanged; 'error': raises (and waits for the device each step)."
+            "How to step when a gradient holds NaN or infinity: 'ignore': only that parameter "
+            "becomes NaN; 'skip': all parameters and state stay unchanged; 'error': raises (and "
+            "waits for the device each step)."
         ),
     )
     offload: bool = setting(
         False,
         doc=(
-            "Keep momenta and Adam's moments in pinned host memory between steps; during a step they are copied to the "
-            "device and back in batches, concurrently with the computation. Results are the same: bitwise up to 16 M "
-            "weights, beyond that up to rounding, because matrices are orthogonalized in smaller batches."
+            "Keep momenta and Adam's moments in pinned host memory between steps; during a step "
+            "they are copied to the device and back in batches, concurrently with the "
+            "computation. Results are the same: bitwise up to 16 M weights, beyond that up to "
+            "rounding, because matrices are orthogonalized in smaller batches."
         ),
     )
     sharded: ShardedSettings = setting(
         ShardedSettings(),
         doc=(
-            "How several processes share the step (see doc/sharded.md): how matrices are exchanged, and where state is "
-            "kept. A single process ignores it."
+            "How several processes share the step (see doc/sharded.md): how matrices are "
+            "exchanged, and where state is kept. A single process ignores it."
         ),
     )
 
@@ -345,21 +468,13 @@ class FurtherSettings(MuonSettings):
     vector_route: VectorRoute = setting(
         "adam",
         doc=(
-            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no weights, or 'adamw', "
-            "which does."
+            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no "
+            "weights, or 'adamw', which does."
         ),
     )
     adamw_patterns: Sequence[str] = setting(
         (),
         doc="Parameters whose full name matches one of these shell patterns take the AdamW route.",
-    )
-    deepmd_kit_arithmetic: bool = setting(
-        False,
-        doc=(
-            "Orthogonalize as deepmd-kit 3.2.0 does, to compare with it: iterates stored in 16 bits, five "
-            "Polar-Express steps for rectangular matrices when enable_gram is true. Noisier; `schedule` and "
-            "`precision` have no effect then."
-        ),
     )
 
 
@@ -368,33 +483,30 @@ class FurtherSettings(MuonSettings):
 class HybridMuonConfig(
     FurtherSettings, DeePMDSettings, MuonBuildable
 ):  # the fields of the last base come first
-    """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
+    """Settings of `HybridMuon`; the first nine keys are DeePMD's, with its defaults."""
 
     own_lr = 5e-4
 
     def explicit(self) -> HybridMuonConfig:
-        """Return the settings with null and 'auto' of `scaling`, `adam_lr_ratio` and `layout` resolved.
-
-        Update rules read these three, never the sign of `lr_adjust`.
-        """
-        by_switch = 1.0 if self.lr_adjust <= 0 else 1.0 / self.lr_adjust
+        """Return the settings with `layout` 'auto' resolved; update rules read it."""
         return dataclasses.replace(
-            self,
-            scaling=scaling_of(self.scaling, self.lr_adjust),
-            adam_lr_ratio=self.adam_lr_ratio or by_switch,
-            layout="as_stored" if self.layout == "auto" else self.layout,
+            self, layout="as_stored" if self.layout == "auto" else self.layout
         )
 
     def schedule_of(self, shape: Sequence[int]) -> str | Steps:
         """Return the schedule for matrices of a shape (..., rows, columns)."""
+        if self.schedule == DEEPMD_KIT:
+            return "8+2"  # of its square matrices; `polar_factors` has the others
         large = min(shape[-2:]) >= self.large_matrix_dim
         return self.large_schedule if large and self.large_schedule is not None else self.schedule
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:
-    """Return the factor of lr · O for a matrix of shape (rows, columns); `settings` must be explicit."""
+    """Return the factor of lr · O for a matrix of shape (rows, columns).
+
+    `settings` must be explicit.
+    """
     rows, columns = shape
-    assert settings.scaling is not None
     if settings.scaling == "none":
         return 1.0
     if settings.scaling == "match_rms":

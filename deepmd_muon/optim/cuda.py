@@ -1,4 +1,4 @@
-"""CUDA streams and graphs: side streams, recording launches, first launches in threads, and refusing captures."""
+"""CUDA streams and graphs: side streams, recorded launches, first launches, refused captures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ MOST_BESIDE = 4 * 2**20
 class SideStream:
     """A second stream of a CUDA device.
 
-    Work launched inside ``with side_stream:`` waits for the work queued on the current stream at the last `fork`, and
-    not for later work; on exit the current stream waits for it. A captured graph contains both the fork and the join.
+    Work launched inside ``with side_stream:`` waits for the work queued on the current stream at
+    the last `fork`, and not for later work; on exit the current stream waits for it. A captured
+    graph contains both the fork and the join.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,18 +57,19 @@ class SideStream:
 
 
 def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Record launches of compiled kernels on a CUDA device in a graph without running them; they must not synchronize.
+    """Record launches of compiled kernels on a CUDA device in a graph without running them.
 
-    Return the graph, and the value of `launch`, in memory that each replay of the graph overwrites.
+    They must not synchronize. Return the graph, and the value of `launch`, in memory that each
+    replay of the graph overwrites.
     """
-    # torch hands out 32 streams in turn, so a new stream may be in use elsewhere. High-priority streams have a separate
-    # pool, so that no copy by a data-loading thread lands in this graph.
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, priority=-1)
+    # torch hands out 32 streams in turn, so a new stream may be in use elsewhere. High-priority
+    # streams have a separate pool, so that no copy by a data-loading thread lands in this graph.
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), without_collector():
-        graph.capture_begin(
-            capture_error_mode="thread_local"
-        )  # other threads may use the device meanwhile
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             result = launch()
         finally:
@@ -78,7 +80,10 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
 def try_record(
     launch: Callable[[], T], device: torch.device, what: str
 ) -> tuple[torch.cuda.CUDAGraph, T] | None:
-    """Record launches as `record` does; if that fails, log a warning that names `what` and return None."""
+    """Record launches as `record` does.
+
+    If that fails, log a warning that names `what` and return None.
+    """
     try:
         return record(launch, device)
     except Exception as error:  # an error of the driver must not end a training run
@@ -87,20 +92,20 @@ def try_record(
 
 
 def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Run first launches of kernels, each of which compiles its kernel, in parallel threads, and wait for them.
+    """Run first launches, each of which compiles its kernel, in parallel threads; wait for them.
 
     Exceptions are dropped: the same launch raises them again where its result is needed.
     """
 
-    def launch(one: Callable[[], object]) -> None:
-        here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with contextlib.suppress(Exception), here, torch.no_grad():
-            one()
+    def run(launch: Callable[[], object]) -> None:
+        is_cuda = device.type == "cuda"
+        on_device = torch.cuda.device(device) if is_cuda else contextlib.nullcontext()
+        with contextlib.suppress(Exception), on_device, torch.no_grad():
+            launch()
 
-    with ThreadPoolExecutor(
-        min(len(launches), os.cpu_count() or 1), thread_name_prefix="deepmd_muon-compile"
-    ) as pool:
-        list(pool.map(launch, launches))
+    n_threads = min(len(launches), os.cpu_count() or 1)
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="deepmd_muon-compile") as pool:
+        list(pool.map(run, launches))
 
 
 def is_capturing() -> bool:
@@ -120,24 +125,28 @@ def refuse_unsafe_capture(
 ) -> None:
     """Raise during a capture whose replays would not repeat the step.
 
-    `params` are the parameters that have a gradient; with `alternates`, some have none on purpose. `never_met` others
-    have state, because they live on several ranks, but had no gradient in any step.
+    `params` are the parameters that have a gradient; with `alternates`, some have none on purpose.
+    `never_met` others have state, because they live on several ranks, but had no gradient in any
+    step.
 
     Raises
     ------
     CaptureError
-        When a group is not capturable, state would be made inside the graph (again at each replay), a
-        trainable parameter has no gradient, the state is offloaded, or `on_nonfinite` needs the host.
+        When a group is not capturable, state would be made inside the graph (again at each replay),
+        a trainable parameter has no gradient, the state is offloaded, or `on_nonfinite` needs the
+        host.
     """
     if not params or not params[0].is_cuda or not is_capturing():
         return
     if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in groups):
         raise CaptureError(
-            "a captured step would freeze the learning rate; construct HybridMuon with capturable=True"
+            "a captured step would freeze the learning rate; construct HybridMuon with "
+            "capturable=True"
         )
     if offloaded:
         raise CaptureError(
-            "moments in host memory are copied on other streams; call optimizer.offload(False) first"
+            "moments in host memory are copied on other streams; call optimizer.offload(False) "
+            "first"
         )
     if on_nonfinite == "error":
         raise CaptureError(

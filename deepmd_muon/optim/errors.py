@@ -14,7 +14,7 @@ class IdleSettingWarning(UserWarning):
 
 
 class InvalidParameterError(ValueError):
-    """A parameter cannot be optimized: it is complex or repeated, or shares its name with another."""
+    """A parameter cannot be optimized: it is complex, repeated, or has the name of another."""
 
 
 class InvalidShapeError(ValueError):
@@ -40,8 +40,8 @@ class NonFiniteGradientError(InvalidGradientError):
             ", …" if len(self.names) > 10 else ""
         )
         super().__init__(
-            f"{len(self.names)} gradient{'s' if len(self.names) != 1 else ''} with NaN or infinity: {listed}; nothing "
-            "was changed. Set on_nonfinite='skip' to skip such steps."
+            f"{len(self.names)} gradient{'s' if len(self.names) != 1 else ''} with NaN or "
+            f"infinity: {listed}; nothing was changed. Set on_nonfinite='skip' to skip such steps."
         )
 
 
@@ -68,7 +68,7 @@ class RoutingMismatchError(ValueError):
 
 
 class ForeignStateError(ValueError):
-    """A state dict is damaged, lacks names, or comes from an unknown optimizer or a later version."""
+    """A state dict is damaged, lacks names, or is of an unknown optimizer or a later version."""
 
 
 class ShardingError(RuntimeError):
@@ -96,7 +96,7 @@ class PlanMismatchError(ShardingError):
 
 
 class MissingGradientError(ShardingError):
-    """Some ranks have a gradient of a parameter and others have none, and its step is not exchanged."""
+    """Only some ranks have a gradient of a parameter, and its step is not exchanged."""
 
 
 class ReplicaMismatchError(ShardingError):

@@ -13,25 +13,23 @@ from torch import Tensor
 from deepmd_muon.optim.arguments import Arguments, documented, takes
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
-from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
-from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults, words_of_group
-from deepmd_muon.optim.routing.param_groups import (
-    Group,
-    Routing,
+from deepmd_muon.optim.groups.checks import (
     check_parameters,
-    log_parameters,
     warn_idle_master_weights,
     warn_idle_settings,
     warn_of_kernels,
     warn_unmatched_patterns,
-    with_names,
 )
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
+from deepmd_muon.optim.groups.group_settings import complete_group, group_defaults, words_of_group
+from deepmd_muon.optim.groups.param_groups import Group, Routing, log_parameters, with_names
+from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
+from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, is_local
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import drop_unused, load_state, restore_groups
+from deepmd_muon.optim.state.load import drop_unused, load_state
 from deepmd_muon.optim.state.replaced import move_state
+from deepmd_muon.optim.state.restore_groups import restore_groups
 from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
@@ -42,21 +40,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Attributes that a pickle has besides torch's; all others are computed again.
+_PICKLED = (
+    "workspace",
+    "offload_bytes",
+    "_host_memory",
+    "replicas",
+    "sharded",
+    "qk_clip",
+    "on_route_change",
+    "on_nonfinite",
+    "alternates",
+    "agreed_skip",
+)
+
 
 @documented(Arguments)
 @understand_words
 class HybridMuon(QuickOptimizer):
-    r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors without a matrix view in `muon_mode`.
+    r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors without a matrix view.
 
-    One step of the Muon route, for a parameter viewed as matrices (`deepmd_muon.optim.routing.views`)::
+    One step of the Muon route, for a parameter viewed as matrices
+    (`deepmd_muon.optim.routing.views`)::
 
         m ← β m + (1 − β) g
         u = β m + (1 − β) g                       (nesterov; else u = m)
         O = polar factor of u                     (schedule, precision)
         p ← p (1 − lr λ) − lr · scale · factors · O
 
-    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for 'match_rms'; rules
-    (`deepmd_muon.optim.rules`), such as Magma, give the factors. The Adam routes step with ``lr · adam_lr_ratio``.
+    The setting `scaling` chooses `scale`, e.g. ``lr_adjust_coeff · sqrt(max(rows, columns))`` for
+    'match_rms'; rules (`deepmd_muon.optim.rules`), such as Magma, give the factors. The Adam routes
+    step with ``lr · adam_lr_ratio``.
 
     Parameters
     ----------
@@ -67,21 +81,25 @@ class HybridMuon(QuickOptimizer):
     routing : RouteTable
         Name, shape, view, route and reason of every parameter.
     alternates : bool
-        Set this to True if steps update different parts of a model in turn, such as branches with separate heads. A
-        captured step then leaves parameters without a gradient unchanged. Otherwise the capture raises, because a
-        gradient that is missing at the capture is missing in all replays.
+        Set this to True if steps update different parts of a model in turn, such as branches with
+        separate heads. A captured step then leaves parameters without a gradient unchanged.
+        Otherwise the capture raises, because a gradient that is missing at the capture is missing
+        in all replays.
     agreed_skip : bool
-        Set this to True if `found_inf` is the same on all ranks; steps on several ranks then do not compare it.
+        Set this to True if `found_inf` is the same on all ranks; steps on several ranks then do not
+        compare it.
 
     Raises
     ------
     InvalidSettingError, InvalidParameterError, InvalidShapeError
-        Each a ValueError: a setting out of its range; a complex or repeated parameter; a split that does not fit.
+        Each a ValueError: a setting out of its range; a complex or repeated parameter; a split that
+        does not fit.
 
     Notes
     -----
-    State: `momentum_buffer` in the parameter's dtype and tensors of rules on the Muon route; `step`, `exp_avg` and
-    `exp_avg_sq` (the wider of float32 and the parameter's dtype) on the Adam routes.
+    The state of the Muon route is `momentum_buffer`, in the parameter's dtype, and rules' tensors.
+    The state of the Adam routes is `step`, `exp_avg` and `exp_avg_sq`. The moments have the wider
+    of float32 and the parameter's dtype.
 
     References
     ----------
@@ -96,24 +114,29 @@ class HybridMuon(QuickOptimizer):
     routing = RouteTable(())
 
     @takes(Arguments)
-    def __init__(self, given: Arguments) -> None:
-        self.on_route_change, self.on_nonfinite = given.on_route_change, given.on_nonfinite
-        self.workspace, self.offload_bytes = given.workspace, given.offload_bytes
-        self._host_memory = HostMemory(given.offload_bytes) if given.offload else None
-        self.replicas, self.sharded, self.qk_clip = given.replicas, given.sharded, given.qk_clip
+    def __init__(self, arguments: Arguments) -> None:
+        self.on_route_change = arguments.on_route_change
+        self.on_nonfinite = arguments.on_nonfinite
+        self.workspace = arguments.workspace
+        self.offload_bytes = arguments.offload_bytes
+        self._host_memory = HostMemory(arguments.offload_bytes) if arguments.offload else None
+        self.replicas = arguments.replicas
+        self.sharded = arguments.sharded
+        self.qk_clip = arguments.qk_clip
         self._compiled = CompiledStep()
-        super().__init__(with_names(given.params, given.named_parameters), group_defaults(given))
+        named = with_names(arguments.params, arguments.named_parameters)
+        super().__init__(named, group_defaults(arguments))
         self._route_parameters()
         warn_unmatched_patterns(self.param_groups)
-        warn_idle_settings(self.param_groups, given.sharded)
+        warn_idle_settings(self.param_groups)
         warn_idle_master_weights(self.param_groups)
         warn_of_kernels(self._groups())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; a setting left out takes the constructor's value.
 
-        Other optimizers' words (`deepmd_muon.optim.words`) are translated. Other keys stay in the group and its state
-        dict; nothing here reads them.
+        Other optimizers' words (`deepmd_muon.optim.words`) are translated. Other keys stay in the
+        group and its state dict; nothing here reads them.
         """
         param_group = words_of_group(param_group, self.defaults)
         self._raise_deferred()
@@ -131,32 +154,43 @@ class HybridMuon(QuickOptimizer):
             raise
 
     def _route_parameters(self) -> None:
-        """Recompute the routes and store them in the groups; move the state of replaced parameters by name."""
+        """Recompute the routes and store them in the groups.
+
+        The state of replaced parameters moves to the new ones of the same names.
+        """
         self._raise_deferred()
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups, moves=self.replicas is None)
         groups = routing.groups(self.param_groups)
         clipper = None if self.qk_clip is None else Clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None
-        if self.replicas is not None or any(
-            spec_of(p) is not None for group in groups for p, _ in group.routed
-        ):
+        has_dtensors = any(spec_of(p) is not None for group in groups for p, _ in group.routed)
+        if self.replicas is not None or has_dtensors:
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
         holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
         move_state(
-            self.state, self._routing, groups, holders, self._host_memory, self.on_route_change
+            state=self.state,
+            before=self._routing,
+            after=groups,
+            holders=holders,
+            memory=self._host_memory,
+            on_route_change=self.on_route_change,
         )
-        # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
+        # Nothing above changes the optimizer if it raises, for instance for a split that does not
+        # fit.
         for group, entries in zip(self.param_groups, routing.routes, strict=True):
             group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
             log.debug("%s", plan.describe())
-        self._routing, self.routing = routing, routing.table
-        self._clipper, self._sharded, self._holders = clipper, sharded, holders
+        self._routing = routing
+        self.routing = routing.table
+        self._clipper = clipper
+        self._sharded = sharded
+        self._holders = holders
         drop_unused(self.state, groups)
         self._compiled.reset(sharded)
 
@@ -166,7 +200,10 @@ class HybridMuon(QuickOptimizer):
             self._sharded.raise_deferred()
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of the first step in advance, possibly in a thread; meanwhile TF32 may be off."""
+        """Compile the kernels of the first step in advance, possibly in a thread.
+
+        Meanwhile TF32 may be off.
+        """
         skip = getattr(self, "found_inf", None) is not None
         self._compiled.compile_kernels(self._groups(), self.workspace, skip=skip)
 
@@ -174,36 +211,36 @@ class HybridMuon(QuickOptimizer):
         return self._routing.groups(self.param_groups)
 
     def routed_parameters(self) -> list[tuple[Tensor, RouteEntry, bool]]:
-        """Return every parameter with its route, and whether it belongs to this rank alone (`local_patterns`)."""
+        """Return every parameter with its route.
+
+        The last value says whether the parameter belongs to this rank alone (`local_patterns`).
+        """
         self._reroute_if_changed()
-        pairs = [
-            (p, entry, group.settings) for group in self._groups() for p, entry in group.routed
-        ]
         return [
-            (p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs
+            (p, entry, spec_of(p) is None and is_local(entry.name, group.settings))
+            for group in self._groups()
+            for p, entry in group.routed
         ]
 
     @property
     def plan(self) -> Plan:
-        """Which rank orthogonalizes which matrix (`Plan`), also on one process; `plan.describe()` lists its FLOPs."""
-        return (
-            self._sharded.plan
-            if self._sharded
-            else plan_of_one_process(self._groups(), self.sharded)
-        )
+        """Which rank orthogonalizes which matrix, also on one process.
+
+        `plan.describe()` lists its FLOPs.
+        """
+        if self._sharded:
+            return self._sharded.plan
+        return plan_of_one_process(self._groups(), self.sharded)
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return newly initialised state, by name and in its layout, of the parameters that live on several ranks."""
+        """Return new state, by name and in its layout, of parameters that live on several ranks."""
         self._reroute_if_changed()
         fresh = {}
         for group in self._groups():
-            held = [self._holders[p] for p, _ in group.routed if p in self._holders]
-            fresh.update(
-                {
-                    holder.entry.name: holder.complete({}, matrix_rules(group.settings))
-                    for holder in held
-                }
-            )
+            rules = matrix_rules(group.settings)
+            for p, entry in group.routed:
+                if p in self._holders:
+                    fresh[entry.name] = self._holders[p].complete({}, rules)
         return fresh
 
     def _reroute_if_changed(self) -> None:
@@ -211,49 +248,53 @@ class HybridMuon(QuickOptimizer):
 
         Warn of each new route or view, unless the parameter was frozen or unfrozen.
         """
-        if not self._routing.is_current(self.param_groups):
-            before = {entry.name: entry for entry in self.routing}
-            self._route_parameters()
-            for entry in self.routing:
-                old = before.get(entry.name, entry)
-                if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
-                    log.warning(
-                        "%s: the route is now %s; it was %s",
-                        entry.name,
-                        entry.placement,
-                        old.placement,
-                    )
+        if self._routing.is_current(self.param_groups):
+            return
+        former = {entry.name: entry for entry in self.routing}
+        self._route_parameters()
+        for entry in self.routing:
+            before = former.get(entry.name, entry)
+            if "frozen" not in (before.route, entry.route) and before.placement != entry.placement:
+                text = "%s: the route is now %s; it was %s"
+                log.warning(text, entry.name, entry.placement, before.placement)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps its earlier state.
 
-        While the state is offloaded, its tensors are in host memory and up to date when this returns.
+        While the state is offloaded, its tensors are in host memory and up to date when this
+        returns.
 
         Raises
         ------
         MissingGradientError
-            On several GPUs, when a parameter had a gradient on only some ranks in the last step. A run should therefore
-            end with a call of this method.
+            On several GPUs, when a parameter had a gradient on only some ranks in the last step. A
+            run should therefore end with a call of this method.
         """
         self._raise_deferred()
         self._reroute_if_changed()
         complete_rules(self.state, self._groups(), self._holders)
-        found = super().state_dict()
+        state_dict = super().state_dict()
         if self._host_memory is not None:
             self._host_memory.wait()
-            # torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
-            for number, own in found["state"].items():
-                several = {key: x for key, x in own.items() if isinstance(x, Tensor) and x.ndim}
-                on_host = {key: with_local(x, local_of(x).cpu()) for key, x in several.items()}
-                found["state"][number] = {**own, **on_host}
-        return found
+            # torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on
+            # one device.
+            for number, values in state_dict["state"].items():
+                on_host = {
+                    key: with_local(x, local_of(x).cpu())
+                    for key, x in values.items()
+                    if isinstance(x, Tensor) and x.ndim
+                }
+                state_dict["state"][number] = {**values, **on_host}
+        return state_dict
 
     @torch.no_grad()
     def offload(self, on: bool = True) -> None:
-        """Move momenta and Adam's moments to host memory and keep them there; with `on` False, move them back.
+        """Move momenta and Adam's moments to host memory and keep them there.
 
-        Results are the same either way; see `HybridMuonConfig`. Read the state through `state_dict`, which waits until
-        host memory is up to date.
+        With `on` False, move them back.
+
+        Results are the same either way; see `HybridMuonConfig`. Read the state through
+        `state_dict`, which waits until host memory is up to date.
         """
         self._reroute_if_changed()
         if on and self._host_memory is None:
@@ -268,10 +309,11 @@ class HybridMuon(QuickOptimizer):
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Start the exchanges of the next step that need no gradient: they run beside the passes that follow.
+        """Start the exchanges of the next step that need no gradient.
 
-        `step` starts what has not been started, so calls are optional; all ranks call it, or none. Until the step,
-        state must not change.
+        They run beside the forward and backward passes that follow. `step` starts what has not been
+        started, so calls are optional; all ranks call it, or none. Until the step, state must not
+        change.
         """
         if self._sharded is not None and self._host_memory is None:
             self._sharded.start()
@@ -288,7 +330,8 @@ class HybridMuon(QuickOptimizer):
         closure
             Evaluates the model again and returns the loss.
         qk_logits
-            The largest attention logit of each head, (heads,) by layer name, for QK-clip; DTensors may shard the heads.
+            The largest attention logit of each head, (heads,) by layer name, for QK-clip; DTensors
+            may shard the heads.
 
         Returns
         -------
@@ -298,19 +341,23 @@ class HybridMuon(QuickOptimizer):
         Raises
         ------
         InvalidGradientError, NonFiniteGradientError
-            When a gradient is sparse, or holds NaN or infinity and `on_nonfinite` is 'error'; nothing is changed.
+            When a gradient is sparse, or holds NaN or infinity and `on_nonfinite` is 'error';
+            nothing is changed.
         CaptureError
             When a CUDA graph is being captured and its replays would not repeat the step.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        # Modes apply to the closure only. Under `with torch.device(...)` each read of a tensor's attribute runs Python.
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Modes apply to the closure only. Under `with torch.device(...)` each read of a tensor's
+        # attribute runs Python.
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             self._step(qk_logits)
         return loss
 
     def _step(self, qk_logits: Logits | None) -> None:
-        compiled, offloaded = self._compiled, self._host_memory is not None
+        compiled = self._compiled
         if not compiled.holds(self.param_groups, self.state, self.workspace):
             self._reroute_if_changed()
             compiled.prepare(self._groups(), self.state)
@@ -319,48 +366,50 @@ class HybridMuon(QuickOptimizer):
             self.param_groups,
             self.state,
             compiled.params,
-            offloaded=offloaded,
+            offloaded=self._host_memory is not None,
             on_nonfinite=self.on_nonfinite,
             alternates=self.alternates,
             never_met=0 if self._sharded is None else self._sharded.never_met(),
         )
         # torch.amp.GradScaler sets these two attributes during the call.
-        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        skip = getattr(self, "found_inf", None)
         control = compiled.decide(self.on_nonfinite, scale, skip, agreed=self.agreed_skip)
         compiled.run(self.state, self._host_memory, self.workspace, control)
         if self._clipper is not None and logits:
             self._clipper(logits, control.skip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore state by parameter name, after checking every saved route and view against the present one.
+        """Restore state by parameter name, after comparing saved routes and views with the present.
 
-        Tensors keep their values bitwise. The learning rate is restored, and so is everything that schedulers write
-        into groups: their own keys, and numeric settings that both optimizers were constructed with at the same value.
-        A setting constructed with another value keeps it, as switches do; each difference is logged (see
-        `restore_groups`).
+        Tensors keep their values bitwise. The learning rate is restored, and so is everything that
+        schedulers write into groups: their own keys, and numeric settings that both optimizers were
+        constructed with at the same value. A setting constructed with another value keeps it, as
+        switches do; each difference is logged (see `restore_groups`).
 
-        Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
-        `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps the state
-        with the same meaning on both (`deepmd_muon.optim.state.migrate` lists it). Freezing or unfreezing a parameter
-        is allowed under every policy and keeps its state. State of rules that are off is dropped. One warning per
-        parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
-        differs because its version chose routes differently is migrated under every policy. So do states of
-        torch.optim.Adam, AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`);
-        `deepmd_muon.optim.import_state` joins those of several optimizers and names their parameters. States without
-        names load by position.
+        Where a parameter's route, view or shape differs from the saved one, or it exists on one
+        side only, `on_route_change` decides: 'error' raises; 'reset' discards that parameter's
+        state; 'migrate' keeps the state with the same meaning on both
+        (`deepmd_muon.optim.state.migrate` lists it). Freezing or unfreezing a parameter is allowed
+        under every policy and keeps its state. State of rules that are off is dropped. One warning
+        per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
+        differs because its version chose routes differently is migrated under every policy. So do
+        states of torch.optim.Adam, AdamW and Muon, and of other Muons
+        (`deepmd_muon.optim.state.others`); `deepmd_muon.optim.import_state` joins those of several
+        optimizers and names their parameters. States without names load by position.
 
         Parameters
         ----------
         state_dict
-            The result of `state_dict`, in this or another process; or a state dict of another Muon; or one of
-            deepmd-kit's HybridMuon. If that lists parameters in another order, first name them with
-            `deepmd_muon.optim.name_deepmd_kit_state`.
+            The result of `state_dict`, in this or another process; or a state dict of another Muon;
+            or one of deepmd-kit's HybridMuon. If that lists parameters in another order, first name
+            them with `deepmd_muon.optim.name_deepmd_kit_state`.
 
         Raises
         ------
         RoutingMismatchError
-            When parameters, routes or views differ and `on_route_change` is 'error', or a tensor of a rule is missing
-            or unknown; nothing is changed.
+            When parameters, routes or views differ and `on_route_change` is 'error', or a tensor of
+            a rule is missing or unknown; nothing is changed.
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing is changed.
         """
@@ -373,9 +422,8 @@ class HybridMuon(QuickOptimizer):
         offloaded = self._host_memory is not None
 
         def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
-            return self._holders.get(p, StateHolder(p, entry)).place(
-                key, value, offloaded=offloaded
-            )
+            holder = self._holders.get(p, StateHolder(p, entry))
+            return holder.place(key, value, offloaded=offloaded)
 
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
         restore_groups(self.param_groups, state_dict["param_groups"])
@@ -388,28 +436,17 @@ class HybridMuon(QuickOptimizer):
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
-            *(
-                "workspace",
-                "offload_bytes",
-                "_host_memory",
-                "replicas",
-                "sharded",
-                "qk_clip",
-                "on_route_change",
-            ),
-            *("on_nonfinite", "alternates", "agreed_skip"),
-        )
         if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):
             raise TypeError(
-                "an optimizer whose replicas is a process group cannot be pickled or copied; save its state_dict(), or "
-                "give it a device mesh"
+                "an optimizer whose replicas is a process group cannot be pickled or copied; save "
+                "its state_dict(), or give it a device mesh"
             )
         self._raise_deferred()
         self._reroute_if_changed()
         if self._host_memory is not None:
             self._host_memory.wait()
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
+        attributes = {key: getattr(self, key) for key in _PICKLED}
+        return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,6 +1,9 @@
-"""Values of HybridMuon's scales that an input omits, by run length, start_lr and descriptor length; torch-free.
+"""Values of HybridMuon's scales that an input omits, by run length, start_lr and descriptor length.
 
-deepmd-kit's 0.18 suits language models. The measurements behind the numbers are in doc/learning-rate.md.
+Torch-free.
+
+deepmd-kit's 0.18 suits language models. The measurements behind the numbers are in
+doc/learning-rate.md.
 """
 
 from __future__ import annotations
@@ -13,24 +16,37 @@ from typing import Any
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
 
-# `lr_adjust_coeff` of short and of long runs. Times `_ADAM_RATE`, it bounds start_lr · lr_adjust_coeff, the root mean
-# square of a step of matrix entries. After 3000 steps the first is within 9 % of the best on five data sets. After
-# 30,000 steps the second is ahead of AdamW on four sets; the first is not on all of them (doc/benchmarks/race.md).
-_MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
+# `lr_adjust_coeff` of short and of long runs. Times `_ADAM_RATE`, it bounds start_lr ·
+# lr_adjust_coeff, the root mean square of a step of matrix entries. After 3000 steps the first is
+# within 9 % of the best on five data sets. After 30,000 steps the second is ahead of AdamW on four
+# sets; the first is not on all of them (doc/benchmarks/race.md).
+_MUON_COEFFICIENT = 8.64
+_MUON_COEFFICIENT_OF_LONG_RUNS = 4.32
 _SHORT_RUN = 10_000  # steps
 _ADAM_RATE = 1e-3
-# `adam_lr_ratio` of a short run, lowered so that the Adam route starts at the second value at most. It halves the final
-# error of DPA-3 and does not change that of other models; it makes long runs on molecules worse.
-_ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
-# Length of descriptors (root mean square over atoms, initial weights) from which a scale falls as 1/length. A step
-# changes the output of the fitting net's first layer by about learning rate × length of its input. For atoms with few
-# and near neighbours, its tanh then saturates in a few steps, and all forces vanish. Lengths on water and alloys are 1
-# to 7, on small molecules 60 to 90 (DPA-1) and 14 to 18 (DPA-3).
-_LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
-# The section of deepmd-kit 3.2.0 with all its defaults.
+# `adam_lr_ratio` of a short run, lowered so that the Adam route starts at the second value at most.
+# It halves the final error of DPA-3 and does not change that of other models; it makes long runs on
+# molecules worse.
+_ADAM_RATIO = 10.0
+_MOST_ADAM_RATE = 1e-2
+# Length of descriptors (root mean square over atoms, initial weights) from which a scale falls as
+# 1/length. A step changes the output of the fitting net's first layer by about learning rate ×
+# length of its input. For atoms with few and near neighbours, its tanh then saturates in a few
+# steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 to 90
+# (DPA-1) and 14 to 18 (DPA-3).
+_LONG_FOR_MUON = 8.0
+_LONG_FOR_ADAM = 16.0
+# The section of deepmd-kit 3.2.0 with all its defaults, but lr_adjust, which is translated.
 _KEYS_OF_DEEPMD_KIT = {
-    *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust", "lr_adjust_coeff"),
-    *("muon_mode", "enable_gram", "flash_muon", "magma_muon"),
+    "momentum",
+    "adam_beta1",
+    "adam_beta2",
+    "weight_decay",
+    "lr_adjust_coeff",
+    "muon_mode",
+    "enable_gram",
+    "flash_muon",
+    "magma_muon",
 }
 _FEW_TIMES = 4.0  # a coefficient so many times smaller than ours deserves a warning
 
@@ -39,7 +55,7 @@ _FEW_TIMES = 4.0  # a coefficient so many times smaller than ours deserves a war
 class SavedScales:
     """Scales and first learning rate of the run that wrote a checkpoint."""
 
-    values: Mapping[str, Any]  # deepmd-kit's groups have no `adam_lr_ratio`
+    values: Mapping[str, float]
     start_lr: float
     source: str  # the checkpoint
 
@@ -48,7 +64,7 @@ class SavedScales:
 class OmittedScales:
     """Scales of HybridMuon that an input omits, and the values chosen for them."""
 
-    values: Mapping[str, Any]  # `lr_adjust_coeff`, and `adam_lr_ratio` if the input omits both
+    values: Mapping[str, float]  # `lr_adjust_coeff`, and `adam_lr_ratio` if the input omits both
     start_lr: float
     notice: str  # the values and the reason, in one line
     kept: bool = False  # whether the values are those of the checkpoint of a continued run
@@ -57,12 +73,13 @@ class OmittedScales:
     def kept_from(
         self, group: Mapping[str, Any], start_lr: float | None, source: str
     ) -> OmittedScales:
-        """Return the scales of a run that is continued from `source`, a checkpoint with this parameter group.
+        """Return the scales of a run that continues the checkpoint `source` with this group.
 
-        They stay as they are unless `start_lr`, that of the checkpoint if it is known, is lower than that of this run.
-        Then they fall towards those of a fresh run, as far as the rates of the checkpoint are kept.
+        The group is in today's spelling. `start_lr` is that of the checkpoint, None if it is not
+        known. The scales stay as they are unless it is lower than that of this run. Then they fall
+        towards those of a fresh run, but the rates of the checkpoint are kept.
         """
-        values = {name: group.get(name) for name in self.values}
+        values = {name: group[name] for name in self.values}
         if start_lr is not None and start_lr < self.start_lr:
             saved = SavedScales(values, start_lr, source)
             return dataclasses.replace(self, saved=saved)._limited(saved)
@@ -74,46 +91,38 @@ class OmittedScales:
         return self.saved is not None and self.values != self.saved.values
 
     def _limited(self, saved: SavedScales) -> OmittedScales:
-        """Return scales that are at most the saved ones, and high enough to keep the saved rates."""
-        fall = saved.start_lr / self.start_lr
-        values: dict[str, Any] = {}
-        for name, most in saved.values.items():
-            if most is None:
-                values[name] = None
-                continue
-            least = most * fall if name == "lr_adjust_coeff" else max(1.0, most * fall)
-            values[name] = min(most, max(_rounded(least), self.values[name]))
+        """Return scales of at most the saved ones, and high enough to keep the saved rates."""
+        rate_ratio = saved.start_lr / self.start_lr
+        values = {}
+        for name, upper in saved.values.items():
+            lower = upper * rate_ratio
+            if name == "adam_lr_ratio":
+                lower = max(1.0, lower)
+            values[name] = min(upper, max(_rounded(lower), self.values[name]))
         notice = _unchanged(values, saved.source)
         if values != saved.values:
             notice = (
                 f"optimizer/lr_adjust_coeff is not given and takes {_written(values)} instead of "
                 f"{_written(saved.values)} in {saved.source}: start_lr rises from "
-                f"{saved.start_lr:g} to {self.start_lr:g}; give lr_adjust_coeff and adam_lr_ratio to "
-                "choose other rates"
+                f"{saved.start_lr:g} to {self.start_lr:g}; give lr_adjust_coeff and adam_lr_ratio "
+                "to choose other rates"
             )
         return dataclasses.replace(self, values=values, notice=notice)
 
     def for_descriptors(self, length: float) -> OmittedScales:
-        """Return lower scales if descriptors of this `length` are long; else, or if the scales are kept, these."""
+        """Return lower scales if descriptors of this `length` are long and no scales are kept."""
         if self.kept or not 0.0 < length < math.inf:
             return self
-        most = {
-            "lr_adjust_coeff": _MUON_COEFFICIENT
-            * _ADAM_RATE
-            * _LONG_FOR_MUON
-            / length
-            / self.start_lr,
-            "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / self.start_lr),
-        }
-        values = {
-            name: value if value is None else min(value, _rounded(most[name]))
-            for name, value in self.values.items()
-        }
+        coefficient = _MUON_COEFFICIENT * _ADAM_RATE * _LONG_FOR_MUON / length / self.start_lr
+        ratio = _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / self.start_lr
+        bounds = {"lr_adjust_coeff": coefficient, "adam_lr_ratio": max(1.0, ratio)}
+        values = {name: min(value, _rounded(bounds[name])) for name, value in self.values.items()}
         if values == self.values:
             return self
         notice = (
-            f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}: descriptors are {length:.3g} long, "
-            f"for which {_written(self.values)} would be too high (doc/learning-rate.md)"
+            f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}: descriptors are "
+            f"{length:.3g} long, for which {_written(self.values)} would be too high "
+            "(doc/learning-rate.md)"
         )
         lower = dataclasses.replace(self, values=values, notice=notice)
         return lower if self.saved is None else lower._limited(self.saved)
@@ -122,35 +131,34 @@ class OmittedScales:
 def omitted_scales(
     config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
 ) -> OmittedScales | None:
-    """Choose the scales that an input omits; None if it omits none, or if deepmd-kit's default applies.
+    """Choose the scales that an input omits.
+
+    None if it omits none, or if deepmd-kit's default applies.
 
     Parameters
     ----------
     config
         Settings of the optimizer. Other classes than `HybridMuonConfig` have no such scales.
     given
-        Keys in the section `optimizer` of the input.
+        Keys in the section `optimizer` of the input, in today's spelling.
     start_lr, numb_steps
         First learning rate and length of the run; a length in epochs (None) counts as long.
     """
-    if (
-        not isinstance(config, HybridMuonConfig)
-        or config.deepmd_kit_arithmetic
-        or "lr_adjust_coeff" in given
-    ):
+    if not isinstance(config, HybridMuonConfig) or "lr_adjust_coeff" in given:
         return None
     short = _is_short(numb_steps)
-    theirs, ours = config.lr_adjust_coeff, _coefficient(start_lr, numb_steps)
-    if config.explicit().scaling != "match_rms" or ours == theirs:
+    default = config.lr_adjust_coeff  # deepmd-kit's
+    coefficient = _coefficient(start_lr, numb_steps)
+    if config.scaling != "match_rms" or coefficient == default:
         return None
-    values = {"lr_adjust_coeff": ours}
-    if config.adam_lr_ratio is None and config.lr_adjust <= 0:
-        values["adam_lr_ratio"] = (
-            max(1.0, min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))) if short else 1.0
-        )
+    values = {"lr_adjust_coeff": coefficient}
+    if "adam_lr_ratio" not in given:
+        ratio = min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))
+        values["adam_lr_ratio"] = max(1.0, ratio) if short else 1.0
     notice = (
-        f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}, which suits force fields at start_lr "
-        f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
+        f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}, which suits force "
+        f"fields at start_lr {start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit "
+        f"takes {default:g} (doc/learning-rate.md)"
     )
     return OmittedScales(values, start_lr, notice)
 
@@ -158,25 +166,26 @@ def omitted_scales(
 def deepmd_kits_default_scale(
     config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
 ) -> str | None:
-    """Return why Muon's steps would be small if the input is one that deepmd-kit wrote (its out.json), else None.
+    """Return why Muon's steps are small if deepmd-kit wrote the input (its out.json), else None.
 
-    deepmd-kit writes out all its defaults, `lr_adjust_coeff` among them. Arguments as in `omitted_scales`.
+    deepmd-kit writes out all its defaults, `lr_adjust_coeff` among them. Arguments as in
+    `omitted_scales`.
     """
     if (
         not isinstance(config, HybridMuonConfig)
-        or config.deepmd_kit_arithmetic
-        or config.explicit().scaling != "match_rms"
+        or config.scaling != "match_rms"
         or config.lr_adjust_coeff != HybridMuonConfig().lr_adjust_coeff
         or set(given) - {"type"} != _KEYS_OF_DEEPMD_KIT
     ):
         return None
-    ours = _coefficient(start_lr, numb_steps)
-    if ours < _FEW_TIMES * config.lr_adjust_coeff:
+    coefficient = _coefficient(start_lr, numb_steps)
+    if coefficient < _FEW_TIMES * config.lr_adjust_coeff:
         return None
     return (
-        f"optimizer/lr_adjust_coeff is {config.lr_adjust_coeff:g}, as deepmd-kit writes its default to out.json: Muon's "
-        f"steps are {ours / config.lr_adjust_coeff:.0f} times smaller than suits force fields at start_lr "
-        f"{start_lr:g}; remove the key for {ours:g} (doc/learning-rate.md), or set deepmd_kit_arithmetic for "
+        f"optimizer/lr_adjust_coeff is {config.lr_adjust_coeff:g}, as deepmd-kit writes its "
+        f"default to out.json: Muon's steps are {coefficient / config.lr_adjust_coeff:.0f} times "
+        f"smaller than suits force fields at start_lr {start_lr:g}; remove the key for "
+        f"{coefficient:g} (doc/learning-rate.md), or set 'schedule' to 'deepmd-kit' for "
         "deepmd-kit's numbers"
     )
 
@@ -187,8 +196,9 @@ def _is_short(numb_steps: int | None) -> bool:
 
 def _coefficient(start_lr: float, numb_steps: int | None) -> float:
     """Return the `lr_adjust_coeff` that suits a run."""
-    most = _MUON_COEFFICIENT if _is_short(numb_steps) else _MUON_COEFFICIENT_OF_LONG_RUNS
-    return min(most, _rounded(most * _ADAM_RATE / start_lr))
+    is_short = _is_short(numb_steps)
+    coefficient = _MUON_COEFFICIENT if is_short else _MUON_COEFFICIENT_OF_LONG_RUNS
+    return min(coefficient, _rounded(coefficient * _ADAM_RATE / start_lr))
 
 
 def _unchanged(values: Mapping[str, Any], source: str) -> str:
@@ -202,8 +212,7 @@ def _rounded(value: float) -> float:
 
 
 def _written(scales: Mapping[str, Any]) -> str:
-    """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
-    ratio = scales.get("adam_lr_ratio") or 1.0
-    return f"{scales['lr_adjust_coeff']:g}" + (
-        f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else ""
-    )
+    """Return scales as a notice shows them, without an `adam_lr_ratio` of 1."""
+    text = f"{scales['lr_adjust_coeff']:g}"
+    ratio = scales.get("adam_lr_ratio", 1.0)
+    return text if ratio == 1.0 else f"{text} and adam_lr_ratio {ratio:g}"

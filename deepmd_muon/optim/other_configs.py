@@ -22,13 +22,13 @@ from deepmd_muon.setting import InvalidSettingError, Needs, setting, setting_lik
 @understand_words
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonConfig(MuonSettings, MuonBuildable):
-    """Settings of a plain Muon with AdamW for the rest, in the field's words; it is built as a `HybridMuon`.
+    """Settings of a plain Muon with AdamW for the rest; it is built as a `HybridMuon`.
 
-    The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
-    AdamW for embeddings, the output layer, positions and tokens. They are found by the types of modules
-    (`deepmd_muon.optim.routing.modules`) and by name: names that contain ``embed`` or ``lm_head``, and the weight of a
-    layer ``head``. `adamw_patterns` replaces both searches. Everything that is not a matrix takes AdamW too, with
-    decay.
+    The defaults are those of the literature: Keller Jordan's five steps, no damping,
+    two-dimensional weights only, and AdamW for embeddings, the output layer, positions and tokens.
+    They are found by the types of modules (`deepmd_muon.optim.routing.modules`) and by name: names
+    that contain ``embed`` or ``lm_head``, and the weight of a layer ``head``. `adamw_patterns`
+    replaces both searches. Everything that is not a matrix takes AdamW too, with decay.
     """
 
     own_lr = 0.02
@@ -41,8 +41,9 @@ class MuonConfig(MuonSettings, MuonBuildable):
     scaling: Scaling = setting(
         "rectangular",
         doc=(
-            "Scale of the Muon update: 'none' is 1, 'match_rms' is rms_coefficient·sqrt(max(rows, columns)), "
-            "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`."
+            "Scale of the Muon update: 'none' is 1, 'match_rms' is rms_coefficient·sqrt(max(rows, "
+            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
+            "out and in by `layout`."
         ),
     )
     rms_coefficient: float = setting(
@@ -62,10 +63,10 @@ class MuonConfig(MuonSettings, MuonBuildable):
     adamw_patterns: Sequence[str] | None = setting(
         None,
         doc=(
-            "Matrices whose full name matches one of these shell patterns take the AdamW route, as all vectors do. "
-            "null finds embeddings, output layer, positions and tokens by the types of modules, and by the names "
-            + ", ".join(DEFAULT_ADAMW_PATTERNS)
-            + "."
+            "Matrices whose full name matches one of these shell patterns take the AdamW route, "
+            "as all vectors do. null finds embeddings, output layer, positions and tokens by the "
+            "types of modules, "
+            "and by the names " + ", ".join(DEFAULT_ADAMW_PATTERNS) + "."
         ),
     )
 
@@ -73,7 +74,7 @@ class MuonConfig(MuonSettings, MuonBuildable):
 @understand_words
 @dataclasses.dataclass(frozen=True)
 class AdamConfig(Buildable):
-    """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term in the gradient."""
+    """Settings of `torch.optim.Adam` with DeePMD's key names; the decay is an L2 term."""
 
     adam_beta1: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the first moment.")
     adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
@@ -89,7 +90,8 @@ class AdamConfig(Buildable):
 class AdamWConfig(AdamConfig):
     """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""
 
-    # deepmd-kit 3.2.0 documents 0.001, but its upgrade of older inputs fills in 0 before that default applies.
+    # deepmd-kit 3.2.0 documents 0.001, but its upgrade of older inputs fills in 0 before that
+    # default applies.
     weight_decay: float = setting(
         0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ)."
     )
@@ -105,7 +107,9 @@ OPTIMIZERS: dict[str, type[Buildable]] = {
 
 
 def register_optimizer(name: str, settings: type[Buildable]) -> None:
-    """Make an optimizer available as section `optimizer` of type `name`; registering a class again replaces it.
+    """Make an optimizer available as section `optimizer` of type `name`.
+
+    Registering a class again replaces it.
 
     Parameters
     ----------
@@ -113,8 +117,8 @@ def register_optimizer(name: str, settings: type[Buildable]) -> None:
         Value of the key `type`.
     settings
         Frozen dataclass derived from `deepmd_muon.optim.Buildable`, with fields declared by
-        `deepmd_muon.setting.setting`. Its method `build` has the form that `OptimizerSettings` declares, and passes
-        ``model.named_parameters()`` to the optimizer.
+        `deepmd_muon.setting.setting`. Its method `build` has the form that `OptimizerSettings`
+        declares, and passes ``model.named_parameters()`` to the optimizer.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Waves: parameters of one group, route, device and dtype that are updated together, with their state."""
+"""Waves: parameters of one group, route, device and dtype that are updated together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import ALL_MOMENTS, State, StateHolder, state_tensors
@@ -24,9 +25,12 @@ StateLists = dict[str, list[Tensor]]  # by key, one tensor for each parameter
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wave:
-    """Parameters of one group, route, device and dtype, updated together: this rank's elements and state.
+    """Parameters that are updated together: this rank's elements and state.
 
-    If moments are in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `state`.
+    They have one group, route, device and dtype.
+
+    If moments are in host memory, `transfer_batch` holds them, parameter by parameter, in the order
+    of `state`.
     """
 
     group: Group
@@ -41,7 +45,8 @@ class Wave:
     def with_moments(self, moments: Sequence[Tensor]) -> StateLists:
         """Return the state with its moments replaced by those of its transfer batch."""
         keys = [key for key in self.state if key in ALL_MOMENTS]
-        return {**self.state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
+        by_key = {key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}
+        return {**self.state, **by_key}
 
 
 def waves_of(
@@ -52,29 +57,46 @@ def waves_of(
     memory: HostMemory | None,
     workspace: int,
 ) -> Iterator[Wave]:
-    """Divide parameters of one group and route, given by their elements on this rank, into waves; create missing state.
+    """Divide parameters of one group and route into waves; create missing state.
 
-    A wave has at most `workspace` elements, and its moments fit in one transfer batch of `memory`; a larger parameter
-    forms its own wave.
+    `members` are their elements on this rank. A wave has at most `workspace` elements, and its
+    moments fit in one transfer batch of `memory`; a larger parameter forms its own wave.
     """
     rules = matrix_rules(group.settings)
-    most = 0 if group.values["foreach"] is False else workspace
-    if memory is not None and members and most:
-        # Moments are at least float32 on the Adam routes, and so are master weights.
-        dtype = members[0][0].dtype
-        wide = -(-moment_dtype(dtype).itemsize // dtype.itemsize)
-        moments = [key for key in state_tensors(route, rules, dtype) if key in ALL_MOMENTS]
-        count = sum(1 if key == "momentum_buffer" else wide for key in moments)
-        most = min(most, memory.batch_bytes // (count * max(x.element_size() for x, _ in members)))
-    for wave in waves(members, most):
-        params, holders = [x for x, _ in wave], [holder for _, holder in wave]
+    most_elements = workspace
+    if memory is not None and members:
+        most_elements = min(workspace, _most_in_batch(route, members, rules, memory))
+    for wave in waves(members, most_elements):
+        params = [p for p, _ in wave]
+        holders = [holder for _, holder in wave]
         states = [holder.complete(state[holder.p], rules) for holder in holders]
         keys = state_tensors(route, rules, params[0].dtype)
-        wanted = [(holder.p, key) for holder in holders for key in keys if key in ALL_MOMENTS]
-        transfer_batch = None if memory is None else memory.transfer_batch(state, wanted)
-        lists = {key: [local_of(values[key]) for values in states] for key in keys}
-        views = [holder.entry.view for holder in holders if holder.entry.view is not None]
-        yield Wave(group, route, params[0].device, params, views, lists, transfer_batch, holders)
+        offloaded = [(holder.p, key) for holder in holders for key in keys if key in ALL_MOMENTS]
+        yield Wave(
+            group=group,
+            route=route,
+            device=params[0].device,
+            params=params,
+            views=[holder.entry.view for holder in holders if holder.entry.view is not None],
+            state={key: [local_of(values[key]) for values in states] for key in keys},
+            transfer_batch=None if memory is None else memory.transfer_batch(state, offloaded),
+            holders=holders,
+        )
+
+
+def _most_in_batch(
+    route: Route,
+    members: Sequence[tuple[Tensor, StateHolder]],
+    rules: Sequence[MatrixRule],
+    memory: HostMemory,
+) -> int:
+    """Return the number of elements that have their moments in one transfer batch."""
+    dtype = members[0][0].dtype
+    # Moments are at least float32 on the Adam routes, and so are master weights.
+    wide = -(-moment_dtype(dtype).itemsize // dtype.itemsize)
+    moments = [key for key in state_tensors(route, rules, dtype) if key in ALL_MOMENTS]
+    count = sum(1 if key == "momentum_buffer" else wide for key in moments)
+    return memory.batch_bytes // (count * max(p.element_size() for p, _ in members))
 
 
 def step_elements(

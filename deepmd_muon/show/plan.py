@@ -63,8 +63,8 @@ def plan_page(
 def plan_of(run_input: Input, ranks: int | None, stage: int, groups: int = 1) -> Plan:
     """Return the plan of HybridMuon's step for an input; see `plan_page`."""
     from deepmd_muon.optim import HybridMuon
+    from deepmd_muon.optim.groups.group_settings import group_settings
     from deepmd_muon.optim.polar.schedules import coefficients_of
-    from deepmd_muon.optim.routing.group_settings import group_settings
     from deepmd_muon.optim.rules.registry import matrix_rules
     from deepmd_muon.optim.sharded import PlannedParameter, make_plan
     from deepmd_muon.optim.sharded.layout import state_layout

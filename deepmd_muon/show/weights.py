@@ -14,7 +14,7 @@ from deepmd_muon.show.errors import ShowError
 
 if TYPE_CHECKING:
     from deepmd_muon.optim import HybridMuonConfig
-    from deepmd_muon.optim.routing.rules import RouteEntry
+    from deepmd_muon.optim.routing.routes import RouteEntry
     from deepmd_muon.show.spectra import ParameterUpdate
 
 
@@ -39,7 +39,7 @@ def weights_page(path: Path, picture: Path) -> str:
 
 def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
     """Return every parameter of the optimizer, in the order of its groups."""
-    from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
+    from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, canonical_name
     from deepmd_muon.train.checkpoint.optimizer_state import in_own_names, in_own_order
 
     optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
@@ -128,9 +128,9 @@ def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
 def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return HybridMuon's settings of a group; those that it lacks have their defaults."""
     from deepmd_muon.optim import HybridMuonConfig
-    from deepmd_muon.optim.routing.group_settings import group_settings
+    from deepmd_muon.optim.groups.group_settings import current_spelling, group_settings
 
-    return group_settings({**vars(HybridMuonConfig()), **group})
+    return group_settings({**vars(HybridMuonConfig()), **current_spelling(group)})
 
 
 def _muon_update(
@@ -169,7 +169,7 @@ def _adam_update(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
         beta1 = settings.adam_beta1
         beta2 = settings.adam_beta2
         eps = settings.adam_eps
-        lr *= settings.adam_lr_ratio or 1.0
+        lr *= settings.adam_lr_ratio
     else:
         beta1, beta2 = group["betas"]
         eps = group["eps"]

@@ -26,6 +26,7 @@ from deepmd_muon.data.neighbors.cache import number_of_types
 from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.optim.groups.group_settings import current_spelling
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch
 from deepmd_muon.train.checkpoint.source import Source
@@ -89,7 +90,7 @@ def take_from_checkpoint(
         return run_input
     with understood(restarted.path):
         groups = (restarted.content.get("optimizer") or {}).get("param_groups", [])
-        group = groups[0] if groups else {}
+        group = current_spelling(groups[0]) if groups else {}
         if not isinstance(group.get("lr_adjust_coeff"), float):
             return run_input
         start_lr = _saved_start_lr(restarted.content, group)

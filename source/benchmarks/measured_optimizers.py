@@ -17,14 +17,19 @@ from torch.optim import Optimizer
 
 from deepmd_muon.optim import HybridMuon
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "update_rules"))
+
+from radial_brake import RadialBrake  # needs the path above
+from soap_muon import SoapMuon  # needs the path above
+
 SETS = ("se_e2_a", "dpa1", "dpa2", "dpa3", "dpa4_mini", "llm")
 # The rules of the Muon route, by the name that tables give them.
 RULES: dict[str, dict[str, Any]] = {
     "Magma": {"magma_muon": True},
     "NorMuon": {"normuon": True},
     "cautious decay": {"cautious_decay": True},
-    "SOAP-Muon": {"soap_muon": True},
-    "radial brake": {"norm_control": "radial_brake"},
+    "SOAP-Muon": {"rules": [SoapMuon.name]},
+    "radial brake": {"rules": [RadialBrake.name]},
 }
 Named = list[tuple[str, nn.Parameter]]
 # What steps: a torch optimizer, or something with its `step` and `state`.

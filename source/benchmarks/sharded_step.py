@@ -177,7 +177,6 @@ def contestants(
         "HybridMuon, buckets of 64 MiB": hybrid(bucket_bytes=64 * 2**20),
         "HybridMuon, buckets of 256 MiB": hybrid(bucket_bytes=256 * 2**20),
         "HybridMuon, offload": lambda: hybrid_with({}, offload=True).step,
-        "HybridMuon, gather everywhere": hybrid(exchange="reference"),
         **({"torch Muon + AdamW": lambda: torch_muon(model)} if peers else {}),
     }
 

@@ -1,4 +1,4 @@
-"""QK-clip (MuonClip): scale the rows of weights that make queries and keys, to keep logits below a threshold."""
+"""QK-clip (MuonClip): scale the weights of queries and keys to bound attention logits."""
 
 from deepmd_muon.optim.qk_clip.layers import FusedQKV, LatentQK, QKClip, SeparateQK
 from deepmd_muon.optim.qk_clip.recorder import LogitRecorder, max_logits

@@ -1,4 +1,4 @@
-"""Attention layers declared to QK-clip, with the rows of weights that make the queries and keys of each head."""
+"""Attention layers declared to QK-clip, and the rows of weights that make queries and keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from deepmd_muon.optim.errors import QKClipError
-from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
+from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name
 
 # The factor of some rows: γ^α, γ^(1−α) or γ.
 Factor = Literal["query", "key", "rotary"]
@@ -18,14 +18,16 @@ Axis = Literal["rows", "columns"]
 _WEIGHT = re.compile(r"(weight|matrix|kernel)$")
 # A layer of this name between projection and logits, e.g. q_norm, k_layernorm, norm_q, qk_norm.
 _NORM = re.compile(
-    r"(?:^|[._])(?:(?:q|k|qk|query|key)_?(?:layer|rms)?_?norm|(?:layer|rms)?_?norm_(?:q|k|qk|query|key))\b"
+    r"(?:^|[._])"
+    r"(?:(?:q|k|qk|query|key)_?(?:layer|rms)?_?norm|(?:layer|rms)?_?norm_(?:q|k|qk|query|key))\b"
 )
 
 
 class HeadRows(NamedTuple):
     """Rows of one weight that belong to `heads` heads.
 
-    The i-th of these heads, number ``first + i · step`` of its layer, has `size` rows from ``start + i · stride`` on.
+    The i-th of these heads is number ``offset + i · step`` of its layer. It has `size` rows, from
+    ``start + i · stride`` on.
     """
 
     parameter: str
@@ -34,26 +36,28 @@ class HeadRows(NamedTuple):
     size: int
     start: int
     stride: int
-    first: int = 0
+    offset: int = 0
     step: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class SeparateQK:
-    """Queries and keys made by two weights: multi-head attention, or grouped-query with fewer `key_heads`.
+    """Queries and keys made by two weights.
+
+    This is multi-head attention, or grouped-query attention with fewer `key_heads`.
 
     Attributes
     ----------
     name
         Name of the layer; with `LogitRecorder`, that of the module.
     query, key
-        Full names of the weights, (heads · head_dim, in). A bias is found by its name: ``weight``, ``matrix`` or
-        ``kernel`` at the end replaced by ``bias``.
+        Full names of the weights, (heads · head_dim, in). A bias is found by its name: ``weight``,
+        ``matrix`` or ``kernel`` at the end replaced by ``bias``.
     heads
         Number of query heads.
     key_heads
-        Number of key heads, a divisor of `heads`; None means `heads`. Key head g serves the query heads
-        g · heads/key_heads and following.
+        Number of key heads, a divisor of `heads`; None means `heads`. Key head g serves the query
+        heads g · heads/key_heads and following.
     axis
         'columns' for weights stored as (in, heads · head_dim).
     """
@@ -69,34 +73,35 @@ class SeparateQK:
         self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
     ) -> list[HeadRows]:
         """Return the rows of both weights."""
-        count = self.key_heads or self.heads
-        size = _per_head(self, self.query, _length(self, self.query, shapes), self.heads)
-        if _length(self, self.key, shapes) != count * size:
-            found = _length(self, self.key, shapes)
-            raise QKClipError(
-                [f"{self.name}: {self.key!r} has {found} {self.axis}, not {count} x {size}"]
-            )
+        key_heads = self.key_heads or self.heads
+        query_length = _length(self, self.query, shapes)
+        key_length = _length(self, self.key, shapes)
+        size = _per_head(self, self.query, query_length, self.heads)
+        if key_length != key_heads * size:
+            problem = f"{self.key!r} has {key_length} {self.axis}, not {key_heads} x {size}"
+            raise QKClipError([f"{self.name}: {problem}"])
         return [
-            HeadRows(self.query, "query", self.heads, size, 0, size),
-            HeadRows(self.key, "key", count, size, 0, size),
+            HeadRows(self.query, "query", heads=self.heads, size=size, start=0, stride=size),
+            HeadRows(self.key, "key", heads=key_heads, size=size, start=0, stride=size),
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedQKV:
-    """Queries, keys and values made by one weight, e.g. ``in_proj_weight`` of torch.nn.MultiheadAttention.
+    """Queries, keys and values made by one weight, as in torch.nn.MultiheadAttention.
 
     Attributes
     ----------
     name, heads, key_heads, axis
         As in `SeparateQK`.
     weight
-        Full name of the weight. If the optimizer's setting `splits` divides it, the parts must be q, k and v; or the
-        single heads of these in this order; or parts of equally large heads. Without parts, all heads are equally
-        large.
+        Full name of the weight. If the optimizer's setting `splits` divides it, the parts must be
+        q, k and v; or the single heads of these in this order; or parts of equally large heads.
+        Without parts, all heads are equally large.
     interleaved
-        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron). Parts, if any, must
-        then be whole key heads; or q, k and v of each; or single heads, or parts of equally large heads, in this order.
+        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron).
+        Parts, if any, must then be whole key heads; or q, k and v of each; or single heads, or
+        parts of equally large heads, in this order.
     """
 
     name: str
@@ -110,84 +115,114 @@ class FusedQKV:
         self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
     ) -> list[HeadRows]:
         """Return the rows of queries and keys."""
-        count = self.key_heads or self.heads
-        group = self.heads // count
+        key_heads = self.key_heads or self.heads
         length = _length(self, self.weight, shapes)
         view = routes[self.weight].view
-        parts = view.sizes if view is not None and view.axis == self.axis else ()
-        if not self.interleaved:
-            query, key = self._head_sizes(length, parts, self.heads, count)
-            return [
-                HeadRows(self.weight, "query", self.heads, query, 0, query),
-                HeadRows(self.weight, "key", count, key, self.heads * query, key),
-            ]
-        each = parts[: len(parts) // count]
-        if each * count != parts:
-            sizes = "+".join(map(str, parts))
-            raise QKClipError(
-                [
-                    f"{self.name}: {self.weight!r} is split into {sizes}, which does not repeat for {count} key heads"
-                ]
-            )
-        stride = _per_head(self, self.weight, length, count)
-        query, key = self._head_sizes(stride, each, group, 1)
-        queries = [
-            HeadRows(self.weight, "query", count, query, i * query, stride, i, group)
-            for i in range(group)
+        sizes = view.sizes if view is not None and view.axis == self.axis else ()
+        if self.interleaved:
+            return self._interleaved_rows(length, sizes, key_heads)
+        size = self._head_size(length, sizes, self.heads, key_heads)
+        keys_start = self.heads * size
+        return [
+            HeadRows(self.weight, "query", heads=self.heads, size=size, start=0, stride=size),
+            HeadRows(self.weight, "key", heads=key_heads, size=size, start=keys_start, stride=size),
         ]
-        return [*queries, HeadRows(self.weight, "key", count, key, group * query, stride)]
 
-    def _head_sizes(
-        self, length: int, parts: tuple[int, ...], heads: int, key_heads: int
-    ) -> tuple[int, int]:
-        """Return the numbers of rows of a query head and of a key head in q | k | v of this length and these parts.
+    def _interleaved_rows(
+        self, length: int, sizes: tuple[int, ...], key_heads: int
+    ) -> list[HeadRows]:
+        """Return the rows of a weight with queries | key | value of each key head in turn."""
+        queries_per_key = self.heads // key_heads
+        parts_per_key = sizes[: len(sizes) // key_heads]
+        if parts_per_key * key_heads != sizes:
+            raise self._error_of_parts(sizes, f"which does not repeat for {key_heads} key heads")
+        stride = _per_head(self, self.weight, length, key_heads)
+        size = self._head_size(stride, parts_per_key, queries_per_key, 1)
+        # The i-th query head of each key head.
+        queries = [
+            HeadRows(
+                self.weight,
+                "query",
+                heads=key_heads,
+                size=size,
+                start=i * size,
+                stride=stride,
+                offset=i,
+                step=queries_per_key,
+            )
+            for i in range(queries_per_key)
+        ]
+        keys_start = queries_per_key * size
+        keys = HeadRows(
+            self.weight, "key", heads=key_heads, size=size, start=keys_start, stride=stride
+        )
+        return [*queries, keys]
+
+    def _head_size(
+        self, length: int, part_sizes: tuple[int, ...], heads: int, key_heads: int
+    ) -> int:
+        """Return the number of rows of a head in q | k | v of this length and these parts.
 
         Parts may be q, k and v, or heads, or divide equal heads further.
         """
-        if len(parts) <= 1:
-            query = key = _per_head(self, self.weight, length, heads + 2 * key_heads)
-        elif len(parts) == 3:
-            query, key = (
-                _per_head(self, self.weight, parts[0], heads),
-                _per_head(self, self.weight, parts[1], key_heads),
-            )
+        if len(part_sizes) <= 1:
+            return _per_head(self, self.weight, length, heads + 2 * key_heads)
+        if len(part_sizes) == 3:
+            query_size = _per_head(self, self.weight, part_sizes[0], heads)
+            key_size = _per_head(self, self.weight, part_sizes[1], key_heads)
         else:
-            size, left = divmod(length, heads + 2 * key_heads)
-            ends = {0, *itertools.accumulate(parts)}
-            if not left and ends >= {*range(0, (heads + key_heads + 1) * size, size)}:
-                return size, size  # parts of heads, such as those with and without position
-            query, key, value = parts[0], parts[min(heads, len(parts) - 1)], parts[-1]
-            if parts != (query,) * heads + (key,) * key_heads + (value,) * key_heads:
-                raise QKClipError(
-                    [
-                        f"{self.name}: {self.weight!r} is split into {'+'.join(map(str, parts))}; parts must be q, k "
-                        f"and v, or those of {heads} query, {key_heads} key and {key_heads} value heads in this order"
-                    ]
+            size, remainder = divmod(length, heads + 2 * key_heads)
+            ends_of_parts = {0, *itertools.accumulate(part_sizes)}
+            ends_of_heads = range(0, (heads + key_heads + 1) * size, size) if size else ()
+            if not remainder and ends_of_parts >= {*ends_of_heads}:
+                return size  # parts of heads, such as those with and without position
+            query_size = part_sizes[0]
+            key_size = part_sizes[min(heads, len(part_sizes) - 1)]
+            value_size = part_sizes[-1]
+            of_heads = (query_size,) * heads
+            of_heads += (key_size,) * key_heads + (value_size,) * key_heads
+            if part_sizes != of_heads:
+                raise self._error_of_parts(
+                    part_sizes,
+                    f"parts must be q, k and v, or those of {heads} query, {key_heads} key and "
+                    f"{key_heads} value heads in this order",
+                    separator="; ",
                 )
-        if query != key:
+        if query_size != key_size:
             raise QKClipError(
                 [
-                    f"{self.name}: {self.weight!r} has {query} {self.axis} a query head and {key} a key head"
+                    f"{self.name}: {self.weight!r} has {query_size} {self.axis} a query head and "
+                    f"{key_size} a key head"
                 ]
             )
-        return query, key
+        return query_size
+
+    def _error_of_parts(
+        self, part_sizes: tuple[int, ...], reason: str, separator: str = ", "
+    ) -> QKClipError:
+        text = "+".join(map(str, part_sizes))
+        return QKClipError(
+            [f"{self.name}: {self.weight!r} is split into {text}{separator}{reason}"]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentQK:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Queries and keys of each head have a part without position and a rotary one. The rotary key, which all heads share,
-    is not scaled.
+    Queries and keys of each head have a part without position and a rotary one. The rotary key,
+    which all heads share, is not scaled.
 
     Attributes
     ----------
     name, heads, axis
         As in `SeparateQK`.
     query
-        Full name of the weight that makes, head by head, ``nope_dim`` rows without position and ``rope_dim`` rotary.
+        Full name of the weight that makes, head by head, ``nope_dim`` rows without position and
+        ``rope_dim`` rotary.
     key_value
-        Full name of the weight that makes, head by head, ``nope_dim`` rows of the key and ``value_dim`` of the value.
+        Full name of the weight that makes, head by head, ``nope_dim`` rows of the key and
+        ``value_dim`` of the value.
     nope_dim, rope_dim, value_dim
         Rows per head.
     """
@@ -210,18 +245,29 @@ class LatentQK:
         self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
     ) -> list[HeadRows]:
         """Return the rows of the queries' two parts, and of the keys without position."""
-        query, key = self.nope_dim + self.rope_dim, self.nope_dim + self.value_dim
+        sizes = {
+            self.query: self.nope_dim + self.rope_dim,
+            self.key_value: self.nope_dim + self.value_dim,
+        }
         problems = [
-            f"{self.name}: {parameter!r} has {_length(self, parameter, shapes)} {self.axis}, not {self.heads} x {size}"
-            for parameter, size in ((self.query, query), (self.key_value, key))
+            f"{self.name}: {parameter!r} has {_length(self, parameter, shapes)} {self.axis}, not "
+            f"{self.heads} x {size}"
+            for parameter, size in sizes.items()
             if _length(self, parameter, shapes) != self.heads * size
         ]
         if problems:
             raise QKClipError(problems)
+
+        def rows_of(parameter: str, factor: Factor, size: int, start: int) -> HeadRows:
+            stride = sizes[parameter]
+            return HeadRows(
+                parameter, factor, heads=self.heads, size=size, start=start, stride=stride
+            )
+
         return [
-            HeadRows(self.query, "query", self.heads, self.nope_dim, 0, query),
-            HeadRows(self.query, "rotary", self.heads, self.rope_dim, self.nope_dim, query),
-            HeadRows(self.key_value, "key", self.heads, self.nope_dim, 0, key),
+            rows_of(self.query, "query", size=self.nope_dim, start=0),
+            rows_of(self.query, "rotary", size=self.rope_dim, start=self.nope_dim),
+            rows_of(self.key_value, "key", size=self.nope_dim, start=0),
         ]
 
 
@@ -234,13 +280,14 @@ class QKClip:
 
     After an update, with S_h the largest logit that head h has seen and γ_h = min(1, τ / S_h)::
 
-        multi-head      W_q^h ← γ_h^α W_q^h            W_k^h ← γ_h^(1−α) W_k^h
-        grouped-query   W_q^h ← γ_h^α W_q^h            W_k^g ← min over the heads h of group g of γ_h^(1−α) · W_k^g
-        latent          W_qc^h ← γ_h^α W_qc^h          W_kc^h ← γ_h^(1−α) W_kc^h      W_qr^h ← γ_h W_qr^h
+        multi-head     W_q^h ← γ_h^α W_q^h      W_k^h ← γ_h^(1−α) W_k^h
+        grouped-query  W_q^h ← γ_h^α W_q^h      W_k^g ← min γ_h^(1−α) W_k^g over heads h of group g
+        latent         W_qc^h ← γ_h^α W_qc^h    W_kc^h ← γ_h^(1−α) W_kc^h    W_qr^h ← γ_h W_qr^h
 
-    (c: without position, r: rotary; the rotary key, which all heads share, stays). Biases are scaled like their rows.
-    The logits of head h are then multiplied by γ_h, or by less in a group. The rows of heads below the threshold
-    stay bitwise the same. A logit that is NaN or infinite clips nothing.
+    (c: without position, r: rotary; the rotary key, which all heads share, stays). Biases are
+    scaled like their rows. The logits of head h are then multiplied by γ_h, or by less in a group.
+    The rows of heads below the threshold stay bitwise the same. A logit that is NaN or infinite
+    clips nothing.
 
     Attributes
     ----------
@@ -258,7 +305,8 @@ class QKClip:
 
     References
     ----------
-    Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1 (τ = 100, α = 1/2).
+    Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1 (τ = 100,
+    α = 1/2).
     """
 
     layers: tuple[Layer, ...]
@@ -266,80 +314,92 @@ class QKClip:
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        layers = []
-        for layer in self.layers:  # with names as in the routing
-            given = {field.name for field in dataclasses.fields(layer)} & {
-                "name",
-                "query",
-                "key",
-                "weight",
-                "key_value",
-            }
-            named: dict[str, Any] = {
-                field: canonical_name(getattr(layer, field)) for field in given
-            }
-            layers.append(dataclasses.replace(layer, **named))
-        object.__setattr__(self, "layers", tuple(layers))
-        problems = [] if self.layers else ["layers: at least one layer is needed"]
+        layers = tuple(_with_canonical_names(layer) for layer in self.layers)
+        object.__setattr__(self, "layers", layers)
+        problems = [] if layers else ["layers: at least one layer is needed"]
         if not self.threshold > 0.0:
             problems.append(f"threshold: must be > 0; found {self.threshold!r}")
         if not 0.0 <= self.alpha <= 1.0:
             problems.append(f"alpha: must be in [0, 1]; found {self.alpha!r}")
-        names = [layer.name for layer in self.layers]
+        names = [layer.name for layer in layers]
         problems += [
             f"layers: two are called {name!r}"
             for name in sorted(set(names))
             if names.count(name) > 1
         ]
-        for layer in self.layers:
-            heads, keys = layer.heads, layer.key_heads or layer.heads
-            if heads < 1 or keys < 1 or heads % keys:
+        for layer in layers:
+            key_heads = layer.key_heads or layer.heads
+            if layer.heads < 1 or key_heads < 1 or layer.heads % key_heads:
                 problems.append(
-                    f"{layer.name}: key_heads must divide heads; found {layer.key_heads} and {heads}"
+                    f"{layer.name}: key_heads must divide heads; found {layer.key_heads} and "
+                    f"{layer.heads}"
                 )
         if problems:
             raise QKClipError(problems)
 
 
-def rows_by_parameter(
-    clip: QKClip, routes: Mapping[str, RouteEntry]
-) -> dict[str, list[tuple[Layer, HeadRows]]]:
+def _with_canonical_names(layer: Layer) -> Layer:
+    """Return a layer with names as in the routing."""
+    names = {
+        field.name: canonical_name(getattr(layer, field.name))
+        for field in dataclasses.fields(layer)
+        if field.name in ("name", "query", "key", "weight", "key_value")
+    }
+    return dataclasses.replace(layer, **names)  # type: ignore[arg-type]  # all names are str
+
+
+class LayerRows(NamedTuple):
+    """Rows that QK-clip scales, with their layer."""
+
+    layer: Layer
+    rows: HeadRows
+
+
+def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[str, list[LayerRows]]:
     """Return the rows that QK-clip scales by parameter, including those of biases.
 
-    Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
+    Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises
+    queries or keys.
     """
     shapes = {name: entry.shape for name, entry in routes.items()}
-    found: dict[str, list[tuple[Layer, HeadRows]]] = {}
+    scaled: dict[str, list[LayerRows]] = {}
     problems: list[str] = []
     for layer in clip.layers:
         problems += normalizations(layer.name, routes)
-        try:
-            rows = layer.rows(shapes, routes)
-        except QKClipError as error:
-            problems += error.problems
-            continue
-        for each in rows:
-            found.setdefault(each.parameter, []).append((layer, each))
-            bias = _WEIGHT.sub("bias", each.parameter)
-            if bias != each.parameter and bias in routes:
-                found.setdefault(bias, []).append((layer, each))
+        for rows in _rows_of(layer, shapes, routes, problems):
+            scaled.setdefault(rows.parameter, []).append(LayerRows(layer, rows))
+            bias = _WEIGHT.sub("bias", rows.parameter)
+            if bias != rows.parameter and bias in routes:
+                scaled.setdefault(bias, []).append(LayerRows(layer, rows))
     if problems:
         raise QKClipError(problems)
-    return found
+    return scaled
+
+
+def _rows_of(
+    layer: Layer,
+    shapes: Mapping[str, tuple[int, ...]],
+    routes: Mapping[str, RouteEntry],
+    problems: list[str],
+) -> list[HeadRows]:
+    """Return the rows of a layer; add its problems."""
+    try:
+        return layer.rows(shapes, routes)
+    except QKClipError as error:
+        problems += error.problems
+        return []
 
 
 def normalizations(layer: str, names: Iterable[str]) -> list[str]:
-    """Return a problem for the first name below a layer that looks like a normalization of queries or keys."""
-    below = (
-        name
-        for name in names
-        if name.startswith(f"{layer}.") and _NORM.search(name[len(layer) + 1 :])
-    )
-    return [
-        f"{layer}: {name!r} normalizes queries or keys, so that the scale of their weights does not reach the logits; "
-        "leave this layer out"
-        for name in itertools.islice(below, 1)
-    ]
+    """Return a problem if a name below a layer looks like a normalization of queries or keys."""
+    prefix = f"{layer}."
+    for name in names:
+        if name.startswith(prefix) and _NORM.search(name[len(prefix) :]):
+            return [
+                f"{layer}: {name!r} normalizes queries or keys, so that the scale of their weights "
+                "does not reach the logits; leave this layer out"
+            ]
+    return []
 
 
 def _length(layer: Layer, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -357,7 +417,8 @@ def _per_head(layer: Layer, parameter: str, length: int, heads: int) -> int:
     if length % heads:
         raise QKClipError(
             [
-                f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} heads"
+                f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} "
+                "heads"
             ]
         )
     return length // heads

@@ -1,4 +1,4 @@
-"""The largest attention logit of each head for QK-clip: computed in blocks of queries, recorded by forward hooks."""
+"""The largest attention logit of each head, computed in blocks and recorded by forward hooks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import QKClip, normalizations
-from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name
 
 BLOCK = 2**22  # bound on the logits in memory at a time
 _UNSEEN = (
@@ -35,7 +35,7 @@ def max_logits(
     enable_gqa: bool = False,
     block: int = BLOCK,
 ) -> Tensor:
-    """Return the largest logit ``scale · q · k`` of each head over all pairs that attend to each other.
+    """Return the largest logit ``scale · q · k`` of each head over all attending pairs.
 
     Parameters
     ----------
@@ -59,27 +59,32 @@ def max_logits(
     Tensor
         (heads,), float32 or wider; −inf where no pair attends.
     """
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    heads, length = query.shape[-3], query.shape[-2]
+    heads = query.shape[-3]
+    length = query.shape[-2]
     wide = torch.promote_types(query.dtype, torch.float32)
     largest = torch.full((heads,), -math.inf, dtype=wide, device=query.device)
-    columns = max(1, key.shape[-2] * math.prod(query.shape[:-2]))
-    rows = max(1, block // columns)
-    for start in range(0, length, rows):
-        stop = min(length, start + rows)
-        seen = key[..., :stop, :] if is_causal else key  # later keys are masked
-        logits = (query[..., start:stop, :] @ seen.mT).to(wide) * scale
+    logits_per_query = max(1, key.shape[-2] * math.prod(query.shape[:-2]))
+    n_queries = max(1, block // logits_per_query)
+    for start in range(0, length, n_queries):
+        stop = min(length, start + n_queries)
+        seen_keys = key[..., :stop, :] if is_causal else key  # later keys are masked
+        # (..., heads, stop − start, seen keys)
+        logits = (query[..., start:stop, :] @ seen_keys.mT).to(wide) * scale
         if is_causal:
-            allowed = torch.ones(
-                stop - start, seen.shape[-2], dtype=torch.bool, device=query.device
-            ).tril_(start)
-            logits.masked_fill_(~allowed, -math.inf)
+            attends = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device)
+            logits.masked_fill_(~attends.tril_(start), -math.inf)
         if attn_mask is not None:
-            mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., start:stop, :]
-            mask = mask if mask.shape[-1] == 1 else mask[..., : seen.shape[-2]]
-            logits.masked_fill_(~mask if mask.dtype == torch.bool else mask == -math.inf, -math.inf)
+            mask = attn_mask
+            if mask.shape[-2] != 1:
+                mask = mask[..., start:stop, :]
+            if mask.shape[-1] != 1:
+                mask = mask[..., : seen_keys.shape[-2]]
+            is_masked = ~mask if mask.dtype == torch.bool else mask == -math.inf
+            logits.masked_fill_(is_masked, -math.inf)
         if logits.numel():
             by_head = logits.movedim(-3, 0).flatten(1)
             torch.maximum(largest, by_head.amax(1), out=largest)
@@ -89,9 +94,9 @@ def max_logits(
 class LogitRecorder:
     """Record the largest attention logit of each head in training forward passes of a model.
 
-    It supports torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``. Neither returns its
-    logits, so the recorder computes them again, in blocks. If a module computes attention otherwise, pass its maxima to
-    ``step(qk_logits=...)``. ::
+    It supports torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``.
+    Neither returns its logits, so the recorder computes them again, in blocks. If a module computes
+    attention otherwise, pass its maxima to ``step(qk_logits=...)``. ::
 
         recorder = LogitRecorder(model, clip, every=8)
         ...
@@ -111,8 +116,8 @@ class LogitRecorder:
     Raises
     ------
     QKClipError
-        When the model has no such submodule or normalizes queries or keys; in a forward pass, when a module does not
-        call ``scaled_dot_product_attention`` or has another number of heads.
+        When the model has no such submodule or normalizes queries or keys; in a forward pass, when
+        a module does not call ``scaled_dot_product_attention`` or has another number of heads.
     """
 
     def __init__(
@@ -130,34 +135,41 @@ class LogitRecorder:
             problems.append(f"every: must be >= 1; found {every}")
         if problems:
             raise QKClipError(problems)
-        self._every, self._block, self._steps = every, block, 0
+        self._every = every
+        self._block = block
+        self._steps = 0
         self._largest: dict[str, Tensor] = {}
         self._heads = {layer.name: layer.heads for layer in layers}
         self._open: list[_SeenAttention] = []
         self._hooks: list[Any] = []
         for layer in layers:
-            module = modules[layer.name]
-            if isinstance(module, nn.MultiheadAttention):
-                after: Callable[..., None] = functools.partial(self._after_mha, layer.name)
-            else:
-                self._hooks.append(
-                    module.register_forward_pre_hook(functools.partial(self._before, layer.name))
-                )
-                after = functools.partial(self._after, layer.name)
-            # Before FSDP's hook, which frees the whole weights.
-            always = not isinstance(module, nn.MultiheadAttention)
+            self._add_hooks(layer.name, modules[layer.name])
+
+    def _add_hooks(self, name: str, module: nn.Module) -> None:
+        # `prepend`: before FSDP's hook, which frees the whole weights.
+        if isinstance(module, nn.MultiheadAttention):
+            after_mha = functools.partial(self._after_mha, name)
             self._hooks.append(
-                module.register_forward_hook(
-                    after, prepend=True, with_kwargs=True, always_call=always
-                )
+                module.register_forward_hook(after_mha, prepend=True, with_kwargs=True)
             )
+            return
+        before = functools.partial(self._before, name)
+        after = functools.partial(self._after, name)
+        self._hooks.append(module.register_forward_pre_hook(before))
+        # `always_call`: a forward pass that raises must not leave its mode open.
+        self._hooks.append(
+            module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
+        )
 
     def take(self) -> dict[str, Tensor] | None:
-        """Return the maxima recorded since the last call, (heads,) by layer, or None, and begin the next step."""
-        found = self._largest
+        """Return the maxima recorded since the last call, and begin the next step.
+
+        They are (heads,) by layer; None if none were recorded.
+        """
+        largest = self._largest
         self._largest = {}
         self._steps += 1
-        return found or None
+        return largest or None
 
     def remove(self) -> None:
         """Remove all hooks from the model."""
@@ -172,13 +184,17 @@ class LogitRecorder:
         self, name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> None:
         """Include one call of attention in the maxima; the arguments are those of `max_logits`."""
-        found = max_logits(query, key, attn_mask, block=self._block, **options)
-        if len(found) != self._heads[name]:
+        largest = max_logits(query, key, attn_mask, block=self._block, **options)
+        if len(largest) != self._heads[name]:
             raise QKClipError(
-                [f"{name}: its attention has {len(found)} heads, declared are {self._heads[name]}"]
+                [
+                    f"{name}: its attention has {len(largest)} heads, declared are "
+                    f"{self._heads[name]}"
+                ]
             )
-        known = self._largest.get(name)
-        self._largest[name] = found if known is None else torch.maximum(known, found)
+        if name in self._largest:
+            largest = torch.maximum(self._largest[name], largest)
+        self._largest[name] = largest
 
     def _before(self, name: str, module: nn.Module, args: Any) -> None:
         if self._recording(module):
@@ -202,16 +218,16 @@ class LogitRecorder:
             raise QKClipError(
                 [f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"]
             )
-        given = _MHA.bind(module, *args, **kwargs).arguments
-        # As (batch, length, features).
-        query, key = (
-            x.unsqueeze(0) if x.ndim == 2 else x if module.batch_first else x.transpose(0, 1)
-            for x in (given["query"], given["key"])
-        )
-        weights, biases = _projections(module)
-        q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases, strict=True))
-        q, k = (x.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3) for x in (q, k))
-        self._record(name, q, k, _mask(module, given, q.shape[0]))
+        arguments = _MHA.bind(module, *args, **kwargs).arguments
+        weights = _projections(module)
+        query = _batch_first(module, arguments["query"])
+        key = _batch_first(module, arguments["key"])
+        # (batch, heads, length, head_dim)
+        q = F.linear(query, weights.query, weights.query_bias)
+        q = q.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3)
+        k = F.linear(key, weights.key, weights.key_bias)
+        k = k.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3)
+        self._record(name, q, k, _mask(module, arguments, q.shape[0]))
 
 
 class _SeenAttention(TorchFunctionMode):
@@ -242,32 +258,59 @@ def _attention_arguments(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any]:
-    """Return by name the arguments of ``scaled_dot_product_attention`` that determine the logits."""
-    shown = {"query": query, "key": key, "attn_mask": attn_mask}
-    return {**shown, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    """Return the arguments of ``scaled_dot_product_attention`` that determine the logits."""
+    return {
+        "query": query,
+        "key": key,
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
 
 
-def _projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the weights and biases that make queries and keys."""
+class _Projections(NamedTuple):
+    """The weights and biases that make queries and keys."""
+
+    query: Tensor
+    key: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+
+
+def _projections(module: nn.MultiheadAttention) -> _Projections:
     if module.in_proj_weight is not None:
-        weights = list(module.in_proj_weight.chunk(3)[:2])
+        query, key, _ = module.in_proj_weight.chunk(3)
     else:
-        weights = [module.q_proj_weight, module.k_proj_weight]
+        query = module.q_proj_weight
+        key = module.k_proj_weight
     if module.in_proj_bias is None:
-        return weights, [None, None]
-    return weights, list(module.in_proj_bias.chunk(3)[:2])
+        return _Projections(query, key, None, None)
+    query_bias, key_bias, _ = module.in_proj_bias.chunk(3)
+    return _Projections(query, key, query_bias, key_bias)
 
 
-def _mask(module: nn.MultiheadAttention, given: Mapping[str, Any], batch: int) -> Tensor | None:
-    """Return the caller's masks as one, True where a pair attends, which broadcasts to (batch, heads, L, S)."""
+def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """Return queries or keys as (batch, length, features)."""
+    if x.ndim == 2:
+        return x.unsqueeze(0)
+    return x if module.batch_first else x.transpose(0, 1)
+
+
+def _mask(module: nn.MultiheadAttention, arguments: Mapping[str, Any], batch: int) -> Tensor | None:
+    """Return the caller's masks as one, True where a pair attends.
+
+    It broadcasts to (batch, heads, L, S). In this module True means masked, and is_causal needs
+    attn_mask, too.
+    """
     attends = None
-    # In this module True means masked, and is_causal needs attn_mask, too.
-    if (mask := given.get("attn_mask")) is not None:
+    mask = arguments.get("attn_mask")
+    if mask is not None:
         attends = ~mask if mask.dtype == torch.bool else mask != -torch.inf
-        attends = (
-            attends.view(batch, module.num_heads, *mask.shape[1:]) if mask.ndim == 3 else attends
-        )
-    if (padding := given.get("key_padding_mask")) is not None:
+        if mask.ndim == 3:
+            attends = attends.view(batch, module.num_heads, *mask.shape[1:])
+    padding = arguments.get("key_padding_mask")
+    if padding is not None:
         keys = ~padding if padding.dtype == torch.bool else padding != -torch.inf
         keys = keys.view(-1, 1, 1, keys.shape[-1])
         attends = keys if attends is None else attends & keys

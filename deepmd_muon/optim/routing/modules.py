@@ -1,16 +1,17 @@
-"""Parameters that are not hidden matrices, whatever their shape: tables, output layers, positions and tokens."""
+"""Parameters that are no hidden matrices: tables, output layers, positions and tokens."""
 
 from __future__ import annotations
 
 import glob
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from deepmd_muon.optim.errors import InvalidShapeError
-from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
+from deepmd_muon.optim.routing.routes import canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
 
 # Of the weight that makes q, k and v in torch.nn.MultiheadAttention.
@@ -29,17 +30,19 @@ _COMPUTED_FROM = re.compile(
 
 
 def tables_and_heads(model: nn.Module) -> dict[str, str]:
-    """Return the parameters of a model that Muon should not orthogonalize, by canonical name, each with the reason.
+    """Return the parameters that Muon should not orthogonalize, with the reason, by name.
 
-    - Tables: the weight of nn.Embedding, nn.EmbeddingBag, and of every module that has `num_embeddings`. A gradient
-      reaches few of their rows. Orthogonalization can move each row that has momentum equally far, even if its last
-      gradient is long past; only rows without momentum stay. A tied output layer is the same parameter.
+    - Tables: the weight of nn.Embedding, nn.EmbeddingBag, and of every module that has
+      `num_embeddings`. A gradient reaches few of their rows. Orthogonalization can move each row
+      that has momentum equally far, even if its last gradient is long past; only rows without
+      momentum stay. A tied output layer is the same parameter.
     - The output layer: the model's last nn.Linear, if its weight has the shape of a table.
-    - Parameters added to activations: held directly by a module that is not one of torch's own layers, and either of
-      shape (1, n, ...), which broadcasts over a batch, or named like a position or token (`pos...`, `...token`).
+    - Parameters added to activations: held directly by a module that is not one of torch's own
+      layers, and either of shape (1, n, ...), which broadcasts over a batch, or named like a
+      position or token (`pos...`, `...token`).
 
-    The model may be wrapped by FSDP, DDP or torch.compile. Parameters with fewer than two dimensions above 1 are not
-    listed.
+    The model may be wrapped by FSDP, DDP or torch.compile. Parameters with fewer than two
+    dimensions above 1 are not listed.
     """
     reasons: dict[Tensor, str] = {}
     shapes = set()
@@ -65,14 +68,17 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """Return the parameter `weight` of a module, or the parameters it is computed from that have its shape.
+    """Return the weight of a module, or the parameters of its shape that it is computed from.
 
-    torch computes it with parametrizations, weight_norm, spectral_norm and pruning. The computed weight is not read:
-    that would advance the power iteration of spectral_norm. Vectors, such as the norms of weight_norm, are left out.
+    torch computes it with parametrizations, weight_norm, spectral_norm and pruning. The computed
+    weight is not read: that would advance the power iteration of spectral_norm. Vectors, such as
+    the norms of weight_norm, are left out.
     """
-    computed = [p for name in _ORIGINALS if (p := module._parameters.get(name)) is not None]
+    originals = [module._parameters.get(name) for name in _ORIGINALS]
+    computed = [p for p in originals if p is not None]
     if parametrize.is_parametrized(module, "weight"):
-        computed += module.parametrizations["weight"].parameters(recurse=False)  # type: ignore[union-attr, index]
+        parametrizations: Any = module.parametrizations
+        computed += parametrizations["weight"].parameters(recurse=False)
     if computed:
         return [p for p in computed if len(effective_shape(tuple(p.shape))) > 1]
     weight = getattr(module, "weight", None)
@@ -80,7 +86,7 @@ def weights_of(module: nn.Module) -> list[Tensor]:
 
 
 def is_computed_from(name: str) -> bool:
-    """Return whether the name of a parameter is one from which torch computes another (`weights_of`)."""
+    """Return whether torch computes a weight from the parameter of this name (`weights_of`)."""
     return _COMPUTED_FROM.search(name) is not None
 
 
@@ -99,7 +105,7 @@ def _added(module: nn.Module) -> Iterator[Tensor]:
 
 
 def convolutions(model: nn.Module) -> dict[str, int]:
-    """Return the weights of a model's convolution modules by canonical name, each with its number of groups."""
+    """Return the weights of convolution modules and their numbers of groups, by name."""
     groups: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
@@ -108,30 +114,32 @@ def convolutions(model: nn.Module) -> dict[str, int]:
 
 
 def declared_splits(model: nn.Module) -> list[str]:
-    """Return the splits that modules declare, as entries of the setting `splits` on canonical names.
+    """Return the splits that modules declare, as entries of the setting `splits`.
 
-    A module declares them in its attribute ``muon_splits``: a mapping from the names of its own parameters to the part
-    of an entry that follows the pattern, such as ``{"weight": "rows (128+64)*16"}``.
+    A module declares them in its attribute ``muon_splits``: a mapping from the names of its own
+    parameters to the part of an entry that follows the pattern, such as ``{"weight": "rows
+    (128+64)*16"}``.
 
     Raises
     ------
     InvalidShapeError
         When a module declares a split of a parameter that it does not have.
     """
-    found: dict[Tensor, str] = {}
+    splits: dict[Tensor, str] = {}
     for place, module in model.named_modules():
         for name, split in getattr(module, "muon_splits", {}).items():
             p = getattr(module, name, None)
             if not isinstance(p, nn.Parameter):
                 raise InvalidShapeError(
-                    f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter of it"
+                    f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter "
+                    "of it"
                 )
-            found[p] = split
-    return _entries(model, found)
+            splits[p] = split
+    return _entries(model, splits)
 
 
 def attention_splits(model: nn.Module) -> list[str]:
-    """Return entries that split the weights of torch.nn.MultiheadAttention into queries, keys and values."""
+    """Return entries that split weights of nn.MultiheadAttention into queries, keys and values."""
     modules = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
     # There is no such parameter where kdim or vdim differ, and where a parametrization computes it.
     weights: Iterator[Tensor | None] = (
@@ -140,6 +148,6 @@ def attention_splits(model: nn.Module) -> list[str]:
     return _entries(model, {p: ATTENTION_SPLIT for p in weights if p is not None})
 
 
-def _entries(model: nn.Module, found: Mapping[Tensor, str]) -> list[str]:
+def _entries(model: nn.Module, splits: Mapping[Tensor, str]) -> list[str]:
     names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
-    return [f"{glob.escape(names[p])}: {split}" for p, split in found.items()]
+    return [f"{glob.escape(names[p])}: {split}" for p, split in splits.items()]

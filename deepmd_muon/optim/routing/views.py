@@ -17,15 +17,19 @@ from deepmd_muon.optim.errors import InvalidShapeError
 Axis = Literal["rows", "columns"]
 
 _REST = -1
-_VIEW_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?: (rows|columns) (\d+(?:\+\d+)*))?")
+_VIEW_FORM = re.compile(
+    r"(?P<batch>\d+)x(?P<rows>\d+)x(?P<columns>\d+)"
+    r"(?: (?P<axis>rows|columns) (?P<sizes>\d+(?:\+\d+)*))?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each possibly split into blocks.
+    """A tensor read as `batch` matrices (rows, columns) in storage order, possibly split.
 
-    Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
-    64+64+32``. State dicts store this text.
+    A split cuts each matrix of a fused weight into blocks. The text form is ``batch x rows x
+    columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns 64+64+32``. State dicts
+    store this text.
     """
 
     batch: int
@@ -65,55 +69,60 @@ class MatrixView:
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the blocks of a tensor of the parameter's shape, each (batch, rows, columns)."""
         x = x.reshape(self.shape)
-        return list(x.split(self.sizes, dim=1 if self.axis == "rows" else 2)) if self.axis else [x]
+        return list(x.split(self.sizes, dim=self._split_dim)) if self.axis else [x]
 
     def join(self, blocks: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
-        return (
-            torch.cat(list(blocks), dim=1 if self.axis == "rows" else 2) if self.axis else blocks[0]
-        )
+        return torch.cat(list(blocks), dim=self._split_dim) if self.axis else blocks[0]
+
+    @property
+    def _split_dim(self) -> int:
+        """The dimension of (batch, rows, columns) along which matrices are split."""
+        return 1 if self.axis == "rows" else 2
 
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
-        """Return for each element, in storage order, the number of its block, or of its row or column within its block.
+        """Return the number of each element's block, or of its row or column within its block.
 
-        The result is int64 (batch·rows·columns,). Numbers are indices into a flat state tensor of this extent.
+        The result is int64 (batch·rows·columns,), in storage order. Numbers are indices into a flat
+        state tensor of this extent.
         """
-        count = max(1, len(self.sizes))
-        parts = [
+        blocks_per_matrix = max(1, len(self.sizes))
+        numbered_blocks = [
             torch.full((1, *shape), i, device="cpu") for i, shape in enumerate(self.block_shapes)
         ]
-        part = self.join(parts).expand(self.shape)
-        batch, row, column = (
-            torch.arange(size, device="cpu").view([-1 if d == dim else 1 for d in range(3)])
-            for dim, size in enumerate(self.shape)
-        )
+        block = self.join(numbered_blocks)  # (1, rows, columns)
+        batch = torch.arange(self.batch, device="cpu").view(-1, 1, 1)
         if of == "blocks":
-            return (batch * count + part).reshape(-1)
-        line, size = (row, self.rows) if of == "rows" else (column, self.columns)
-        number = (batch * size + line) * self.repeats(of)
-        return (number + (part if self.repeats(of) > 1 else 0)).expand(self.shape).reshape(-1)
+            return (batch * blocks_per_matrix + block).expand(self.shape).reshape(-1)
+        if of == "rows":
+            line = batch * self.rows + torch.arange(self.rows, device="cpu").view(-1, 1)
+        else:
+            line = batch * self.columns + torch.arange(self.columns, device="cpu")
+        number = line * self.repeats(of)
+        if self.repeats(of) > 1:
+            number = number + block
+        return number.expand(self.shape).reshape(-1)
 
     def repeats(self, of: Axis) -> int:
         """Return the number of blocks that a row, or a column, of a matrix crosses."""
         return len(self.sizes) if self.axis and self.axis != of else 1
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return (i, j): dimensions of the parameter before i are the batch, i … j the rows, from j on the columns.
+        """Return (i, j): dimensions before i are the batch, i … j the rows, from j on the columns.
 
         Raises ValueError when the dimensions of this shape cannot be folded to the view.
         """
         for i in range(len(shape) + 1):
             for j in range(i, len(shape) + 1):
-                if (
-                    math.prod(shape[:i]),
-                    math.prod(shape[i:j]),
-                    math.prod(shape[j:]),
-                ) == self.shape:
+                batch = math.prod(shape[:i])
+                rows = math.prod(shape[i:j])
+                columns = math.prod(shape[j:])
+                if (batch, rows, columns) == self.shape:
                     return i, j
         raise ValueError(f"view {self} does not fold whole dimensions of shape {shape}")
 
     def dims_of(self, shape: tuple[int, ...], of: Axis) -> tuple[int, ...]:
-        """Return the dimensions of the parameter that form the batch and the rows, or the batch and the columns."""
+        """Return the dimensions of the parameter that form the batch and the rows (or columns)."""
         i, j = self.axes(shape)
         return tuple(range(j)) if of == "rows" else (*range(i), *range(j, len(shape)))
 
@@ -126,12 +135,17 @@ class MatrixView:
         """Read the text form, or raise ValueError; an empty string stands for no view."""
         if not text:
             return None
-        found = _VIEW_FORM.fullmatch(text)
-        if not found:
+        match = _VIEW_FORM.fullmatch(text)
+        if not match:
             raise ValueError(f"a matrix view looks like '1x240x1600'; found {text!r}")
-        batch, rows, columns = (int(number) for number in found.groups()[:3])
-        sizes = tuple(map(int, found[5].split("+"))) if found[4] else ()
-        return cls(batch, rows, columns, cast("Axis | None", found[4]), sizes)
+        sizes = match["sizes"].split("+") if match["axis"] else []
+        return cls(
+            batch=int(match["batch"]),
+            rows=int(match["rows"]),
+            columns=int(match["columns"]),
+            axis=cast("Axis | None", match["axis"]),
+            sizes=tuple(map(int, sizes)),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,39 +160,39 @@ class FusedSplit:
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:
-        """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.q_b: rows (128+64)*16+rest``.
+        """Read the form of the setting `splits`, e.g. ``*.q_b: rows (128+64)*16+rest``.
 
         Raises InvalidShapeError when the text has another form or contains 'rest' twice.
         """
-        found = re.fullmatch(SPLIT_PATTERN, text)
-        if not found or found["sizes"].count("rest") > 1:
-            once = " with one 'rest'" if found else ""
+        match = re.fullmatch(SPLIT_PATTERN, text)
+        if not match or match["sizes"].count("rest") > 1:
+            once = " with one 'rest'" if match else ""
             raise InvalidShapeError(f"a split must be {SPLIT_SYNTAX}{once}; found {text!r}")
-        words, axis = found["sizes"], cast("Axis", found["axis"])
+        pattern = match["pattern"]
+        words = match["sizes"]
+        axis = cast("Axis", match["axis"])
         if words.isdigit():
-            return cls(found["pattern"], axis, (), int(words), f"{words} equal parts")
+            return cls(pattern, axis, (), int(words), f"{words} equal parts")
         sizes: list[int] = []
+        # Terms are numbers, 'rest', or sums in parentheses, each with or without '*count'.
         for term in re.findall(r"\([^)]*\)(?:\*\d+)?|[^+()]+", words):
             inner, _, times = term.partition("*")
-            numbers = [
-                _REST if number == "rest" else int(number)
-                for number in inner.strip("()").split("+")
-            ]
-            sizes += numbers * int(times or 1)
-        return cls(found["pattern"], axis, tuple(sizes), len(sizes), words)
+            numbers = inner.strip("()").split("+")
+            repeated = [_REST if number == "rest" else int(number) for number in numbers]
+            sizes += repeated * int(times or 1)
+        return cls(pattern, axis, tuple(sizes), len(sizes), words)
 
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
 
-        Raises InvalidShapeError when the sizes do not add up to the dimension, leave nothing for 'rest', or the number
-        of parts does not divide the dimension.
+        Raises InvalidShapeError when the sizes do not add up to the dimension, leave nothing for
+        'rest', or the number of parts does not divide the dimension.
         """
         length = view.rows if self.axis == "rows" else view.columns
-        left = length - sum(size for size in self.sizes if size != _REST)
-        sizes = (
-            tuple(left if size == _REST else size for size in self.sizes)
-            or (length // max(1, self.count),) * self.count
-        )
+        remainder = length - sum(size for size in self.sizes if size != _REST)
+        sizes = tuple(remainder if size == _REST else size for size in self.sizes)
+        if not sizes:  # equal parts
+            sizes = (length // max(1, self.count),) * self.count
         if sum(sizes) != length or min(sizes, default=0) < 1:
             raise InvalidShapeError(
                 f"{name}: {length} {self.axis} of view {view} cannot be split into {self.words}"
@@ -194,8 +208,8 @@ def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     """Return the matrix view of a shape, or None when the mode defines none.
 
-    '2d' accepts only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last two
-    dimensions as the matrix and the leading ones as a batch.
+    '2d' accepts only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes
+    the last two dimensions as the matrix and the leading ones as a batch.
     """
     effective = effective_shape(shape)
     if len(effective) < 2 or (mode == "2d" and len(effective) > 2):

@@ -1,25 +1,24 @@
-"""The interface of rules of the Muon route, and the description of the state tensors of routes and rules.
+"""The interface of rules of the Muon route, and the description of state tensors.
 
 One step of a block, which is one matrix of a parameter's view::
 
     m ← β m + (1 − β) g,   u = m or Nesterov's form of it
-    u, state ← rule.prepare(u, g)                        rule by rule; a skipped step keeps the state
+    u, state ← rule.prepare(u, g)                      rule by rule; a skipped step keeps the state
     O = polar factor of u
-    state ← rule.advance(O)                              a skipped step keeps the state
+    state ← rule.advance(O)                            a skipped step keeps the state
     update = scale · O · rule.factors(O) · …
-    update ← rule.constrain(update, p)                   rule by rule
-    p ← p (1 − lr λ) − lr · update                       decay only where all rule.decays(p, update) are True
+    update ← rule.constrain(update, p)                 rule by rule
+    p ← p (1 − lr λ) − lr · update                     decay only where all rule.decays(p, update)
 
-A rule receives blocks and its own state, and does not know which rank holds them: one process, an owner rank that
-received the block, and a captured graph call the same methods. The caller stores the new state, except in a skipped
-step.
+A rule receives blocks and its own state, and does not know which rank holds them: one process, an
+owner rank that received the block, and a captured graph call the same methods. The caller stores
+the new state, except in a skipped step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -37,22 +36,26 @@ Extent = Literal["parameter", "blocks", "rows", "columns", "scalar"]
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter; its extent determines shape, sharding, migration and offloading.
+    """One state tensor of a parameter.
+
+    Its extent determines shape, sharding, migration and offloading.
 
     Attributes
     ----------
     extent
-        'parameter': the parameter's shape and layout, and in host memory with `offload`; 'blocks': one number per
-        block; 'rows' or 'columns': one number per row or column of every block, sharded like these; 'scalar': one
-        number. Registered rules may use 'blocks', 'rows' and 'columns'. When the parameter's view changes, each new
-        number becomes the mean of the old numbers of its elements.
+        'parameter': the parameter's shape and layout, and in host memory with `offload`; 'blocks':
+        one number per block; 'rows' or 'columns': one number per row or column of every block,
+        sharded like these; 'scalar': one number. Registered rules may use 'blocks', 'rows' and
+        'columns'. When the parameter's view changes, each new number becomes the mean of the old
+        numbers of its elements.
     dtype
         'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
     start
         Value of every element before the first step.
     along
-        With the extent 'rows' or 'columns': each row or column has a vector instead of one number, with an element for
-        every row ('rows') or column ('columns') of its block. Vectors restart when the parameter's view changes.
+        With the extent 'rows' or 'columns': each row or column has a vector instead of one number,
+        with an element for every row ('rows') or column ('columns') of its block. Vectors restart
+        when the parameter's view changes.
     at_most
         Blocks with more rows or columns `along` than this have empty vectors.
     """
@@ -67,11 +70,9 @@ class StateTensor:
         """Return the dtype of this tensor for a parameter of the given dtype."""
         if self.dtype == "float32":
             return torch.float32
-        return (
-            parameter
-            if self.dtype == "parameter"
-            else torch.promote_types(parameter, torch.float32)
-        )
+        if self.dtype == "parameter":
+            return parameter
+        return torch.promote_types(parameter, torch.float32)
 
     def shape_for(self, shape: tuple[int, ...], view: MatrixView | None) -> tuple[int, ...]:
         """Return the shape of this tensor for a parameter of the given shape and view."""
@@ -85,8 +86,13 @@ class StateTensor:
         return (*dims, view.repeats(self.extent) * max(self.lengths(view)))
 
     def length(self, rows: int, columns: int) -> int:
-        """Return the size of the vector of one row or column of a block of this shape; 1 without `along`."""
-        n = 1 if self.along is None else rows if self.along == "rows" else columns
+        """Return the size of the vector of one row or column of a block of this shape.
+
+        1 without `along`.
+        """
+        if self.along is None:
+            return 1
+        n = rows if self.along == "rows" else columns
         return n if n <= self.at_most else 0
 
     def lengths(self, view: MatrixView) -> list[int]:
@@ -94,26 +100,29 @@ class StateTensor:
         return [self.length(*shape) for shape in view.block_shapes]
 
     def cut(self, x: Tensor, view: MatrixView) -> list[Tensor]:
-        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, lines) or (batch, lines, n).
+        """Return a rule's tensor as views, one per part of a matrix.
+
+        They are (batch,), (batch, lines) or (batch, lines, n).
 
         Lines are the rows or columns of the part.
         """
         if self.extent not in ("rows", "columns"):
             return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
         lines = view.rows if self.extent == "rows" else view.columns
+        # (batch, lines, blocks that a line crosses, padded vector)
         x = x.view(view.batch, lines, view.repeats(self.extent), max(self.lengths(view)))
-        parts = (
-            list(x[:, :, 0].split(view.sizes, dim=1))
-            if view.axis == self.extent
-            else list(x.unbind(2))
-        )
+        splits_lines = view.axis == self.extent
+        parts = x[:, :, 0].split(view.sizes, dim=1) if splits_lines else x.unbind(2)
         if self.along is None:
             return [part[:, :, 0] for part in parts]
         return [part[:, :, :n] for part, n in zip(parts, self.lengths(view), strict=True)]
 
 
 class Pieces(NamedTuple):
-    """Momentum and gradient, of any shape, of equally large pieces of blocks; `shape` is (pieces, elements)."""
+    """Momentum and gradient, of any shape, of equally large pieces of blocks.
+
+    `shape` is (pieces, elements).
+    """
 
     momentum: Tensor
     gradient: Tensor
@@ -124,31 +133,13 @@ class Pieces(NamedTuple):
 BlockState = Mapping[str, Sequence[Tensor]]
 
 
-def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Apply a function of batches to lists of batches; batches of equal shape in the first list are concatenated.
-
-    `step` takes one batch (b, …) of each of the equally long lists, and returns tensors (b, …). For each of these
-    tensors, the result has one list as long as the given ones.
-    """
-    alike: dict[torch.Size, list[int]] = defaultdict(list)
-    for i, x in enumerate(lists[0]):
-        alike[x.shape[1:]].append(i)
-    found: dict[int, list[Tensor]] = {}
-    for members in alike.values():
-        sizes = [len(lists[0][i]) for i in members]
-        several = ([x[i] for i in members] for x in lists)
-        done = step(*(some[0] if len(some) == 1 else torch.cat(some) for some in several))
-        found.update(
-            zip(members, map(list, zip(*(x.split(sizes) for x in done), strict=True)), strict=True)
-        )
-    return [list(x) for x in zip(*(found[i] for i in range(len(found))), strict=True)]
-
-
 class MatrixRule:
-    """A rule of the Muon route; a subclass is a frozen dataclass of its settings and overrides what it needs.
+    """A rule of the Muon route.
 
-    Tensors of blocks are batches (b, rows, columns) of equally shaped blocks, in float32 or float64. Methods return new
-    tensors, change none in place, and read nothing from the device.
+    A subclass is a frozen dataclass of its settings and overrides what it needs.
+
+    Tensors of blocks are batches (b, rows, columns) of equally shaped blocks, in float32 or
+    float64. Methods return new tensors, change none in place, and read nothing from the device.
 
     Attributes
     ----------
@@ -171,7 +162,7 @@ class MatrixRule:
 
     @classmethod
     def forms(cls: type[Rule]) -> tuple[Rule, ...]:
-        """Return the rule with every set of state tensors that settings of this package may give it."""
+        """Return the rule with every set of state tensors that settings may give it."""
         return (cls(),)
 
     def tensors(self) -> Mapping[str, StateTensor]:
@@ -179,20 +170,25 @@ class MatrixRule:
         return {}
 
     def measure(self, pieces: Sequence[Pieces], device: torch.device) -> Tensor:
-        """Return statistics of pieces of blocks, float64 (pieces, sums); each rank measures the pieces it holds."""
+        """Return statistics of pieces of blocks, float64 (pieces, sums).
+
+        Each rank measures the pieces it holds.
+        """
         raise NotImplementedError(f"{type(self).__name__} sets `sums` but has no `measure`")
 
     def combine(self, sums: Tensor) -> Tensor:
-        """Return the statistic of each block, (blocks,), from float64 (blocks, pieces, sums), padded with zeros."""
+        """Return the statistic of each block, (blocks,).
+
+        `sums` is float64 (blocks, pieces, sums), padded with zeros.
+        """
         raise NotImplementedError(f"{type(self).__name__} sets `sums` but has no `combine`")
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the statistics, (b,) each, of whole blocks that are given as vectors, (b, elements) each."""
-        pieces = [
-            Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)
-        ]
-        together = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
-        return list(together.split([each.shape[0] for each in pieces]))
+        """Return the statistics, (b,) each, of whole blocks, (b, elements) each."""
+        pairs = zip(momenta, gradients, strict=True)
+        pieces = [Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in pairs]
+        statistics = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
+        return list(statistics.split([each.shape[0] for each in pieces]))
 
     def before(self, directions: Sequence[Tensor], state: BlockState) -> Sequence[Tensor]:
         """Return the matrices to orthogonalize."""
@@ -201,27 +197,38 @@ class MatrixRule:
     def prepare(
         self, directions: Sequence[Tensor], gradients: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
-        """Return the matrices to orthogonalize, and new state; gradients are given if `inputs` has them."""
+        """Return the matrices to orthogonalize, and new state.
+
+        Gradients are given if `inputs` has them.
+        """
         return self.before(directions, state), {}
 
     def advance(
         self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
     ) -> BlockState:
-        """Return the new state, from the polar factors and, with `sums`, the statistics of the blocks, (b,) each."""
+        """Return the new state, from polar factors and, with `sums`, statistics (b,) of blocks."""
         return {}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor] | None:
-        """Return factors of the updates that broadcast to (b, rows, columns), from the new state; None for 1."""
+        """Return factors of the updates that broadcast to (b, rows, columns), from the new state.
+
+        None for 1.
+        """
         return None
 
     def constrain(
         self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor
     ) -> Sequence[Tensor]:
-        """Return the updates, to be multiplied by lr (may be 0) and subtracted; called if `inputs` has weights."""
+        """Return the updates, to be multiplied by lr (may be 0) and subtracted.
+
+        Called if `inputs` has weights.
+        """
         return updates
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return where weight decay applies, as bool tensors of the updates' shapes; None for everywhere.
+        """Return where weight decay applies, as bool tensors of the updates' shapes.
+
+        None for everywhere.
 
         Weights and updates are parameters, or pieces of them, of any equal shape.
         """

@@ -1,7 +1,8 @@
-"""Master weights: 16-bit parameters are stepped in float32, and their rounding errors are kept for the next step.
+"""Master weights: 16-bit parameters are stepped in float32, so no rounding error is lost.
 
-An update of 1e-4 is less than half of the last bit of a bfloat16 weight above 1/32, so without a master such a weight
-would never change. This rule only declares the state; the updates of all routes use it (`current_masters`).
+An update of 1e-4 is less than half of the last bit of a bfloat16 weight above 1/32, so without a
+master such a weight would never change. This rule only declares the state; the updates of all
+routes use it (`current_masters`).
 """
 
 from __future__ import annotations
@@ -31,28 +32,37 @@ class MasterWeights(MatrixRule):
         return cls() if settings.master_weights else None
 
     def tensors(self) -> Mapping[str, StateTensor]:
-        """Return the master; its initial value does not matter, because `current_masters` sets it."""
+        """Return the master.
+
+        Its initial value does not matter, because `current_masters` sets it.
+        """
         return {MASTER: StateTensor("parameter", "moment")}
 
 
 def current_masters(masters: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return masters on their parameters' devices, after resetting elements that do not round to the parameter.
+    """Return masters on their parameters' devices, after resetting outdated elements.
 
-    Such elements are new, or the parameter was changed outside of a step, for instance by loading weights or QK-clip.
+    An element that does not round to the parameter is new, or the parameter was changed outside of
+    a step, for instance by loading weights or QK-clip.
     """
-    here = [
-        m if m.device == p.device else m.to(p.device) for m, p in zip(masters, params, strict=True)
+    on_device = [
+        master if master.device == p.device else master.to(p.device)
+        for master, p in zip(masters, params, strict=True)
     ]
-    for m, p in zip(here, params, strict=True):
-        m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
-    return here
+    for master, p in zip(on_device, params, strict=True):
+        is_current = master.to(p.dtype) == p
+        master.copy_(torch.where(is_current, master, p.to(master.dtype)))
+    return on_device
 
 
 def round_masters(
-    masters: Sequence[Tensor], here: Sequence[Tensor], params: Sequence[Tensor]
+    masters: Sequence[Tensor], stepped: Sequence[Tensor], params: Sequence[Tensor]
 ) -> None:
-    """Write stepped masters `here` to the parameters, and to `masters` in host memory if `here` are copies of these."""
-    torch._foreach_copy_(list(params), list(here))
-    for kept, m in zip(masters, here, strict=True):
-        if kept is not m:
-            kept.copy_(m)
+    """Write stepped masters to the parameters.
+
+    If they are copies of `masters` in host memory, write them there, too.
+    """
+    torch._foreach_copy_(list(params), list(stepped))
+    for master, copy in zip(masters, stepped, strict=True):
+        if master is not copy:
+            master.copy_(copy)

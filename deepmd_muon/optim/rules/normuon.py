@@ -1,16 +1,18 @@
-"""NorMuon: the update of every neuron is divided by its running root mean square, and the matrix keeps its norm.
+"""NorMuon: divide each neuron's update by its running root mean square; keep the norm.
 
-For each row o of the polar factor O of a block with n columns, with a second moment v that starts at 0::
+For each row o of the polar factor O of a block with n columns, with a second moment v that starts
+at 0::
 
     v ← β₂ v + (1 − β₂) Σ o² / n
     ô = o / (√v + ε)                    ε = 1e-10
     O ← Ô ‖O‖ / (‖Ô‖ + ε)               Frobenius norms
 
-Rows are neurons if weights are stored (out, in), as torch stores them. If the setting `layout` is 'in_out', as for
-DeePMD's weights, columns are the neurons and take the place of rows.
+Rows are neurons if weights are stored (out, in), as torch stores them. If the setting `layout` is
+'in_out', as for DeePMD's weights, columns are the neurons and take the place of rows.
 
-Z. Li et al., arXiv:2510.05491 (2025). The norm is kept as in the authors' code, so that `scaling` means the same as
-without this rule; their paper sets it to 0.2 sqrt(rows · columns), which 'match_rms' with 0.2 gives for full rank.
+Z. Li et al., arXiv:2510.05491 (2025). The norm is kept as in the authors' code, so that `scaling`
+means the same as without this rule; their paper sets it to 0.2 sqrt(rows · columns), which
+'match_rms' with 0.2 gives for full rank.
 """
 
 from __future__ import annotations
@@ -56,31 +58,33 @@ class NorMuon(MatrixRule):
         """Return the second moment."""
         return {self._key: StateTensor(self.neurons, "moment")}
 
+    @property
+    def _dim_of_elements(self) -> int:
+        """The dimension of (b, rows, columns) that runs over the elements of a neuron."""
+        return 2 if self.neurons == "rows" else 1
+
     def _sums(self, polar: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of squares of every neuron, float64 (b, neurons), rounded alike in every batch."""
-        dim = 2 if self.neurons == "rows" else 1
+        """Return each neuron's sum of squares, float64 (b, neurons), equal in every batching."""
+        dim = self._dim_of_elements
         return [torch.linalg.vector_norm(o, dim=dim, dtype=torch.float64).square_() for o in polar]
 
     def advance(
         self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
     ) -> BlockState:
         """Move the second moments towards the mean squares of the neurons."""
-        width = 2 if self.neurons == "rows" else 1
-        pairs = zip(state[self._key], self._sums(polar), polar, strict=True)
-        return {
-            self._key: [
-                v.double().lerp(s / o.shape[width], 1.0 - self.beta).to(v.dtype)
-                for v, s, o in pairs
-            ]
-        }
+        advanced = []
+        for v, sums, o in zip(state[self._key], self._sums(polar), polar, strict=True):
+            means = sums / o.shape[self._dim_of_elements]
+            advanced.append(v.double().lerp(means, 1.0 - self.beta).to(v.dtype))
+        return {self._key: advanced}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
         """Return the factor of every neuron: it divides by √v and keeps the norm of the matrix."""
-        found = []
+        factors = []
         for o, sums, v in zip(polar, self._sums(polar), state[self._key], strict=True):
             inverse = 1.0 / (v.double().sqrt() + EPSILON)
-            before = sums.sum(dim=1, keepdim=True).sqrt()
-            after = (sums * inverse.square()).sum(dim=1, keepdim=True).sqrt()
-            factor = (inverse * before / (after + EPSILON)).to(o.dtype)
-            found.append(factor.unsqueeze(2 if self.neurons == "rows" else 1))
-        return found
+            norm = sums.sum(dim=1, keepdim=True).sqrt()
+            changed_norm = (sums * inverse.square()).sum(dim=1, keepdim=True).sqrt()
+            factor = (inverse * norm / (changed_norm + EPSILON)).to(o.dtype)
+            factors.append(factor.unsqueeze(self._dim_of_elements))
+        return factors

@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Iterable
 from importlib import import_module
 
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import RULES, HybridMuonConfig
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
-from deepmd_muon.optim.rules_config import RULES
 
 # The rules of this package in the order in which they act; each class reads its own settings.
 _CLASSES: tuple[type[MatrixRule], ...] = tuple(
@@ -21,29 +20,30 @@ _REGISTERED: dict[str, MatrixRule] = {}
 
 
 def register_rule(rule: MatrixRule) -> None:
-    """Make a rule available to the setting `rules` under its name; registering it again replaces it.
+    """Make a rule available to the setting `rules` under its name.
+
+    Registering it again replaces it.
 
     Parameters
     ----------
     rule
-        An instance of a subclass of `MatrixRule` with its settings; it must be hashable, as frozen dataclasses are.
+        An instance of a subclass of `MatrixRule` with its settings; it must be hashable, as frozen
+        dataclasses are.
 
     Raises
     ------
     InvalidSettingError
-        When its name or the key of a state tensor belongs to another rule, or a tensor has an extent that registered
-        rules may not use.
+        When its name or the key of a state tensor belongs to another rule, or a tensor has an
+        extent that registered rules may not use.
     """
     for key, tensor in rule.tensors().items():
         if tensor.extent in ("parameter", "scalar"):
             raise InvalidSettingError(
-                f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a rule's tensor has one "
-                "number per 'blocks', 'rows' or 'columns'"
+                f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a "
+                "rule's tensor has one number per 'blocks', 'rows' or 'columns'"
             )
     for other in known_rules():
-        mine, theirs = type(rule), type(other)
-        same = (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
-        if other.name == rule.name and same:
+        if other.name == rule.name and _name_of_class(other) == _name_of_class(rule):
             continue
         if other.name == rule.name:
             raise InvalidSettingError(
@@ -57,20 +57,29 @@ def register_rule(rule: MatrixRule) -> None:
     matrix_rules.cache_clear()
 
 
+def _name_of_class(rule: MatrixRule) -> tuple[str, str]:
+    # A notebook that runs a cell again makes another class of the same name.
+    return type(rule).__module__, type(rule).__qualname__
+
+
 def known_rules() -> list[MatrixRule]:
-    """Return all rules whose state a state dict may hold: those of this package in every form, and registered ones."""
+    """Return all rules whose state a state dict may hold: this package's, and registered ones."""
     return [*itertools.chain(*(kind.forms() for kind in _CLASSES)), *_REGISTERED.values()]
 
 
 def unknown_rules(names: Iterable[str]) -> list[str]:
-    """Describe the names in the setting `rules` that are not registered; an empty list without any."""
+    """Describe the names in the setting `rules` that are not registered.
+
+    An empty list without any.
+    """
     missing = ", ".join(repr(name) for name in names if name not in _REGISTERED)
-    known = ", ".join(map(repr, _REGISTERED)) or "none"
-    problem = (
-        f"rules: no rule is registered as {missing}; registered are {known}; import the module that calls "
-        "register_rule first"
-    )
-    return [problem] if missing else []
+    if not missing:
+        return []
+    registered = ", ".join(map(repr, _REGISTERED)) or "none"
+    return [
+        f"rules: no rule is registered as {missing}; registered are {registered}; import the "
+        "module that calls register_rule first"
+    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,16 +90,14 @@ def matrix_rules(settings: HybridMuonConfig) -> tuple[MatrixRule, ...]:
     """
     if problems := unknown_rules(settings.rules):
         raise InvalidSettingError(problems[0])
-    chosen = [rule for kind in _CLASSES if (rule := kind.of(settings)) is not None]
-    return (*chosen, *(_REGISTERED[name] for name in settings.rules))
+    switched_on = [kind.of(settings) for kind in _CLASSES]
+    rules = [rule for rule in switched_on if rule is not None]
+    return (*rules, *(_REGISTERED[name] for name in settings.rules))
 
 
 def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
     """Return the state tensors of some rules by key."""
-    found: dict[str, StateTensor] = {}
-    for rule in rules:
-        found |= rule.tensors()
-    return found
+    return {key: tensor for rule in rules for key, tensor in rule.tensors().items()}
 
 
 def inputs_of(rules: Iterable[MatrixRule]) -> tuple[Input, ...]:

@@ -43,16 +43,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepmd_muon.optim.config import ShardedSettings
     from deepmd_muon.optim.sharded.layout import Layout, ShardPlacement
     from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
-    from deepmd_muon.optim.sharded_config import ShardedSettings
 
 _MODULES = {
     "Layout": f"{__name__}.layout",
     "Plan": f"{__name__}.plan",
     "PlannedParameter": f"{__name__}.plan",
     "ShardPlacement": f"{__name__}.layout",
-    "ShardedSettings": "deepmd_muon.optim.sharded_config",
+    "ShardedSettings": "deepmd_muon.optim.config",
     "make_plan": f"{__name__}.plan",
     "plan_from_routes": f"{__name__}.plan",
 }

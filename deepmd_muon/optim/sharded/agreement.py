@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError, ReplicaMismatchError
-from deepmd_muon.optim.routing.group_settings import LISTS, OF_ALL_GROUPS
-from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.groups.group_settings import LISTS, OF_ALL_GROUPS
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import (
     agreeing_groups,
@@ -39,7 +39,7 @@ _KEYS = tuple(
 KEYS = ("lr", "maximize", *_KEYS)
 """The settings of a group that must be the same on all ranks that hold its parameters."""
 
-_NUMERIC = {"lr", "maximize", "adam_lr_ratio"}.union(
+_NUMERIC = {"lr", "maximize"}.union(
     field.name
     for field in dataclasses.fields(HybridMuonConfig)
     if isinstance(field.default, (int, float))

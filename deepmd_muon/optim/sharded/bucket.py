@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
+from deepmd_muon.optim.torch_hooks import phase
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import Route
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of

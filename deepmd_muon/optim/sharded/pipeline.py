@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.rules.interface import MatrixRule, Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of

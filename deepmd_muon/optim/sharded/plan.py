@@ -23,17 +23,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.errors import ShardingError
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.polar.schedules import coefficients_of
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import RouteEntry
+from deepmd_muon.optim.routing.routes import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.layout import Layout, held_runs, replicated, total
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
@@ -42,6 +41,11 @@ LEGS: tuple[Leg, Leg] = ("gather", "return")
 VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
+
+# Rates from which `replication` 'auto' predicts times.
+FLOPS_PER_SECOND = 1e14  # of one rank's orthogonalizations
+BYTES_PER_SECOND = 2e10  # that one rank sends
+SECONDS_PER_COLLECTIVE = 5e-5
 
 
 class Carried(NamedTuple):
@@ -249,14 +253,12 @@ class Domain:
         return {leg: tuple(sorted(buckets)) for leg, buckets in found.items()}
 
     def seconds(self, settings: ShardedSettings) -> float:
-        """Predict the time of one step from the rates in the settings, without overlap [s]."""
+        """Predict the time of one step, without overlap [s]."""
         collectives = sum(map(len, self.exchanges().values())) + bool(self.gathered)
         sent = max(self.sent(settings).values())
         work = max(self.work.values())
         return (
-            work / settings.flops_per_second
-            + sent / settings.bytes_per_second
-            + collectives * settings.latency
+            work / FLOPS_PER_SECOND + sent / BYTES_PER_SECOND + collectives * SECONDS_PER_COLLECTIVE
         )
 
 
@@ -288,8 +290,6 @@ class Plan:
         lines = []
         if len(self.domains) == 1 and len(self.domains[0].ranks) == 1 and not owners:
             return _describe_one_process(self)
-        if self.settings.exchange == "reference" and self.domains:
-            lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
         for number, domain in enumerate(self.domains):
             lines.append(f"domain {number}: {_describe_domain(self, domain)}")
             if owners:
@@ -380,8 +380,7 @@ def _can_be_gathered(parameters: Sequence[PlannedParameter], settings: ShardedSe
     """Return whether replicas may gather these momenta: they fit a bucket, and no other state is in parts."""
     size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
     others = any(p.state_layout is None or p.masters or carried(p.rules).lines for p in parameters)
-    full = settings.exchange == "owners" and settings.gather_dtype == "full"
-    return full and size <= settings.bucket_bytes and not others
+    return settings.gather_dtype == "full" and size <= settings.bucket_bytes and not others
 
 
 def plan_from_routes(

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import is_capturing
-from deepmd_muon.optim.phases import in_phase
-from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.elements import all_gather
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
@@ -27,6 +26,7 @@ from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State, StateHolder
+from deepmd_muon.optim.torch_hooks import in_phase
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import StateLists, Wave, waves_of
 

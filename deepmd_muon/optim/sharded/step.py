@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from deepmd_muon.optim.config import ShardedSettings
 from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream, is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import is_local
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     GradientPresence,
@@ -31,10 +32,8 @@ from deepmd_muon.optim.sharded.params import (
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
-from deepmd_muon.optim.sharded.reference import reference_step
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
@@ -182,20 +181,14 @@ class ShardedStep:
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
-            During the capture of a CUDA graph, if no such step was taken before, or with `exchange` 'reference'.
+            During the capture of a CUDA graph, if no such step was taken before.
         """
-        if is_capturing():
-            if self._settings.exchange == "reference" and self._muon:
-                raise CaptureError(
-                    "exchange 'reference' reads on the host which gradients exist; use 'owners'"
-                )
-            if not (
-                self._agreed and (self._repeating or (self._bound and self._elements is not None))
-            ):
-                raise CaptureError(
-                    "parameters or state have changed since the last step, or there was none; "
-                    "take a step before the capture"
-                )
+        ready = self._repeating or (self._bound and self._elements is not None)
+        if is_capturing() and not (self._agreed and ready):
+            raise CaptureError(
+                "parameters or state have changed since the last step, or there was none; "
+                "take a step before the capture"
+            )
         if not self._agreed:
             self._groups = [group_of(domain.ranks, self._device) for domain in self.plan.domains]
             for domain, group in zip(self.plan.domains, self._groups, strict=True):
@@ -251,10 +244,6 @@ class ShardedStep:
         arriving = elements.step(control, moments)
         if run is not None:
             arriving += run.finish()
-        elif self._muon:
-            reference_step(
-                self.plan, self._muon, self._groups, groups, state, memory, workspace, control
-            )
         for _ in moments or ():  # copies the last batch back to the host
             pass
         for take in arriving:
@@ -298,7 +287,7 @@ class ShardedStep:
                 and sum(param.p.numel() for param in others) <= MOST_BESIDE
             ):
                 self._beside = SideStream(self._device)
-        elif self._muon and self._settings.exchange != "reference":
+        elif self._muon:
             self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
         self._elements = ElementwiseStep(others, collectives)
         return self._elements
@@ -332,8 +321,7 @@ class ShardedStep:
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""
-        everywhere = self._settings.exchange == "reference"
-        still = self._repeating or self.gathers or everywhere
+        still = self._repeating or self.gathers
         sharded_params = (
             self._sharded_params
             if still
@@ -347,5 +335,4 @@ class ShardedStep:
             if len(param.layout.replicas()) > 1
         ]
         known = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
-        late = False if everywhere else None
-        return GradientPresence(compared, known, self._device, late=late, columns=self._columns)
+        return GradientPresence(compared, known, self._device, columns=self._columns)

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.phases import Phase, in_phase, phase
 from deepmd_muon.optim.sharded.messages import RankMessages
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
+from deepmd_muon.optim.torch_hooks import Phase, in_phase, phase
 
 _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,8 +1,8 @@
-"""Read optimizer states of deepmd-kit's HybridMuon, up to 3.2.0, which hold neither names nor routes.
+"""Read states of deepmd-kit's HybridMuon, up to 3.2.0, which hold neither names nor routes.
 
-The route follows from a state's keys (``momentum_buffer``: Muon; ``exp_avg``: Adam or AdamW), the view from the
-settings in its group. The first version had no `muon_mode`: it routed by the raw number of dimensions, without
-names, and flattened a tensor to (first dimension, all others).
+The route follows from a state's keys (``momentum_buffer``: Muon; ``exp_avg``: Adam or AdamW), the
+view from the settings in its group. The first version had no `muon_mode`: it routed by the raw
+number of dimensions, without names, and flattened a tensor to (first dimension, all others).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.rules import (
+from deepmd_muon.optim.routing.routes import (
     Route,
     RouteEntry,
     RouteTable,
@@ -27,7 +27,8 @@ from deepmd_muon.optim.routing.rules import (
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.state.migrate import SavedParameter
 
-# Below this, the power of a decay no longer determines the number of steps, and 1 minus it is 1 in float64.
+# Below this, the power of a decay no longer determines the number of steps, and 1 minus it is 1 in
+# float64.
 _LEAST_POWER = 1e-300
 
 
@@ -39,7 +40,7 @@ def is_deepmd_kit(groups: Sequence[Mapping[str, Any]]) -> bool:
 def name_deepmd_kit_state(
     state_dict: Mapping[str, Any], names: Iterable[str], step: int | None = None
 ) -> dict[str, Any]:
-    """Attach names to the positional state dict of deepmd-kit's HybridMuon, so that it loads by name.
+    """Attach names to a state dict of deepmd-kit's HybridMuon, so that it loads by name.
 
     This is needed if its parameters or their order differ from the present ones.
 
@@ -50,7 +51,8 @@ def name_deepmd_kit_state(
     names
         Name of every parameter of the state dict, in its order; wrapper prefixes do not matter.
     step
-        Number of steps (``train_infos`` of the checkpoint), for the bias correction if the state no longer shows it.
+        Number of steps (``train_infos`` of the checkpoint), for the bias correction if the state no
+        longer shows it.
 
     Returns
     -------
@@ -62,21 +64,21 @@ def name_deepmd_kit_state(
     ForeignStateError
         When the number of names differs from the number of parameters.
     """
-    given = iter(names := list(names))
+    names = list(names)
     count = sum(len(group["params"]) for group in state_dict["param_groups"])
     if count != len(names):
         raise ForeignStateError(
             f"the state dict lists {count} parameters; found {len(names)} names"
         )
+    remaining_names = iter(names)
     groups = [
-        {**group, "param_names": [next(given) for _ in group["params"]]}
+        {**group, "param_names": [next(remaining_names) for _ in group["params"]]}
         for group in state_dict["param_groups"]
     ]
-    state = {key: {**values, "steps_taken": step} for key, values in state_dict["state"].items()}
-    return {
-        "state": state if step is not None else dict(state_dict["state"]),
-        "param_groups": groups,
-    }
+    state = dict(state_dict["state"])
+    if step is not None:
+        state = {key: {**values, "steps_taken": step} for key, values in state.items()}
+    return {"state": state, "param_groups": groups}
 
 
 def read_deepmd_kit(
@@ -87,8 +89,8 @@ def read_deepmd_kit(
 ) -> dict[str, SavedParameter]:
     """Read a state dict of deepmd-kit's HybridMuon; return it by parameter name, under our keys.
 
-    Its keys are names of parameters; or numbers, in the order of ``param_names`` or, without these, in the present
-    order. `muon_modes` has the present setting of each present parameter.
+    Its keys are names of parameters; or numbers, in the order of ``param_names`` or, without these,
+    in the present order. `muon_modes` has the present setting of each present parameter.
 
     Raises
     ------
@@ -96,17 +98,20 @@ def read_deepmd_kit(
         When parameters can be matched neither by name nor by position.
     """
     names = _names(groups, present)
-    known = {entry.name: (entry, mode) for entry, mode in zip(present, muon_modes, strict=True)}
-    found: dict[str, SavedParameter] = {}
+    present_entries = {entry.name: entry for entry in present}
+    present_modes = {entry.name: mode for entry, mode in zip(present, muon_modes, strict=True)}
+    parameters: dict[str, SavedParameter] = {}
     for group in groups:
         for key in group["params"]:
             name = names[key]
             values = state.get(key, {})
-            if name in known and not values:  # never stepped, so its route is unknown
-                found[name] = SavedParameter(known[name][0], {})
-            elif values:
-                found[name] = _saved(name, values, group, *known.get(name, (None, None)))
-    return found
+            if values:
+                parameters[name] = _saved(
+                    name, values, group, present_entries.get(name), present_modes.get(name)
+                )
+            elif name in present_entries:  # never stepped, so its route is unknown
+                parameters[name] = SavedParameter(present_entries[name], {})
+    return parameters
 
 
 def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any, str]:
@@ -122,8 +127,8 @@ def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any
         return {key: canonical_name(key) for key in keys}
     if len(keys) != len(present):
         raise ForeignStateError(
-            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, but there are "
-            f"{len(present)}; attach names with deepmd_muon.optim.name_deepmd_kit_state"
+            f"the optimizer state of deepmd-kit lists {len(keys)} parameters without names, but "
+            f"there are {len(present)}; attach names with deepmd_muon.optim.name_deepmd_kit_state"
         )
     return {key: entry.name for key, entry in zip(keys, present, strict=True)}
 
@@ -136,37 +141,37 @@ def _saved(
     muon_mode: MuonMode | None,
 ) -> SavedParameter:
     """Infer one parameter's route and view, and translate its state."""
-    mode = group.get("muon_mode")
-    kept: dict[str, Tensor] = {}
     if "momentum_buffer" in values:
         shape = tuple(values["momentum_buffer"].shape)
+        mode = group.get("muon_mode")
         view = matrix_view(shape, mode) if mode else None
-        view = view or MatrixView(1, shape[0], math.prod(shape[1:]))
-        kept["momentum_buffer"] = values["momentum_buffer"]
-        if "magma_score" in values and values["magma_score"].numel() == view.blocks:
-            kept["magma_score"] = values["magma_score"]
+        if view is None:
+            view = MatrixView(1, shape[0], math.prod(shape[1:]))
         entry = RouteEntry(name, shape, view, "muon", "inferred")
+        translated: dict[str, Tensor] = {"momentum_buffer": values["momentum_buffer"]}
+        if "magma_score" in values and values["magma_score"].numel() == view.blocks:
+            translated["magma_score"] = values["magma_score"]
     else:
         shape = tuple(values["exp_avg"].shape)
-        kept = {
+        entry = RouteEntry(name, shape, None, _adam_route(name, shape, group), "inferred")
+        translated = {
             "exp_avg": values["exp_avg"],
             "exp_avg_sq": values["exp_avg_sq"],
             "step": _steps(values, group),
         }
-        entry = RouteEntry(name, shape, None, _adam_route(name, shape, group), "inferred")
     explained = (
         present is not None
         and muon_mode is not None
         and _explained(entry, present, group, muon_mode)
     )
-    return SavedParameter(entry, kept, explained)
+    return SavedParameter(entry, translated, explained)
 
 
 def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
     """Return today's rules with the settings of a saved group, all that deepmd-kit has for routes.
 
-    The first version had `muon_2d_only` and `min_2d_dim`. The present `muon_mode` replaces the former only if it is
-    today's default.
+    The first version had `muon_2d_only` and `min_2d_dim`. The present `muon_mode` replaces the
+    former only if it is today's default.
     """
     if "muon_mode" in group:
         return RoutingRules(group["muon_mode"])
@@ -179,7 +184,10 @@ def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
 
 
 def _adam_route(name: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> Route:
-    """Return which of Adam and AdamW a parameter had; their states are alike, only name and shape tell."""
+    """Return which of Adam and AdamW a parameter had.
+
+    Their states are alike, only name and shape tell.
+    """
     if "muon_mode" not in group:  # the first version had Adam alone
         return "adam"
     route = choose_route(name, shape, _saved_rules(group, group["muon_mode"])).route
@@ -189,30 +197,34 @@ def _adam_route(name: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> 
 def _explained(
     saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], muon_mode: MuonMode
 ) -> bool:
-    """Return whether an older version's rules explain the saved route, and today's default rules the present one.
+    """Return whether an older version's rules explain the saved route, and today's the present.
 
-    Settings of routes that were changed since then explain nothing: today's rules are taken with the saved settings.
+    Settings of routes that were changed since then explain nothing: today's rules are taken with
+    the saved settings.
     """
-    today = _saved_rules(group, muon_mode)
-    if (
-        saved.shape != present.shape
-        or choose_route(present.name, present.shape, today).placement != present.placement
-    ):
+    rules_today = _saved_rules(group, muon_mode)
+    routed_today = choose_route(present.name, present.shape, rules_today)
+    if saved.shape != present.shape or routed_today.placement != present.placement:
         return False
     mode = group.get("muon_mode")
     if mode is not None:  # an intermediate version, with today's views but without names
         return choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
-    dims = len(saved.shape)
-    matrix = dims == 2 and min(saved.shape) >= today.min_matrix_dim
-    folded = dims > 2 and not group.get("muon_2d_only", True)
-    return (saved.route == "muon") == (matrix or folded)
+    # The first version took matrices, and with `muon_2d_only` False tensors of more dimensions.
+    n_dims = len(saved.shape)
+    if n_dims == 2:
+        was_muon = min(saved.shape) >= rules_today.min_matrix_dim
+    else:
+        was_muon = n_dims > 2 and not group.get("muon_2d_only", True)
+    return (saved.route == "muon") == was_muon
 
 
 def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """Return the number of steps, computed from the powers of the decays."""
-    powers = (values.get("beta2_pow", 0.0), values.get("beta1_pow", 0.0))
-    for power, beta in zip(powers, reversed(group["adam_betas"]), strict=True):
-        if _LEAST_POWER < float(power) <= 1.0 and 0.0 < beta < 1.0:
+    beta1, beta2 = group["adam_betas"]
+    for key, beta in (("beta2_pow", beta2), ("beta1_pow", beta1)):
+        power = float(values.get(key, 0.0))
+        if _LEAST_POWER < power <= 1.0 and 0.0 < beta < 1.0:
             return torch.tensor(float(round(math.log(power) / math.log(beta))), device="cpu")
-    over = math.ceil(math.log(_LEAST_POWER) / math.log(max(*group["adam_betas"], 0.5)))
-    return torch.tensor(float(values.get("steps_taken") or over), device="cpu")
+    # So many steps that no bias is left to correct.
+    many = math.ceil(math.log(_LEAST_POWER) / math.log(max(beta1, beta2, 0.5)))
+    return torch.tensor(float(values.get("steps_taken") or many), device="cpu")

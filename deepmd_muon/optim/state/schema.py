@@ -1,4 +1,4 @@
-"""The state tensors of each route in one table of extent, dtype and initial value, joined with those of rules.
+"""The state tensors of each route: a table of extent, dtype and initial value.
 
 All code that creates, loads, checks or offloads state reads this table.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import full_tensor, spec_of
-from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.routing.routes import Route, RouteEntry
 from deepmd_muon.optim.rules.interface import Extent, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of
@@ -44,8 +44,8 @@ def state_tensors(
 ) -> dict[str, StateTensor]:
     """Return the state tensors of a parameter of this route, with those of its group's rules.
 
-    Only 16-bit parameters have master weights; outside of the Muon route, rules have no other state. A `dtype` of None
-    includes master weights.
+    Only 16-bit parameters have master weights; outside of the Muon route, rules have no other
+    state. A `dtype` of None includes master weights.
     """
     of_rules = {
         key: tensor
@@ -62,7 +62,10 @@ def known_tensors() -> dict[str, StateTensor]:
 
 @dataclasses.dataclass(frozen=True)
 class StateHolder:
-    """Creates and lays out the state of one parameter; this class is for parameters that only this process holds."""
+    """Creates and lays out the state of one parameter.
+
+    This class is for parameters that only this process holds.
+    """
 
     p: Tensor
     entry: RouteEntry
@@ -81,23 +84,24 @@ class StateHolder:
         return torch.full(shape, tensor.start, dtype=dtype, device=self.p.device)
 
     def complete(self, state: dict[str, Any], rules: Iterable[MatrixRule]) -> dict[str, Any]:
-        """Create the missing tensors of the parameter's state, those of its group's rules included, and return it."""
+        """Create the missing tensors of the parameter's state, including those of rules."""
         for key, tensor in state_tensors(self.entry.route, rules, self.p.dtype).items():
             if key not in state:
                 state[key] = self.full(tensor)
         return state
 
     def of(self, value: Tensor, extent: Extent) -> Tensor:
-        """Convert a state tensor of this extent from any layout to the layout of this parameter's state."""
+        """Convert a state tensor from any layout to the layout of this parameter's state."""
         return value if spec_of(self.p) is not None else full_tensor(value)
 
     def place(self, key: str, value: Tensor, *, offloaded: bool) -> Tensor:
-        """Copy a saved state tensor to its device, with the dtype and layout of the parameter's state.
+        """Copy a saved state tensor to its device, in the dtype and layout of the state.
 
-        All ranks must call this together, because a tensor in another layout needs collectives. The layout of a DTensor
-        parameter's state is checked before the step, not here.
+        All ranks must call this together, because a tensor in another layout needs collectives. The
+        layout of a DTensor parameter's state is checked before the step, not here.
         """
-        tensor, device = known_tensors()[key], self.p.device
+        tensor = known_tensors()[key]
+        device = self.p.device
         dtype = tensor.dtype_for(self.p.dtype)
         if tensor.extent != "scalar":
             value = self.of(value, tensor.extent)
@@ -119,10 +123,10 @@ class StateHolder:
 def complete_rules(
     state: State, groups: Iterable[Group], holders: Mapping[Tensor, StateHolder]
 ) -> None:
-    """Create the missing tensors of rules for parameters with a momentum, so that a checkpoint has all of them.
+    """Create the missing tensors of rules for parameters with a momentum, for a checkpoint.
 
-    Master weights are created by a step; before it, they would equal the parameter. `holders` are those of the
-    parameters that live on several ranks.
+    Master weights are created by a step; before it, they would equal the parameter. `holders` are
+    those of the parameters that live on several ranks.
     """
     for group in groups:
         rules = matrix_rules(group.settings)

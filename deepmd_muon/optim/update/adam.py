@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
+from deepmd_muon.optim.torch_hooks import phase
 from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gradients
 
 # Targets, gradients, first and second moments.

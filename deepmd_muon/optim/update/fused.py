@@ -24,11 +24,11 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.cuda import SideStream, try_record
-from deepmd_muon.optim.phases import in_phase
 from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.polar.tables import AddressTable, captured_addresses
 from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.torch_hooks import in_phase
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.applied import AppliedGroups, MatrixGroup, takes
 from deepmd_muon.optim.update.fused_kernels import (

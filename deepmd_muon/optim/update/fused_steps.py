@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.coverage import Coverage
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import DEEPMD_KIT, HybridMuonConfig
 from deepmd_muon.optim.cuda import launch_in_threads
 from deepmd_muon.optim.polar import dispatch
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, geometry_of
@@ -46,12 +46,10 @@ FUSED_COVERAGE = Coverage(
             *("muon_mode", "min_matrix_dim", "splits", "adam_patterns", "adamw_patterns"),
             *("muon_patterns", "conv_patterns", "expert_patterns", "local_patterns"),
             *("vector_route", "on_route_change", "on_nonfinite", "offload", "sharded"),
-            # Of the other routes; `explicit` turns lr_adjust into scaling and adam_lr_ratio.
+            # Of the other routes.
             *("adam_beta1", "adam_beta2", "adam_eps", "adam_implementation", "adam_lr_ratio"),
-            "lr_adjust",
             # These act only through the rules that `matrix_rules` returns, which `fuses` looks at.
-            *("normuon", "normuon_beta", "cautious_decay", "soap_muon", "soap_beta"),
-            *("norm_control", "norm_brake", "master_weights", "rules"),
+            *("normuon", "normuon_beta", "cautious_decay", "master_weights", "rules"),
         }
     )
 )
@@ -146,6 +144,8 @@ def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
     # The class itself: a subclass may do something else.
     others = [rule.name for rule in matrix_rules(settings) if type(rule) not in known]
     others += FUSED_COVERAGE.uncovered(settings)
+    if settings.schedule == DEEPMD_KIT:
+        others.append(f"schedule {DEEPMD_KIT!r}")
     if others:
         _LOG.info(
             "the fused kernels do not implement %s: torch's operations step the Muon route",

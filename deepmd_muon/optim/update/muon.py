@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.config import HybridMuonConfig, update_scale
-from deepmd_muon.optim.phases import phase
+from deepmd_muon.optim.config import DEEPMD_KIT, HybridMuonConfig, update_scale
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import BlockState, Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
+from deepmd_muon.optim.torch_hooks import phase
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.gradients import (
     StepControl,
@@ -208,7 +208,7 @@ def scaled(
 @phase("orthogonalize")
 def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
     """Orthogonalize batches (b, rows, columns) with the given settings."""
-    if settings.deepmd_kit_arithmetic:
+    if settings.schedule == DEEPMD_KIT:
         return orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
     results = list(matrices)
     schedules = [settings.schedule_of(x.shape) for x in matrices]

@@ -16,7 +16,7 @@ from deepmd_muon.model.branches import Branches, all_names, branches_of
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
 from deepmd_muon.model.type_map import TypeMove, move_weights, type_axes
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.routing.rules import RouteTable, canonical_name
+from deepmd_muon.optim.routing.routes import RouteTable, canonical_name
 from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_paramet
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
-from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 
 log = logging.getLogger(__name__)

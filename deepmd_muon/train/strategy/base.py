@@ -216,9 +216,8 @@ def build_optimizer(
     them, other optimizers take the same step on each. With `state_in_parts` each of them keeps a
     part of the optimizer's state.
 
-    DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out'. deepmd-kit's own
-    arithmetic takes weights as stored. A pattern matches a parameter that several branches share if
-    it matches the name in any of them.
+    DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out'. A pattern matches
+    a parameter that several branches share if it matches the name in any of them.
     """
     if isinstance(config, HybridMuonConfig | MuonConfig):
         return _build_muon(config, model, lr, replicas=replicas, state_in_parts=state_in_parts)
@@ -239,15 +238,12 @@ def _build_muon(
     replicas: DeviceMesh | None,
     state_in_parts: bool,
 ) -> torch.optim.Optimizer:
-    as_deepmd_kit = False
-    if isinstance(config, HybridMuonConfig):
-        as_deepmd_kit = config.deepmd_kit_arithmetic
-        if isinstance(model, Branches):
-            patterns: dict[str, Any] = {
-                key: for_any_name(getattr(config, key), model) for key in _PATTERNS
-            }
-            config = dataclasses.replace(config, **patterns)
-    if config.layout == "auto" and not as_deepmd_kit:
+    if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
+        patterns: dict[str, Any] = {
+            key: for_any_name(getattr(config, key), model) for key in _PATTERNS
+        }
+        config = dataclasses.replace(config, **patterns)
+    if config.layout == "auto":
         config = dataclasses.replace(config, layout="in_out")
     if state_in_parts:
         sharded = dataclasses.replace(config.sharded, state="sharded")

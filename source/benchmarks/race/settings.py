@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,11 @@ from typing import Any
 
 from sets import SETS, input_of
 from spectral_cap import SpectralCap
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples" / "update_rules"))
+
+from radial_brake import RadialBrake  # needs the path above
+from soap_muon import SoapMuon  # needs the path above
 
 RATE = 1e-3
 #: The last rate is this part of the first one, as in the race, unless a setting says otherwise.
@@ -85,8 +91,8 @@ SETTINGS = {
     "decay_1": muon(weight_decay=1.0),
     "cautious_decay_1": muon(weight_decay=1.0, cautious_decay=True),
     "normuon": muon(normuon=True),
-    "soap": muon(soap_muon=True),
-    "brake": muon(norm_control="radial_brake", norm_brake=0.5),
+    "soap": muon(rules=[SoapMuon.name]),
+    "brake": muon(rules=[RadialBrake.name]),
     "force_last": Setting({"loss": {"limit_pref_f": 100.0}}),
     "energy_last": Setting({"loss": {"limit_pref_e": 20.0}}),
     "small_network": Setting({"model": SMALL}),

@@ -5,11 +5,19 @@ import json
 import pytest
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig
 
 # Defaults of the version that had `muon_2d_only`, where they differ from today's.
-FIRST = {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, "magma_muon": False, "layout": "as_stored"}
+FIRST = {
+    "scaling": "rectangular",
+    "adam_lr_ratio": 0.1,
+    "lr_adjust_coeff": 0.2,
+    "magma_muon": False,
+    "layout": "as_stored",
+}
+# Keys of the first version's defaults that its lr_adjust of 10 stands for.
+SWITCHED = {"scaling", "adam_lr_ratio"}
 
 
 def with_optimizer(data, where, keys):
@@ -67,7 +75,7 @@ def with_optimizer(data, where, keys):
         ),
         (
             {"muon_2d_only": True, "lr_adjust": 5},
-            {**FIRST, "muon_mode": "2d", "lr_adjust": 5.0},
+            {**FIRST, "muon_mode": "2d", "adam_lr_ratio": 0.2},
             ["muon_2d_only: true is an older form"],
         ),
     ],
@@ -81,7 +89,8 @@ def test_hybrid_muon(water, where, keys, expected, translations):
     assert checked.settings.optimizer == HybridMuonConfig(**expected)
     for translation in translations:
         assert sum(notice.startswith(f"{where}/{translation}") for notice in checked.notices) == 1
-    silent = {key: value for key, value in FIRST.items() if key not in keys}
+    given = keys.keys() | (SWITCHED if "lr_adjust" in keys else set())
+    silent = {key: value for key, value in FIRST.items() if key not in given}
     filled = [
         notice for notice in checked.notices if "takes the defaults of their version" in notice
     ]
@@ -96,13 +105,18 @@ def test_hybrid_muon(water, where, keys, expected, translations):
 def test_the_optimizer_of_an_input_in_training_alone_is_the_first_version(water, keys):
     checked = normalize(with_optimizer(water, "training", keys))
     given = {key.replace("muon_momentum", "momentum"): value for key, value in keys.items()}
-    assert checked.settings.optimizer == HybridMuonConfig(**{**FIRST, "muon_mode": "2d", **given})
+    defaults = dict(FIRST)
+    if "lr_adjust" in given:
+        defaults = {key: value for key, value in FIRST.items() if key not in SWITCHED}
+    assert checked.settings.optimizer == HybridMuonConfig(
+        **{**defaults, "muon_mode": "2d", **given}
+    )
     assert checked.scales is None
     (filled,) = [
         notice for notice in checked.notices if "takes the defaults of their version" in notice
     ]
     assert "training/opt_type" in filled
-    for key in FIRST.keys() - given.keys():
+    for key in defaults.keys() - given.keys():
         assert f"{key}: {json.dumps(FIRST[key])}" in filled
 
 
@@ -273,3 +287,71 @@ def test_a_lone_data_key_in_training_is_misplaced(water, problems):
 def test_the_hessian_alias_of_the_loss(water):
     water["loss"]["type"] = "ener_hess"
     assert normalize(water).normalized["loss"]["type"] == "ener"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "notice"),
+    [
+        ({"lr_adjust": 0.0, "scaling": None, "adam_lr_ratio": None}, {}, None),
+        ({"lr_adjust": -2}, {}, None),
+        (
+            {"lr_adjust": 10.0, "scaling": None},
+            {"scaling": "rectangular", "adam_lr_ratio": 0.1},
+            'lr_adjust: 10 is DeePMD\'s switch; it means scaling: "rectangular", adam_lr_ratio: 0.1',
+        ),
+        (
+            {"lr_adjust": 4, "scaling": "none"},
+            {"scaling": "none", "adam_lr_ratio": 0.25},
+            "it means adam_lr_ratio: 0.25",
+        ),
+        (
+            {"lr_adjust": 4, "scaling": "none", "adam_lr_ratio": 2.0},
+            {"scaling": "none", "adam_lr_ratio": 2.0},
+            "lr_adjust has no effect",
+        ),
+        ({"deepmd_kit_arithmetic": False}, {}, None),
+        (
+            {"deepmd_kit_arithmetic": True, "schedule": "8+2", "layout": "auto"},
+            {"schedule": "deepmd-kit", "layout": "as_stored"},
+            'write schedule: "deepmd-kit", layout: "as_stored", lr_adjust_coeff: 0.18',
+        ),
+    ],
+)
+def test_deepmds_switch_and_its_arithmetic_become_explicit(water, given, expected, notice):
+    scales = {} if "deepmd_kit_arithmetic" in given else {"lr_adjust_coeff": 0.18}
+    if given.get("deepmd_kit_arithmetic") is False:
+        scales = {"lr_adjust_coeff": 0.18}
+    checked = normalize(with_optimizer(water, "optimizer", {**scales, **given}))
+    assert checked.settings.optimizer == HybridMuonConfig(**expected)
+    assert checked.scales is None
+    assert len(checked.notices) == (notice is not None)
+    assert notice is None or notice in checked.notices[0]
+
+
+def test_the_switch_at_zero_leaves_the_scales_open(water):
+    water["training"]["numb_steps"] = 1000
+    checked = normalize(with_optimizer(water, "optimizer", {"lr_adjust": 0.0}))
+    assert checked.scales.values == {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}
+
+
+@pytest.mark.parametrize("key", ["lr_adjust", "deepmd_kit_arithmetic"])
+def test_a_translated_key_of_a_wrong_type_is_reported(water, problems, key):
+    assert problems(with_optimizer(water, "optimizer", {key: "x"})).keys() == {f"optimizer/{key}"}
+
+
+def test_rules_that_left_the_package_are_named(water, problems):
+    """The file out.json of an earlier revision holds them with their defaults."""
+    off = {"soap_muon": False, "soap_beta": 0.9, "norm_control": "none", "norm_brake": 0.5}
+    given = with_optimizer(water, "optimizer", {**off, "lr_adjust_coeff": 0.3})
+    assert normalize(given).settings.optimizer == HybridMuonConfig(lr_adjust_coeff=0.3)
+    found = problems(with_optimizer(water, "optimizer", {**off, "soap_muon": True}))
+    assert found.keys() == {"optimizer/soap_muon", "optimizer/soap_beta"}
+    assert 'rules ["soap_muon"]' in found["optimizer/soap_muon"]
+
+
+def test_removed_settings_of_several_processes_have_no_effect(water):
+    former = {"exchange": "reference", "flops_per_second": 1e14, "latency": 5e-5, "slots": 2}
+    checked = normalize(with_optimizer(water, "optimizer", {"sharded": former}))
+    assert checked.settings.optimizer.sharded == ShardedSettings(slots=2)
+    (notice,) = checked.notices
+    assert "optimizer/sharded/exchange has no effect any more" in notice

@@ -302,8 +302,8 @@ def test_unknown_keys_name_the_nearest(water, problems, path, hint):
         (
             "Muon",
             "lr_adjust",
-            0.0,
-            ": it is a switch of HybridMuon; give scaling and adam_lr_ratio",
+            4.0,
+            '; write "scaling": "rectangular", "adam_lr_ratio": 0.25',
         ),
         (
             "Muon",

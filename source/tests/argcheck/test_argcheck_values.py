@@ -75,10 +75,10 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
     water["optimizer"] = {
         "type": "HybridMuon",
         "offload": True,
-        "sharded": {"exchange": "reference"},
+        "sharded": {"replication": "spread"},
     }
     settings = normalize(water).settings.optimizer
-    assert (settings.offload, settings.sharded.exchange) == (True, "reference")
+    assert (settings.offload, settings.sharded.replication) == (True, "spread")
     water["optimizer"] = {"type": "Adam", "sharded": {}}
     wanted = " or ".join(f"optimizer/sharded with type {name!r}" for name in ("HybridMuon", "Muon"))
     wanted = f"is not a known key; did you mean {wanted}?"
@@ -488,7 +488,10 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(
         checked.normalized["optimizer"]["lr_adjust_coeff"]
         == checked.settings.optimizer.lr_adjust_coeff
     )
-    assert checked.notices == ()
+    translated = {"lr_adjust", "deepmd_kit_arithmetic"} & optimizer.keys()
+    assert [notice.split(":")[0].split()[0] for notice in checked.notices] == [
+        f"optimizer/{key}" for key in translated
+    ]
     assert (checked.scales is not None) == chosen
     assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.scales.notice
     again = normalize(checked.normalized)
@@ -536,9 +539,9 @@ def test_omitted_scales_fall_with_the_length_of_descriptors(
         ({}, 4e-3, 2.5),  # the Adam route starts at 0.01 at most
         ({}, 2e-2, 1.0),
         ({"adam_lr_ratio": 2.0}, 1e-3, 2.0),
-        ({"lr_adjust_coeff": 8.64}, 1e-3, None),
-        ({"scaling": "match_rms", "lr_adjust": 10.0}, 1e-3, None),  # which asks for 0.1
-        ({"deepmd_kit_arithmetic": True}, 1e-3, None),
+        ({"lr_adjust_coeff": 8.64}, 1e-3, 1.0),
+        ({"scaling": "match_rms", "lr_adjust": 10.0}, 1e-3, 0.1),
+        ({"deepmd_kit_arithmetic": True}, 1e-3, 1.0),
     ],
 )
 def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_rules import BRAKE, SOAP
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import build_model
@@ -61,10 +62,14 @@ def rms(x):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({}, {"lr_adjust": 10.0, "magma_muon": False}, {"normuon": True, "magma_muon": False}),
         *(
-            {"soap_muon": True, "magma_muon": False},
-            {"norm_control": "radial_brake", "magma_muon": False},
+            {},
+            {"scaling": "rectangular", "magma_muon": False},
+            {"normuon": True, "magma_muon": False},
+        ),
+        *(
+            {**SOAP, "magma_muon": False},
+            {**BRAKE, "magma_muon": False},
         ),
     ],
     ids=["deepmd", "rectangular", "normuon", "soap", "brake"],

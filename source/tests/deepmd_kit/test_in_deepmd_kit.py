@@ -20,7 +20,7 @@ from torch import nn
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name
 from deepmd_muon.train import run as train
 
 ROOT = Path(__file__).parents[3]
@@ -34,8 +34,6 @@ FURTHER = {
     "normuon": True,
     "normuon_beta": 0.9,
     "cautious_decay": True,
-    "soap_muon": True,
-    "norm_control": "radial_brake",
 }
 STATE_KEYS = ("momentum_buffer", "magma_score", "exp_avg", "exp_avg_sq")
 

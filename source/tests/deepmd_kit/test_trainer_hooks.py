@@ -90,6 +90,7 @@ def test_every_setting_is_deepmd_kits_or_further():
     assert {"adam_beta1", "adam_beta2", *PASSED} - {
         "adam_betas",
         "use_foreach",
+        "lr_adjust",
     } == KEYS_OF_DEEPMD_KIT
 
 

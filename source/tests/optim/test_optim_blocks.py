@@ -21,7 +21,7 @@ from deepmd_muon.optim import (
     RoutingRules,
 )
 from deepmd_muon.optim.config import update_scale
-from deepmd_muon.optim.routing.rules import RouteTable, choose_route
+from deepmd_muon.optim.routing.routes import RouteTable, choose_route
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
 
 

@@ -400,11 +400,7 @@ def test_settings_without_effect_are_named_by_the_constructor_and_by_build():
         groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}]
         HybridMuon(groups, cautious_decay=True)
         HybridMuon([{**groups[0], "normuon": True}, groups[1]], normuon_beta=0.5)
-    config = MuonConfig(rms_coefficient=0.3, sharded=ShardedSettings(latency=1.0))
+    config = MuonConfig(rms_coefficient=0.3)
     with pytest.warns(IdleSettingWarning, match="rms_coefficient has no effect") as caught:
         config.build(nn.Linear(3, 3))
     assert caught[0].filename == __file__
-    assert "sharded" not in str(caught[0].message)
-    sharded = ShardedSettings(latency=1.0, replication="spread")
-    with pytest.warns(IdleSettingWarning, match=r"sharded\.latency has no effect"):
-        HybridMuonConfig(sharded=sharded).build(nn.Linear(3, 3))

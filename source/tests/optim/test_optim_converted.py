@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from example_rules import SOAP
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RoutingMismatchError
@@ -70,7 +71,7 @@ def elsewhere(request):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"adam_patterns": ["*"]}, {"normuon": True, "soap_muon": True}],
+    [{}, {"adam_patterns": ["*"]}, {"normuon": True, **SOAP}],
     ids=["muon", "adam", "rules"],
 )
 def test_the_state_follows_a_model_to_another_device(settings, elsewhere):

@@ -19,7 +19,7 @@ from make_earlier_files import (
 )
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.rules_config import RuleSettings
+from deepmd_muon.optim.config import RuleSettings
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("as_alone")
@@ -43,6 +43,50 @@ def assert_bitwise(found, expected):
     for key, x in expected.items():
         assert found[key].dtype == x.dtype, key
         assert torch.equal(found[key], x), key
+
+
+def in_former_spelling(group, **former):
+    """Return a group as it was saved when `lr_adjust` was a setting, and rules of examples were in the package."""
+    rules = {"soap_muon": False, "soap_beta": 0.9, "norm_control": "none", "norm_brake": 0.5}
+    former = {"scaling": None, "adam_lr_ratio": None, "lr_adjust": 0.0, **former}
+    constructed = {**json.loads(group["constructed"]), **former}
+    del constructed["scaling"]
+    return {
+        **group,
+        **rules,
+        **former,
+        "foreach": None,
+        "deepmd_kit_arithmetic": False,
+        "constructed": json.dumps(constructed),
+    }
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({}, {}),
+        ({"lr_adjust": 10.0}, {"scaling": "rectangular", "adam_lr_ratio": 0.1}),
+        ({"lr_adjust": 10.0, "scaling": "none"}, {"scaling": "none", "adam_lr_ratio": 0.1}),
+    ],
+)
+def test_groups_of_former_settings_load_without_a_word(former, now, caplog):
+    def make():
+        params = make_parameters()
+        return params, HybridMuon(params.items(), lr=0.01, **now)
+
+    params, first = make()
+    set_gradients(params, 1)
+    first.step()
+    first.param_groups[0]["weight_decay"] = 0.5  # as a scheduler does
+    saved = first.state_dict()
+    saved["param_groups"] = [in_former_spelling(group, **former) for group in saved["param_groups"]]
+    _, second = make()
+    with caplog.at_level("INFO", logger="deepmd_muon"):
+        second.load_state_dict(saved)
+    assert second.param_groups[0].keys() == first.param_groups[0].keys()
+    for key, value in first.param_groups[0].items():
+        assert key == "params" or second.param_groups[0][key] == value, key
+    assert [text.split(":")[0] for text in caplog.messages] == ["param_groups[0] weight_decay"]
 
 
 def test_an_earlier_state_loads_bitwise_and_steps_on():
@@ -72,7 +116,8 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
             *("local_patterns", "muon_patterns", "conv_patterns"),
             *(field.name for field in dataclasses.fields(RuleSettings)),
         }
-        assert here.keys() == there.keys() | added
+        removed = {"lr_adjust", "deepmd_kit_arithmetic", "foreach"}
+        assert here.keys() == there.keys() - removed | added
     set_gradients(parameters, 3)
     optimizer.step()
     for name, p in parameters.items():

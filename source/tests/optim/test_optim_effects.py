@@ -27,7 +27,6 @@ VALUES = {
     "adam_beta1": [0.0, 0.5],
     "adam_beta2": [0.5],
     "weight_decay": [0.0, 0.3],
-    "lr_adjust": [3.0],
     "lr_adjust_coeff": [0.7],
     "adam_eps": [0.1],
     "adam_lr_ratio": [1.0, 3.0],
@@ -44,8 +43,6 @@ VALUES = {
     "local_patterns": [("square",)],
     "splits": [("square: rows 2",)],
     "normuon_beta": [0.1],
-    "soap_beta": [0.3],
-    "norm_brake": [0.1, 1.0],
 }
 # Settings whose effect is not in the numbers of a step on one process and a CPU, and where it is tested.
 ELSEWHERE = {

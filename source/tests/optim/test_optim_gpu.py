@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_rules import BRAKE, SOAP
 from polar_oracle import error_inside, matrices, noise_fraction
 from torch import nn
 
@@ -74,10 +75,9 @@ def test_steps_equal_those_of_the_cpu():
             {"normuon": True, "cautious_decay": True},
         ),
         {"normuon": True, "layout": "in_out", "magma_muon": False, "on_nonfinite": "skip"},
-        {"soap_muon": True},
-        {"norm_control": "radial_brake"},
-        {"norm_control": "radial_brake", "norm_brake": 0.0, "on_nonfinite": "skip"},
-        {"soap_muon": True, "magma_muon": False, "on_nonfinite": "skip"},
+        SOAP,
+        {**BRAKE, "on_nonfinite": "skip"},
+        {**SOAP, "magma_muon": False, "on_nonfinite": "skip"},
     ],
 )
 def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_rate(settings):
@@ -105,7 +105,7 @@ def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_r
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"soap_muon": True, "normuon": True, "norm_control": "radial_brake"}]
+    "settings", [{}, {"normuon": True, "rules": ["soap_muon", "radial_brake"]}]
 )
 def test_captured_steps_of_several_optimizers_run_beside_each_other(settings):
     """On streams of their own, begun while others run: no memory of one is another's."""
@@ -164,8 +164,8 @@ def make_fresh():
     [
         {},
         {"normuon": True, "cautious_decay": True},
-        {"soap_muon": True},
-        {"norm_control": "radial_brake"},
+        SOAP,
+        BRAKE,
     ],
 )
 def test_no_step_waits_for_the_device(settings):

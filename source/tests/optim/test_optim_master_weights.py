@@ -60,7 +60,7 @@ def test_small_steps_move_the_weights_as_in_float32(dtype):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"offload": True}, {"foreach": False}, {"offload": True, "offload_bytes": 64}]
+    "settings", [{"offload": True}, {"workspace": 1}, {"offload": True, "offload_bytes": 64}]
 )
 def test_masters_are_the_same_in_host_memory_and_one_by_one(settings):
     params, optimizer = make(torch.bfloat16)

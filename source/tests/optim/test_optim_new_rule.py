@@ -43,12 +43,13 @@ def test_a_rule_of_this_package_needs_its_own_file_and_its_settings(tmp_path):
     copy = tmp_path / "deepmd_muon"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "optim" / "rules" / "shorter_steps.py").write_text(rule)
-    config = copy / "optim" / "rules_config.py"
+    config = copy / "optim" / "config.py"
     text = config.read_text()
     assert text.count("RULES = (\n") == 1
-    config.write_text(
-        text.replace("RULES = (\n", 'RULES = (\n    "shorter_steps:ShorterSteps",\n') + settings
-    )
+    text = text.replace("RULES = (\n", 'RULES = (\n    "shorter_steps:ShorterSteps",\n')
+    last_field = "    rules: Sequence[str] = setting(\n"
+    assert text.count(last_field) == 1
+    config.write_text(text.replace(last_field, settings + last_field))
     command = [sys.executable, "-c", USE]
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True

@@ -57,7 +57,7 @@ def make(dtype=torch.float32, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"foreach": False}, {"magma_muon": False, "on_nonfinite": "skip"}]
+    "settings", [{}, {"workspace": 1}, {"magma_muon": False, "on_nonfinite": "skip"}]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
@@ -221,8 +221,9 @@ def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, for
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream.now)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     buffers = FakeBuffers(torch.device("cpu"))
-    buffers._streams = [FakeStream("in"), FakeStream("out")]
-    inward, outward = buffers._streams
+    inward = buffers._to_device = FakeStream("in")
+    outward = buffers._to_host = FakeStream("out")
+    buffers._has_streams = True
     waits = {"fetch before step": main, "step before evict": outward, "evict before fetch": inward}
     if forgotten in waits:
         monkeypatch.setattr(waits[forgotten], "wait_event", lambda _: None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from deepmd_muon.optim import HybridMuon, phases
+from deepmd_muon.optim import HybridMuon, torch_hooks
 
 
 def make(**settings):
@@ -40,7 +40,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch):
     def fail(name):
         raise AssertionError(name)
 
-    monkeypatch.setattr(phases, "record_function", fail)
+    monkeypatch.setattr(torch_hooks, "record_function", fail)
     make().step()
     with (
         pytest.raises(AssertionError, match="HybridMuon"),

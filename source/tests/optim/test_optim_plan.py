@@ -158,10 +158,10 @@ TURNS = [
         set_group(weight_decay=0.3),
         set_group(adam_betas=(0.5, 0.6)),
     ),
-    *(set_group(magma_muon=False), set_group(maximize=True), set_group(lr_adjust=10.0)),
+    *(set_group(magma_muon=False), set_group(maximize=True), set_group(scaling="rectangular")),
 ]
 MOVES = [move_parameters, move_state, load, move_gradients, widen_gradients, add_a_group]
-ROUNDS = [turn_gradients, set_group(foreach=False)]  # sums may be taken in another order
+ROUNDS = [turn_gradients]  # sums may be taken in another order
 
 
 def run(device, change=lambda *_: None, between=lambda _: None):

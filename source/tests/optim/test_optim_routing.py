@@ -18,7 +18,7 @@ from deepmd_muon.optim import (
     RoutingRules,
 )
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.rules import canonical_name, choose_route, leaf_name
+from deepmd_muon.optim.routing.routes import canonical_name, choose_route, leaf_name
 from deepmd_muon.optim.routing.views import MatrixView, effective_shape, matrix_view
 
 MODES = ("2d", "flat", "slice")

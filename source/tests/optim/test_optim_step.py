@@ -12,8 +12,8 @@ from torch import nn
 
 from deepmd_muon.optim import AdamConfig, HybridMuon, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim import step as step_module
+from deepmd_muon.optim.config import ShardedSettings
 from deepmd_muon.optim.errors import InvalidSettingError
-from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import Wave
@@ -169,7 +169,7 @@ def test_plain_settings_equal_torch_muon(scaling, adjust, nesterov, shape):
 
 def test_the_adam_rate_can_be_set_apart():
     p, q = parameter(5), parameter(5)
-    for which, ratio in ((p, None), (q, 0.25)):
+    for which, ratio in ((p, 1.0), (q, 0.25)):
         optimizer = HybridMuon([("bias", which)], 0.1, adam_lr_ratio=ratio)
         which.grad = torch.ones(5)
         optimizer.step()
@@ -280,7 +280,7 @@ def test_the_workspace_does_not_change_results(workspace):
             r"muon_mode: must be one of '2d', 'flat', 'slice'; found the list \['2d'\]",
         ),
         ({"enable_gram": 1}, "enable_gram: must be true or false; found 1"),
-        ({"foreach": "no"}, "foreach: must be true or false; found the string 'no'"),
+        ({"foreach": False}, "foreach: give workspace=1 to step one parameter at a time"),
         ({"min_matrix_dim": 2.5}, "min_matrix_dim: must be a whole number; found 2.5"),
         ({"adam_patterns": 3}, "adam_patterns: must be a list of strings; found 3"),
         ({"splits": [("w", 3)]}, r"splits: element 0 must be a string; found the list"),

@@ -27,7 +27,7 @@ KNOWN = (
     "lr_adjust_coeff",
     "scaling",
     "weight_decay",
-    "foreach",
+    "adam_lr_ratio",
 )
 PAGE = Path(__file__).parents[3] / "doc" / "from-other-optimizers.md"
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -57,7 +57,11 @@ def train(model, optimizer, steps=3):
         ),
         ({"fused": True}, {"adam_implementation": "fused"}),
         ({"fused": False, "amsgrad": False}, {"adam_implementation": "foreach"}),
-        ({"fused": None, "foreach": None, "decoupled_weight_decay": True}, {"foreach": None}),
+        ({"fused": None, "foreach": None, "decoupled_weight_decay": True}, {}),
+        ({"lr_adjust": 0.0}, {"scaling": "match_rms", "adam_lr_ratio": 1.0}),
+        ({"lr_adjust": 4.0}, {"scaling": "rectangular", "adam_lr_ratio": 0.25}),
+        ({"lr_adjust": 4.0, "scaling": "none"}, {"scaling": "none", "adam_lr_ratio": 0.25}),
+        ({"deepmd_kit_arithmetic": True}, {"schedule": "deepmd-kit"}),
         ({"ns_steps": 5}, {"schedule": "keller-jordan"}),
         (
             {"ns_steps": 6, "ns_coefficients": [2.0, -1.5, 0.5]},
@@ -328,5 +332,6 @@ def test_the_words_of_the_page_are_those_of_the_code():
         for row in table.splitlines()[2:]
         for w in re.findall(r"`(\w+)(?:=\w+)?`", row.split("|")[1])
     }
-    silent = {"amsgrad", "decoupled_weight_decay"}  # understood where they ask for nothing
-    assert listed - {"foreach"} == WORDS - silent
+    # Understood where they ask for nothing, or deepmd-kit's and of earlier revisions.
+    silent = {"amsgrad", "decoupled_weight_decay", "lr_adjust", "deepmd_kit_arithmetic"}
+    assert listed == WORDS - silent

@@ -24,7 +24,6 @@ WAYS = {
     "repeated": ShardedSettings(replication="repeat"),
     "spread": ShardedSettings(replication="spread"),
     "cut state": ShardedSettings(state="sharded"),
-    "reference": ShardedSettings(exchange="reference", replication="spread"),
 }
 
 

@@ -30,9 +30,8 @@ from deepmd_muon.optim.sharded.agreement import GradientPresence
 def missing_gradients():
     """A gradient missing on one rank counts as zero; missing everywhere, the block is left alone."""
     mesh = mesh_of((dist.get_world_size(),))
-    for magma, exchange in itertools.product((True, False), ("owners", "reference")):
-        sharded = ShardedSettings(exchange=exchange)
-        twins = Twins(SHAPES["even"], mesh, [Shard(0)], magma_muon=magma, sharded=sharded)
+    for magma in (True, False):
+        twins = Twins(SHAPES["even"], mesh, [Shard(0)], magma_muon=magma)
         twins.step()
         twins.step(without=(1, 3))
         twins.step(nowhere=(0, 4))
@@ -65,8 +64,7 @@ def finished_step(optimizer):
 def gradients_that_do_not_agree():
     """What does not travel must have a gradient on all ranks or on none: all ranks say so, and nothing changes."""
     mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
-    everywhere = ShardedSettings(exchange="reference", replication="spread"), ("weight", "bias")
-    for sharded, names in (*WAYS.values(), everywhere):
+    for sharded, names in WAYS.values():
         torch.manual_seed(0)
         model = nn.Linear(16, 16)
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from example_rules import BRAKE, SOAP
 from sharded_cases import as_captured, drawn, mesh_of
 from sharded_state import Replicas
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,6 @@ SHAPES = [
     (2, 2),
 ]
 SETTINGS = {"lr": 1e-3, "precision": "float32", "adam_patterns": ["w8"], "master_weights": True}
-REFERENCE = {"exchange": "reference"}
 SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
 
 
@@ -76,11 +76,11 @@ def assert_same_bits(some, others):
 
 
 def masters_of_replicas():
-    """Twenty steps equal one process: rules, views, offloaded, in small buckets, in the reference, in float16."""
+    """Twenty steps equal one process: rules, views, offloaded, in small buckets, in float16."""
     cases = (
         ({}, {}, {}),
         ({"normuon": True, "cautious_decay": True, "magma_muon": False}, SMALL, {"offload": True}),
-        ({"soap_muon": True, "magma_muon": False, "nesterov": False}, {}, {}),
+        ({**SOAP, "magma_muon": False, "nesterov": False}, {}, {}),
         ({"muon_mode": "flat"}, {}, {}),
         (
             {
@@ -90,7 +90,7 @@ def masters_of_replicas():
             SMALL,
             {},
         ),
-        ({"normuon": True}, REFERENCE, {"offload": True}),
+        ({"normuon": True}, {}, {"offload": True}),
     )
     for settings, sharded, many in cases:
         replicas = make(sharded, many, **settings)
@@ -112,9 +112,9 @@ def masters_of_replicas():
     assert_equal(replicas)
 
 
-def masters_of_replicas_follow_norm_control():
+def masters_of_replicas_follow_a_rule_of_weights():
     """The rule reads 16-bit weights, as in one process."""
-    replicas = make(norm_control="radial_brake", shapes=SHAPES[:3], adam_patterns=[])
+    replicas = make(**BRAKE, shapes=SHAPES[:3], adam_patterns=[])
     for _ in range(3):
         replicas.step()
     assert_equal(replicas, 1e-4)
@@ -342,7 +342,7 @@ def masters_beside_wide_parameters():
 
 CASES = [
     ("masters of replicas", masters_of_replicas),
-    ("norm control of masters", masters_of_replicas_follow_norm_control),
+    ("a rule of weights of masters", masters_of_replicas_follow_a_rule_of_weights),
     ("memory of masters", masters_of_replicas_take_a_part_of_the_memory),
     ("collectives of masters", masters_of_replicas_in_collectives),
     ("masters without some gradients", masters_of_replicas_without_some_gradients),

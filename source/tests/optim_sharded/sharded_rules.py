@@ -1,9 +1,10 @@
-"""NorMuon, SOAP, norm control and cautious decay on several ranks equal one process in every layout and view."""
+"""NorMuon, cautious decay and rules of a third party on several ranks equal one process in every layout and view."""
 
 from __future__ import annotations
 
 import functools
 
+import example_rules
 import torch
 import torch.distributed as dist
 from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
@@ -16,8 +17,8 @@ from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
-SOAP = {"soap_muon": True, "magma_muon": False}
-NORMS = {"norm_control": "radial_brake"}
+SOAP = {**example_rules.SOAP, "magma_muon": False}
+NORMS = example_rules.BRAKE
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
@@ -46,14 +47,6 @@ def rules_of_views():
             every_layout(
                 names=names, kinds=("experts",), options=({**settings, **view},), sharded=small
             )
-
-
-def rules_in_the_reference():
-    every_layout(
-        kinds=("experts",),
-        options=(BOTH, SOAP, NORMS),
-        sharded=ShardedSettings(exchange="reference"),
-    )
 
 
 def rules_of_replicas():
@@ -115,15 +108,10 @@ def master_weights():
         mesh_of((dist.get_world_size(),)),
         {"master_weights": True, "lr": 1e-3, "adam_patterns": ["w4"]},
     )
-    reference = {"sharded": ShardedSettings(exchange="reference")}
-    for placements, many in (
-        ([Shard(0)], {}),
-        ([Shard(1)], {"offload": True}),
-        ([Shard(0)], reference),
-    ):
+    for placements, many in (([Shard(0)], {}), ([Shard(1)], {"offload": True})):
         twins = Twins(SHAPES["even"], mesh, placements, dtype=torch.bfloat16, many=many, **settings)
         twins.step()
-        twins.step(without=() if many is reference else (1,), nowhere=(2,))
+        twins.step(without=(1,), nowhere=(2,))
         twins.step()
         twins.assert_equal()
         for p, q in zip(twins.one, twins.many, strict=True):
@@ -182,7 +170,6 @@ CASES = [
     ("rules migrate", rules_migrate),
     ("rules in every layout", rules_in_every_layout),
     ("rules of views", rules_of_views),
-    ("rules in the reference", rules_in_the_reference),
     ("rules of replicas", rules_of_replicas),
     ("rules without some gradients", rules_without_some_gradients),
     ("rules of bfloat16", rules_of_bfloat16),

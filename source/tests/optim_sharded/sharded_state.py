@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from sharded_cases import SETTINGS, SHAPES, Twins, drawn, fits, layouts, mesh_of, slack_of
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon
 from deepmd_muon.optim.dtensors import local_of
@@ -73,24 +73,6 @@ def offloaded():
         twins.step(nowhere=(0, 4))
         twins.step(without=(1,), nowhere=(2,))
         twins.assert_equal(1e-6)
-
-
-def offloaded_reference():
-    """The slow step that defines the others takes momenta from host memory, too, on every layout."""
-    mesh = mesh_of((dist.get_world_size(),))
-    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
-        twins = Twins(SHAPES["even"], mesh, placements, many={"offload": True},
-                      sharded=ShardedSettings(exchange="reference"))  # fmt: skip
-        twins.step()
-        twins.step(nowhere=(1,))
-        momenta = [state["momentum_buffer"] for state in twins.optimizers[1].state.values()]
-        assert len(momenta) == len(SHAPES["even"])
-        assert all(local_of(m).device.type == "cpu" for m in momenta)
-        twins.assert_equal(1e-6)
-    replicas = Replicas(SHAPES["even"], mesh, {"exchange": "reference"}, many={"offload": True})
-    replicas.step()
-    replicas.step()
-    replicas.assert_equal(1e-6)
 
 
 class Replicas:
@@ -580,7 +562,6 @@ CASES = [
     ("Adam in parts", adam_in_parts),
     ("order of a step", order_of_a_step),
     ("offloaded", offloaded),
-    ("offloaded reference", offloaded_reference),
     ("cut state", cut_state),
     ("momenta gathered early", momenta_gathered_early),
     ("memory of cut state", cut_state_takes_a_part_of_the_memory),

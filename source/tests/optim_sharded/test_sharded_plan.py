@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from example_rules import SoapMuon
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
-from deepmd_muon.optim.rules.soap import SoapMuon
 from deepmd_muon.optim.sharded import (
     Layout,
     PlannedParameter,
@@ -149,7 +149,6 @@ def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
         (small, {"replication": "spread"}),
         (small, {"bucket_bytes": 1000}),
         (small, {"gather_dtype": "bfloat16"}),
-        (small, {"exchange": "reference"}),
         ([cut("a", (24, 16), range(4), rules=(NorMuon(),))], {}),
         ([cut("a", (24, 16), range(4), masters=True)], {}),
         ([*small, parameter("c", (8, 8), Layout((4,), (0, 1, 2, 3), (ShardPlacement(0),)))], {}),

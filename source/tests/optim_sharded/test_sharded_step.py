@@ -74,7 +74,6 @@ NOT_FOR_FOUR = (
         "non-finite gradients",
         "gradient scaler",
         "order of a step",
-        "offloaded reference",
     ),
     *(
         "cut state",
@@ -98,11 +97,10 @@ NOT_FOR_FOUR = (
         "rules of replicas",
         "rules without some gradients",
         "rules of bfloat16",
-        "rules in the reference",
     ),
     *(
         "masters of replicas",
-        "norm control of masters",
+        "a rule of weights of masters",
         "memory of masters",
         "collectives of masters",
     ),

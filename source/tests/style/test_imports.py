@@ -15,11 +15,7 @@ LAYERS = (
         "deepmd_muon.coverage",
         "deepmd_muon.registry",
     ),
-    *(
-        "deepmd_muon.optim.errors",
-        "deepmd_muon.optim.sharded_config",
-        "deepmd_muon.optim.rules_config",
-    ),
+    "deepmd_muon.optim.errors",
     *("deepmd_muon.optim.buildable", "deepmd_muon.optim.words"),
     *(
         "deepmd_muon.optim.config",
@@ -28,7 +24,6 @@ LAYERS = (
     ),
     *(
         "deepmd_muon.optim.cuda",
-        "deepmd_muon.optim.phases",
         "deepmd_muon.optim.torch_hooks",
         "deepmd_muon.optim.dtensors",
     ),
@@ -38,6 +33,7 @@ LAYERS = (
         "deepmd_muon.optim.rules",
     ),
     *("deepmd_muon.optim.polar", "deepmd_muon.optim.routing", "deepmd_muon.optim.update"),
+    "deepmd_muon.optim.groups",
     *("deepmd_muon.optim.state", "deepmd_muon.optim.waves"),
     *("deepmd_muon.optim.sharded", "deepmd_muon.optim.qk_clip", "deepmd_muon.optim.arguments"),
     *("deepmd_muon.optim.step", "deepmd_muon.optim.hybrid_muon"),

@@ -10,6 +10,7 @@ import logging
 import warnings
 from pathlib import Path
 
+import example_rules  # noqa: F401  # registers them
 import numpy as np
 import pytest
 import torch
@@ -81,7 +82,7 @@ def assert_equal_weights(first, second):
     "optimizer",
     [
         *({"type": "HybridMuon"}, {"type": "HybridMuon", "magma_muon": False}, {"type": "Adam"}),
-        {"type": "HybridMuon", "soap_muon": True, "norm_control": "radial_brake"},
+        {"type": "HybridMuon", "rules": ["soap_muon", "radial_brake"]},
     ],
 )
 def test_captured_steps_give_the_weights_of_eager_ones(

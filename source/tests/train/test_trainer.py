@@ -20,6 +20,7 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon, RouteTable, omitted_scales
+from deepmd_muon.optim.groups.group_settings import current_spelling
 from deepmd_muon.train import NonFiniteError, RunError, TrainingError, trainer
 from deepmd_muon.train.checkpoint.ownership import newest_checkpoint
 from deepmd_muon.train.ranks.ranks import Ranks
@@ -188,7 +189,7 @@ def test_the_optimizer_knows_how_deepmds_weights_are_stored(small_input, train, 
     train(small_input(training={"numb_steps": 1}))
     assert load()["optimizer"]["param_groups"][0]["layout"] == "in_out"
     train(small_input(training={"numb_steps": 1}, optimizer={"deepmd_kit_arithmetic": True}))
-    assert load()["optimizer"]["param_groups"][0]["layout"] == "auto"
+    assert load()["optimizer"]["param_groups"][0]["layout"] == "as_stored"
     train(small_input(training={"numb_steps": 1}, optimizer={"layout": "as_stored"}))
     assert load()["optimizer"]["param_groups"][0]["layout"] == "as_stored"
 
@@ -562,7 +563,7 @@ def test_an_open_scale_of_muon_is_said_once(small_input, train, caplog):
 @pytest.mark.parametrize(
     ("given", "rise", "kept", "shown"),
     [
-        ({"lr_adjust_coeff": 0.18}, 4, (0.18, None), "0.18"),
+        ({"lr_adjust_coeff": 0.18}, 4, (0.18, 1.0), "0.18"),
         (
             {"lr_adjust_coeff": 0.18, "adam_lr_ratio": 3.0},
             1,
@@ -696,10 +697,11 @@ def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(
 
 
 def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
-    """A group of deepmd-kit's has no `adam_lr_ratio`; an input that gives the coefficient has a ratio of 1."""
-    theirs, ours = {"lr_adjust_coeff": 0.18}, {"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}
+    """An input that gives the coefficient has a ratio of 1."""
+    theirs = current_spelling({"lr_adjust_coeff": 0.18, "lr_adjust": 0.0})
+    ours = {"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}
     for optimizer, group, expected in (
-        ({}, theirs, (0.18, None)),
+        ({}, theirs, (0.18, 1.0)),
         ({"adam_lr_ratio": 2.0}, ours, (4.32, 2.0)),
     ):
         given = normalize(small_input(optimizer=optimizer))

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
@@ -19,7 +19,8 @@ ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
 
 MANIFEST_VERSION = 2
 
-# Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper insert into names.
+# Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper
+# insert into names.
 _WRAPPER_SEGMENTS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -45,7 +46,8 @@ class RoutingRules:
     expert_patterns
         Shell patterns on full names of parameters with one expert per index of the first dimension.
     splits
-        Fused weights and how they are split, in the form of `deepmd_muon.optim.routing.views.FusedSplit`.
+        Fused weights and how they are split, in the form of
+        `deepmd_muon.optim.routing.views.FusedSplit`.
     """
 
     muon_mode: MuonMode = "slice"
@@ -105,7 +107,8 @@ class RouteTable(tuple[RouteEntry, ...]):
             weights[entry.route] += math.prod(entry.shape)
         total = max(1, sum(weights.values()))
         parts = [
-            f"{route} {counts[route]} parameters ({weights[route]} weights, {100 * weights[route] / total:.1f} %)"
+            f"{route} {counts[route]} parameters ({weights[route]} weights, "
+            f"{100 * weights[route] / total:.1f} %)"
             for route in ROUTES
             if counts[route]
         ]
@@ -118,7 +121,8 @@ class RouteTable(tuple[RouteEntry, ...]):
         Raises
         ------
         ForeignStateError
-            When a group has no manifest, a damaged one, or one of a later version than this code reads.
+            When a group has no manifest, a damaged one, or one of a later version than this code
+            reads.
         """
         entries = []
         for number, group in enumerate(param_groups):
@@ -126,27 +130,26 @@ class RouteTable(tuple[RouteEntry, ...]):
                 raise ForeignStateError(f"param_groups[{number}] has no routing manifest")
             if group["routing_version"] > MANIFEST_VERSION:
                 raise ForeignStateError(
-                    f"param_groups[{number}] has a routing manifest of version {group['routing_version']}; this "
-                    f"release reads up to version {MANIFEST_VERSION}: update deepmd_muon"
+                    f"param_groups[{number}] has a routing manifest of version "
+                    f"{group['routing_version']}; this release reads up to version "
+                    f"{MANIFEST_VERSION}: update deepmd_muon"
                 )
-            names = group.get("param_names") or [
-                unnamed(number, i) for i in range(len(group["routes"]))
-            ]
-            for name, shape, view, chosen in zip(
-                names, group["shapes"], group["views"], group["routes"], strict=True
-            ):
-                # Version 1 held shapes as lists.
-                sizes = tuple(
-                    map(int, filter(None, shape.split("x")) if isinstance(shape, str) else shape)
-                )
+            routes = group["routes"]
+            names = group.get("param_names") or [unnamed(number, i) for i in range(len(routes))]
+            rows = zip(names, group["shapes"], group["views"], routes, strict=True)
+            for name, shape, view, route in rows:
                 entry = RouteEntry(
-                    canonical_name(name), sizes, MatrixView.parse(view), chosen, "recorded"
+                    name=canonical_name(name),
+                    shape=_parse_shape(shape),
+                    view=MatrixView.parse(view),
+                    route=route,
+                    reason="recorded",
                 )
                 entries.append(_checked(entry))
         return cls(entries)
 
     def manifest(self) -> dict[str, Any]:
-        """Return the routing as plain lists for a param group, which every kind of state dict preserves."""
+        """Return the routing as plain lists, which every kind of state dict preserves."""
         return {
             "routing_version": MANIFEST_VERSION,
             "routes": [entry.route for entry in self],
@@ -156,16 +159,22 @@ class RouteTable(tuple[RouteEntry, ...]):
         }
 
 
+def _parse_shape(shape: str | Sequence[int]) -> tuple[int, ...]:
+    """Read a shape of a manifest; version 1 held shapes as lists."""
+    if isinstance(shape, str):
+        return tuple(int(size) for size in shape.split("x") if size)
+    return tuple(map(int, shape))
+
+
 def _checked(entry: RouteEntry) -> RouteEntry:
     """Return the entry of a manifest if its parts are consistent."""
-    view, numbers = entry.view and entry.view.simplified(), math.prod(entry.shape)
+    view = entry.view and entry.view.simplified()
     if entry.route not in ROUTES:
         raise ForeignStateError(
             f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}"
         )
-    if min(entry.shape, default=1) < 0 or (
-        view and view.batch * view.rows * view.columns != numbers
-    ):
+    fits = view is None or math.prod(view.shape) == math.prod(entry.shape)
+    if min(entry.shape, default=1) < 0 or not fits:
         raise ForeignStateError(
             f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}"
         )
@@ -175,7 +184,7 @@ def _checked(entry: RouteEntry) -> RouteEntry:
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:
-    """Return whether a plain parameter belongs to this process alone, even if `replicas` are given."""
+    """Return whether a plain parameter belongs to this process alone, even with `replicas`."""
     return any(fnmatchcase(name, pattern) for pattern in settings.local_patterns)
 
 
@@ -185,7 +194,7 @@ def unnamed(group: int, index: int) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Strip segments added to a parameter's name by wrappers (``module.``, ``_orig_mod.``, ``model.Default.`` …)."""
+    """Strip segments that wrappers add to a name (``module.``, ``_orig_mod.`` …)."""
     return _WRAPPER_PREFIXES.sub("", _WRAPPER_SEGMENTS.sub("", name))
 
 
@@ -204,84 +213,95 @@ def choose_route(
 
     The entry has the canonical name, or "".
     """
-    known = canonical_name(name) if name else ""
-    route, view, reason = _decide(known, shape, rules)
-    if math.prod(shape) == 0:
-        route, view, reason = "frozen", None, "has no elements"
+    name = canonical_name(name) if name else ""
+    decision = _decide(name, shape, rules)  # also refuses a split that does not fit
     if not trainable:
-        route, view, reason = "frozen", None, "requires_grad is False"
-    return RouteEntry(known, shape, view, route, reason)
+        decision = _Decision("frozen", "requires_grad is False")
+    elif math.prod(shape) == 0:
+        decision = _Decision("frozen", "has no elements")
+    return RouteEntry(name, shape, decision.view, decision.route, decision.reason)
 
 
-def _matching(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the first shell pattern that a name matches; an empty name matches only '*'."""
-    return next(
-        (
-            pattern
-            for pattern in patterns
-            if pattern == "*" or (name and fnmatchcase(name, pattern))
-        ),
-        None,
-    )
+class _Decision(NamedTuple):
+    """The route of a parameter, why it has it, and its matrix view on the Muon route."""
+
+    route: Route
+    reason: str
+    view: MatrixView | None = None
 
 
-def _decide(
-    name: str, shape: tuple[int, ...], rules: RoutingRules
-) -> tuple[Route, MatrixView | None, str]:
+def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> _Decision:
     """Apply the rules in DeePMD's order; the user's own patterns come first."""
     forced = _matching(name, rules.muon_patterns)
-    if forced is None and (chosen := _by_name(name, rules)):
-        return chosen[0], None, chosen[1]
-    expert = _matching(name, rules.expert_patterns) if len(shape) > 2 else None
-    each = shape[1:] if expert else shape
-    rank = len(effective_shape(each))
-    whose = " of each expert" if expert else ""
+    if forced is None:
+        by_name = _decide_by_name(name, rules)
+        if by_name is not None:
+            return by_name
+    is_deep = len(shape) > 2
+    expert = _matching(name, rules.expert_patterns) if is_deep else None
+    kernel = _matching(name, rules.conv_patterns) if is_deep and not expert else None
+    matrix_shape = shape[1:] if expert else shape
+    rank = len(effective_shape(matrix_shape))
+    rank_text = f"effective rank {rank}{' of each expert' if expert else ''}"
     if rank < 2:
-        return rules.vector_route, None, f"effective rank {rank}{whose}"
-    kernel = _matching(name, rules.conv_patterns) if len(shape) > 2 and not expert else None
-    view = matrix_view(each, rules.muon_mode)
-    if kernel:  # (out, in, …) is one matrix (out, in · …)
-        rows, columns = shape[0], math.prod(shape[1:])
-        view = MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None
-    if view is None and kernel:
-        return rules.vector_route, None, f"kernel {kernel!r} with one row or column"
-    if view is None and forced is not None:
-        view = matrix_view(each, "slice")
-    if view is None:
-        return (
-            "adamw",
-            None,
-            f"effective rank {rank}{whose} has no matrix view in mode {rules.muon_mode!r}",
-        )
+        return _Decision(rules.vector_route, rank_text)
+    if kernel:
+        view = _kernel_view(shape)
+        if view is None:
+            return _Decision(rules.vector_route, f"kernel {kernel!r} with one row or column")
+        reason = f"kernel {kernel!r} as a matrix"
+    else:
+        view = matrix_view(matrix_shape, rules.muon_mode)
+        if view is None and forced is not None:
+            view = matrix_view(matrix_shape, "slice")
+        if view is None:
+            reason = f"{rank_text} has no matrix view in mode {rules.muon_mode!r}"
+            return _Decision("adamw", reason)
+        reason = f"matrix in mode {rules.muon_mode!r}"
     if expert:
         view = dataclasses.replace(view, batch=shape[0] * view.batch)
-    what = f"kernel {kernel!r} as a matrix" if kernel else f"matrix in mode {rules.muon_mode!r}"
-    reason = f"matches muon_patterns {forced!r}, " if forced is not None else ""
-    reason += f"{f'experts {expert!r}, each a ' if expert else ''}{what}"
+        reason = f"experts {expert!r}, each a {reason}"
+    if forced is not None:
+        reason = f"matches muon_patterns {forced!r}, {reason}"
     for split in map(FusedSplit.parse, rules.splits):
         if _matching(name, [split.pattern]):
             view = split.apply(view, name).simplified()
             reason += f", split {split.pattern!r}"
             break
     if kernel and view.min_dim == 1:
-        return rules.vector_route, None, f"kernel {kernel!r} of one channel each"
+        return _Decision(rules.vector_route, f"kernel {kernel!r} of one channel each")
     if view.min_dim < rules.min_matrix_dim and forced is None:
         reason = f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}"
-        return rules.vector_route, None, reason
-    return "muon", view, reason
+        return _Decision(rules.vector_route, reason)
+    return _Decision("muon", reason, view)
 
 
-def _by_name(name: str, rules: RoutingRules) -> tuple[Route, str] | None:
-    """Return the route that a name alone determines, with the reason; None if it determines none."""
+def _kernel_view(shape: tuple[int, ...]) -> MatrixView | None:
+    """Return the view of a convolution kernel (out, in, …): one matrix (out, in · …)."""
+    rows = shape[0]
+    columns = math.prod(shape[1:])
+    return MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None
+
+
+def _decide_by_name(name: str, rules: RoutingRules) -> _Decision | None:
+    """Return the route that a name alone determines; None if it determines none."""
     leaf = leaf_name(name)
     if pattern := _matching(name, rules.adam_patterns):
-        return "adam", f"matches adam_patterns {pattern!r}"
+        return _Decision("adam", f"matches adam_patterns {pattern!r}")
     if pattern := _matching(name, rules.adamw_patterns):
-        return "adamw", f"matches adamw_patterns {pattern!r}"
+        return _Decision("adamw", f"matches adamw_patterns {pattern!r}")
     if leaf == "b" or "bias" in leaf:
-        return rules.vector_route, f"leaf {leaf!r} is a bias"
+        return _Decision(rules.vector_route, f"leaf {leaf!r} is a bias")
     if leaf.startswith("adam_"):
-        return "adam", f"leaf {leaf!r} selects Adam"
+        return _Decision("adam", f"leaf {leaf!r} selects Adam")
     if leaf.startswith("adamw_"):
-        return "adamw", f"leaf {leaf!r} selects AdamW"
+        return _Decision("adamw", f"leaf {leaf!r} selects AdamW")
+    return None
+
+
+def _matching(name: str, patterns: Sequence[str]) -> str | None:
+    """Return the first shell pattern that a name matches; an empty name matches only '*'."""
+    for pattern in patterns:
+        if pattern == "*" or (name and fnmatchcase(name, pattern)):
+            return pattern
     return None

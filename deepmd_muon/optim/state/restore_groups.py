@@ -1,0 +1,125 @@
+"""Restore values of parameter groups: learning rates, keys of schedulers, the user's keys."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from deepmd_muon.optim.errors import ForeignStateError
+from deepmd_muon.optim.groups.group_settings import (
+    SCHEDULED_SETTINGS,
+    SCHEDULER_KEYS,
+    current_spelling,
+    group_settings,
+    own_keys,
+)
+from deepmd_muon.optim.state.others import is_another_muon
+
+log = logging.getLogger(__name__)
+
+# Group keys that are not the user's settings.
+_NOT_SETTINGS = frozenset(
+    [
+        "params",
+        "param_names",
+        "lr",
+        "initial_lr",
+        "constructed",
+        "routing_version",
+        "routes",
+        "views",
+        "shapes",
+    ]
+)
+
+
+def restore_groups(
+    param_groups: Sequence[dict[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Restore what schedulers write and the user's own keys of groups; log differences in settings.
+
+    A setting constructed with the same value as the saved one takes the saved value, which a
+    scheduler may have changed. A setting constructed with another value was changed on purpose, and
+    keeps it.
+
+    Raises
+    ------
+    InvalidSettingError, ForeignStateError
+        When a saved value is out of its range, or there is no learning rate; nothing is changed.
+    """
+    if is_another_muon(saved_groups):
+        log.info("the state is another Muon's: its learning rates and settings are not taken over")
+        return
+    if len(saved_groups) != len(param_groups):
+        log.info(
+            "the state was saved with %d parameter groups and there are now %d: learning rates and "
+            "settings are not restored",
+            len(saved_groups),
+            len(param_groups),
+        )
+        return
+    restored = []
+    for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
+        saved = current_spelling(saved)
+        values = _restored_values(number, group, saved)
+        _log_differences(number, group, saved, values)
+        restored.append(values)
+    for group, values in zip(param_groups, restored, strict=True):
+        group_settings({**group, **values})  # checks them, before any group is changed
+    for group, values in zip(param_groups, restored, strict=True):
+        lr = group["lr"]
+        group.update(values)
+        if isinstance(lr, Tensor):  # keep its memory, which a captured step reads
+            group["lr"] = lr.fill_(values["lr"])
+
+
+def _restored_values(
+    number: int, group: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values that a group takes from its saved group."""
+    if "lr" not in saved:
+        raise ForeignStateError(f"damaged optimizer state dict: param_groups[{number}] has no 'lr'")
+    saved_constructed = json.loads(saved.get("constructed", "{}"))
+    constructed = json.loads(group.get("constructed", "{}"))
+    constructed_alike = {
+        key for key, value in saved_constructed.items() if value == constructed.get(key)
+    }
+    values: dict[str, Any] = {"lr": float(saved["lr"])}
+    values |= {key: saved[key] for key in SCHEDULER_KEYS if key in saved}
+    if "initial_lr" in saved and "lr" not in constructed_alike:
+        # A scheduler constructed after the load starts from the present setting.
+        values["initial_lr"] = group.get("initial_lr", float(group["lr"]))
+    values |= {
+        key: saved[key] for key in SCHEDULED_SETTINGS if key in constructed_alike and key in saved
+    }
+    if "routes" in saved:  # not a group of another optimizer
+        values |= {key: saved[key] for key in own_keys(saved)}
+    if "adam_betas" in values:
+        values["adam_betas"] = tuple(values["adam_betas"])
+    return values
+
+
+def _log_differences(
+    number: int,
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    restored: Mapping[str, Any],
+) -> None:
+    """Log each setting that differs, and which of its values holds."""
+    for key in sorted(group.keys() & saved.keys() - _NOT_SETTINGS):
+        if _as_list(group[key]) == _as_list(saved[key]):
+            continue
+        if key in restored:
+            text = "param_groups[%d] %s: %r as saved; it was %r"
+            log.info(text, number, key, saved[key], group[key])
+        else:
+            text = "param_groups[%d] %s: now %r, saved %r"
+            log.info(text, number, key, group[key], saved[key])
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
