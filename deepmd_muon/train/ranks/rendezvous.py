@@ -180,14 +180,15 @@ def _require_known(place: Place) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise TrainingError(
-                    f"rank 0 cannot listen at {place.meeting}: {error.strerror or error}; MASTER_ADDR must name its "
-                    "machine"
+                    f"rank {place.rank} does not know the host of {place.meeting}: {error.strerror or error}; "
+                    "MASTER_ADDR must name the machine of rank 0"
                 ) from error
         time.sleep(0.5)
 
 
 def _connect(place: Place, patience: float) -> Store:
     """Reach the store as soon as it is there."""
+    _require_known(place)
     begin, logged, pause = time.monotonic(), False, 0.01
     while (refusal := _refusal(place)) is not None:
         waited = time.monotonic() - begin
