@@ -90,6 +90,7 @@ class HostStepper(Stepper):
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
+        self._step.loaders.append(loader)
         if self._device.type == "cuda":
             return _batches_on(self._device, loader, ntypes)
         return _by_step(HostBatches(loader, ntypes, self._device), loader)
@@ -187,7 +188,7 @@ class CapturedStep:
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once, after `done` updates; the next step overwrites the metrics that are returned."""
         self._rates.expect(done)
-        self._guard.note(feed.origin)
+        self._guard.note(feed.origin, self._step.evaluate_frames)
         if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
             self._pieces = self._model.pieces
             self._graphs.clear()
@@ -302,6 +303,7 @@ class DeviceStepper(Stepper):
         if parts.rates is None:  # torch's fused Adam reads no other dtype
             dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
             parts.rates = RateTable(scalars, dtype, device)
+        self._step = step
         self._captured = CapturedStep(step, parts.rates, parts.memory)
         self._device = device
         self._keep = keep_metrics
@@ -324,6 +326,7 @@ class DeviceStepper(Stepper):
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches gathered on the device, or made on the host where the device cannot make them."""
+        self._step.loaders.append(loader)
         return _batches_on(self._device, loader, ntypes)
 
 
