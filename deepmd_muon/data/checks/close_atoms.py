@@ -12,6 +12,8 @@ from deepmd_muon.data.system import System
 
 #: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider search takes longer.
 NEARLY_COINCIDE = 0.3
+# Columns of a frame in which atoms are compared.
+_MOST_COLUMNS = 64
 # Frames read at once [atoms].
 _CHUNK = 1 << 16
 
@@ -48,39 +50,48 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
 
 
 def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return frames and numbers of the pairs of atoms that are nearer than `limit` [Å] along each direction."""
-    natoms = frames.natoms
-    first_places, *other_places = sorted(_places(frames), key=lambda places: places.crowd(limit))
-    order = np.argsort(first_places.along, axis=1)
-    along = np.take_along_axis(first_places.along, order, axis=1)
-    # Behind the last atom comes the first one again; padding has no place in this row.
-    count = (frames.atype >= 0).sum(axis=1, keepdims=True).clip(1)
-    turn, place = np.divmod(np.arange(2 * natoms), count)
-    turned = np.take_along_axis(along, place, axis=1) + turn * first_places.period[:, None]
-    none = np.zeros(0, dtype=np.int64)
-    parts = [(none, none, none)]
-    for ahead in range(1, natoms):
-        at = np.flatnonzero(turned[:, ahead : ahead + natoms] - along < limit)
-        if not len(at):
-            break
-        # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
-        rows = at // natoms
-        i, j = order.ravel()[at], order[rows, place[rows, at % natoms + ahead]]
-        other = i != j  # a cell may be flatter than the limit
-        rows, i, j = rows[other], i[other], j[other]
-        for places in other_places:
-            near = places.near(rows, i, j, limit)
-            rows, i, j = rows[near], i[near], j[near]
-        parts.append((rows, i, j))
-    rows, i, j = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return rows, i, j
+    """Return frames and numbers of pairs of atoms: all that are nearer than `limit` [Å], and few others.
+
+    Atoms are sorted along one direction within columns across another one. Two sets of columns overlap by halves, so
+    that near atoms share a column of one of them.
+    """
+    rows, atoms = np.nonzero(frames.atype >= 0)
+    first, second, third = sorted(_places(frames, limit), key=lambda place: place.crowd(limit))
+    along = first.along[rows, atoms]
+    # Columns are at least 2·limit wide.
+    columns = np.clip(second.period // (2.0 * limit), 1, _MOST_COLUMNS)[rows]
+    across = second.along[rows, atoms] / second.period[rows] * columns
+    # Behind the last atoms of a column come its first ones again.
+    again = np.flatnonzero(along < limit)
+    who = np.concatenate([np.arange(len(rows)), again])
+    place = np.concatenate([along, along[again] + first.period[rows[again]]])
+    span = place.max(initial=0.0) + 2.0 * limit  # more than between atoms of a column
+    parts = []
+    for offset in (0.0, 0.5):
+        column = rows * _MOST_COLUMNS + np.floor(across + offset) % columns
+        keys = column[who] * span + place
+        order = np.argsort(keys)
+        keys = keys[order]
+        near = limit + np.spacing(keys[-1:])
+        for ahead in range(1, len(keys)):
+            at = np.flatnonzero(keys[ahead:] - keys[:-ahead] < near)
+            if not len(at):
+                break
+            parts.append(np.stack([who[order[at]], who[order[at + ahead]]]))
+    i, j = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0), dtype=np.int64)
+    other = i != j  # a cell may be flatter than the limit
+    frame, i, j = rows[i[other]], atoms[i[other]], atoms[j[other]]
+    for places in (second, third):
+        kept = places.near(frame, i, j, limit)
+        frame, i, j = frame[kept], i[kept], j[kept]
+    return frame, i, j
 
 
 class _Places(NamedTuple):
     """Places of atoms along a direction."""
 
     along: np.ndarray  # (nframes, natoms) [Å]; NaN for padding
-    period: np.ndarray  # (nframes,) [Å]; infinite without a cell
+    period: np.ndarray  # (nframes,) [Å]
 
     def crowd(self, limit: float) -> int:
         """Return the largest number of atoms of the first frame that `limit` [Å] of the direction hold."""
@@ -93,20 +104,22 @@ class _Places(NamedTuple):
         return np.asarray(np.minimum(step, self.period[rows] - step) < limit)
 
 
-def _places(frames: Frames) -> list[_Places]:
-    """Return the places of atoms along three directions."""
+def _places(frames: Frames, limit: float) -> list[_Places]:
+    """Return the places of atoms along three directions; without a cell, with a period that keeps all apart."""
+    real = frames.atype >= 0
     if frames.box is None:
-        period = np.full(frames.nframes, 1e300)
-        found = [_Places(frames.coord[..., axis].copy(), period) for axis in range(3)]
+        low = np.where(real[..., None], frames.coord, np.inf).min(axis=1, keepdims=True)
+        places = frames.coord - low
+        heights = np.where(real[..., None], places, 0.0).max(axis=1) + 2.0 * limit
     else:
         inverse = np.linalg.inv(frames.box)
         heights = 1.0 / np.sqrt((inverse**2).sum(axis=1))  # (nframes, 3)
         fractions = frames.coord @ inverse
         fractions -= np.floor(fractions)
         places = fractions * heights[:, None]
-        found = [_Places(places[..., axis].copy(), heights[:, axis]) for axis in range(3)]
+    found = [_Places(places[..., axis].copy(), heights[:, axis]) for axis in range(3)]
     for each in found:
-        each.along[frames.atype < 0] = np.nan
+        each.along[~real] = np.nan
     return found
 
 
