@@ -7,6 +7,7 @@ another table here, has one.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from settings_changes import changes_of
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.argcheck import load
+from deepmd_muon.argcheck.training import TrainingSettings
 
 STEPS = 6
 EMA = {"enable_ema": True}
@@ -152,12 +154,11 @@ def inputs_with_changes(content, root):
 def inputs_of_branches(content):
     """Return inputs of two branches by the setting that differs, for settings that only such inputs have."""
     section = settings_of(content).training
-    known = {*TRAINING, *OF_BRANCHES}
-    examples = {
-        name: change for name, change in (TRAINING | OF_BRANCHES).items() if hasattr(section, name)
+    of_one_model = {field.name for field in dataclasses.fields(TrainingSettings)}
+    names = {field.name for field in dataclasses.fields(section)}
+    examples = {name: change for name, change in (TRAINING | OF_BRANCHES).items() if name in names}
+    return {
+        f"training: {name}": content_with(content, ("training",), change)
+        for name, change in changes_of(section, examples).items()
+        if not change.keys() <= of_one_model
     }
-    inputs = {}
-    for name, change in changes_of(section, examples).items():
-        if any(key in OF_BRANCHES or key not in known for key in change):
-            inputs[f"training: {name}"] = content_with(content, ("training",), change)
-    return inputs

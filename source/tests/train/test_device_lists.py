@@ -4,13 +4,12 @@ On a CPU the lists come from torch's operations, which define the results of the
 GPU, and in Triton's interpreter.
 """
 
-import importlib.util
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
+from kernel_backends import passed_in_interpreter, without_kernels
 from model_changes import DESCRIPTORS, is_single, model_with, settings_of
 from write_systems import make_arrays, write_npy
 
@@ -20,7 +19,6 @@ from deepmd_muon.train.batches.resident import ResidentBatches
 
 NAMES = ("O", "H")
 NTYPES = len(NAMES)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -50,18 +48,15 @@ def systems(tmp_path):
     return open_systems(paths, NAMES)
 
 
-def cases(kind, *, of_lists=False):
-    """Return the settings of models by what differs; `of_lists` takes those alone whose lists have another form."""
+def cases(kind):
+    """Return the settings of models that ask for other lists, or read them otherwise, by what differs."""
     every = settings_of(kind)
     plain = model_with(every["nothing"]).neighbors
-    taken = {}
-    for name, settings in every.items():
-        if name.startswith("fitting_net") or "param" in name:
-            continue  # the fitting net reads no list
-        if of_lists and "exclude" not in name and model_with(settings).neighbors == plain:
-            continue
-        taken[name] = settings
-    return taken
+    return {
+        name: settings
+        for name, settings in every.items()
+        if name == "nothing" or "exclude" in name or model_with(settings).neighbors != plain
+    }
 
 
 def edges(structures):
@@ -83,12 +78,12 @@ def edges(structures):
                 for j, moved in zip(neighbor[row, a:b], shift[row, a:b], strict=True)
                 if j >= 0
             }
-            for a, b in zip(ends[:-1], ends[1:], strict=True)
+            for a, b in itertools.pairwise(ends)
         ]
     return found
 
 
-def compare(name, settings, systems, *, batch_size, count, device):
+def compare(name, settings, systems, *, batch_size, device):
     """Compare lists and predictions of some batches; return the number of neighbours."""
     model = model_with(settings).to(device)
 
@@ -102,14 +97,15 @@ def compare(name, settings, systems, *, batch_size, count, device):
     neighbors = 0
     limit = 1e-4 if is_single(settings) else 1e-10
     try:
-        for _ in range(count):
+        for _ in range(4):
             expected_batch = to_device(plain.next(), NTYPES, device)
             batch = batches.next().read()
             listed = edges(expected_batch.structures)
             assert edges(batch.structures) == listed, name
             neighbors += sum(len(part) for parts in listed.values() for part in parts)
-            expected = expected_batch.compared(model(expected_batch.structures))
-            found = batch.compared(model(batch.structures))
+            with without_kernels():
+                expected = expected_batch.compared(model(expected_batch.structures))
+                found = batch.compared(model(batch.structures))
             for key in ("energy", "force"):
                 size = expected[key].shape[1:2]  # batches on the device may be wider
                 same = found[key][:, : size[0]] if size else found[key]
@@ -124,19 +120,15 @@ def compare(name, settings, systems, *, batch_size, count, device):
 
 
 @pytest.mark.parametrize("kind", DESCRIPTORS)
-def test_lists_of_the_device_are_those_of_the_host(kind, systems):
+def test_lists_of_the_device_are_those_of_the_host(device, kind, systems):
     counts = {}
-    for name, settings in cases(kind, of_lists=True).items():
-        counts[name] = compare(name, settings, systems, batch_size="mixed:3", count=3, device=CPU)
+    for name, settings in cases(kind).items():
+        counts[name] = compare(name, settings, systems, batch_size="mixed:3", device=device)
     assert len(set(counts.values())) > 1  # some settings do change lists
     assert min(counts.values()) > 20
-    compare("nothing", settings_of(kind)["nothing"], systems, batch_size=2, count=8, device=CPU)
+    compare("nothing", settings_of(kind)["nothing"], systems, batch_size=2, device=device)
 
 
 @pytest.mark.slow
-@on_each_backend
-@pytest.mark.parametrize("kind", DESCRIPTORS)
-def test_lists_of_the_kernels_are_those_of_the_host(kind, systems):
-    for name, settings in cases(kind).items():
-        compare(name, settings, systems, batch_size="mixed:3", count=2, device=DEVICE)
-    compare("nothing", settings_of(kind)["nothing"], systems, batch_size=2, count=4, device=DEVICE)
+def test_lists_of_the_kernels_in_the_interpreter():
+    assert passed_in_interpreter(Path(__file__)) == 2 * len(DESCRIPTORS)
