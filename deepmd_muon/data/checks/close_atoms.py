@@ -13,6 +13,8 @@ from deepmd_muon.data.system import System
 #: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider
 #: search takes longer.
 NEARLY_COINCIDE = 0.3
+# Columns of a frame in which atoms are compared.
+_MOST_COLUMNS = 64
 # Frames read at once [atoms].
 _CHUNK = 1 << 16
 
@@ -54,47 +56,55 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
 
 
 def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return pairs of atoms, by frame and numbers, nearer than `limit` [Å] along each direction."""
-    natoms = frames.natoms
+    """Return frames and numbers of pairs of atoms: all nearer than `limit` [Å], and few others.
+
+    Atoms are sorted along one direction within columns across another one. Two sets of columns
+    overlap by halves, so that near atoms share a column of one of them.
+    """
+    rows, atoms = np.nonzero(frames.atype >= 0)
     # Sort along the direction with the fewest atoms within the limit.
-    directions = sorted(_directions(frames), key=lambda direction: direction.crowd(limit))
-    sorting = directions[0]
-    order = np.argsort(sorting.along, axis=1)
-    along = np.take_along_axis(sorting.along, order, axis=1)
-    # Each row twice: the first atom follows the last one, a period later. Padding, at the end of
-    # `along`, has no place here.
-    count = (frames.atype >= 0).sum(axis=1, keepdims=True).clip(1)
-    turn, place = np.divmod(np.arange(2 * natoms), count)
-    twice = np.take_along_axis(along, place, axis=1) + turn * sorting.period[:, None]
-    none = np.zeros(0, dtype=np.int64)
-    parts = [(none, none, none)]
-    for ahead in range(1, natoms):
-        at = np.flatnonzero(twice[:, ahead : ahead + natoms] - along < limit)
-        if not len(at):
-            break
-        rows = at // natoms
-        i = order.ravel()[at]
-        j = order[rows, place[rows, at % natoms + ahead]]
-        distinct = i != j  # a cell may be flatter than the limit
-        rows = rows[distinct]
-        i = i[distinct]
-        j = j[distinct]
-        # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
-        for direction in directions[1:]:
-            near = direction.near(rows, i, j, limit)
-            rows = rows[near]
-            i = i[near]
-            j = j[near]
-        parts.append((rows, i, j))
-    rows, i, j = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return rows, i, j
+    directions = sorted(_directions(frames, limit), key=lambda direction: direction.crowd(limit))
+    sorting, second, third = directions
+    along = sorting.along[rows, atoms]
+    # Columns are at least 2·limit wide.
+    n_columns = np.clip(second.period // (2.0 * limit), 1, _MOST_COLUMNS)[rows]
+    across = second.along[rows, atoms] / second.period[rows] * n_columns
+    # The first atoms of a column follow its last ones, a period later.
+    repeated = np.flatnonzero(along < limit)
+    entry_atom = np.concatenate([np.arange(len(rows)), repeated])
+    entry_along = np.concatenate([along, along[repeated] + sorting.period[rows[repeated]]])
+    span = entry_along.max(initial=0.0) + 2.0 * limit  # longer than any column
+    parts = []
+    for offset in (0.0, 0.5):
+        column = rows * _MOST_COLUMNS + np.floor(across + offset) % n_columns
+        keys = column[entry_atom] * span + entry_along
+        order = np.argsort(keys)
+        keys = keys[order]
+        near = limit + np.spacing(keys[-1:])
+        for ahead in range(1, len(keys)):
+            at = np.flatnonzero(keys[ahead:] - keys[:-ahead] < near)
+            if not len(at):
+                break
+            parts.append(np.stack([entry_atom[order[at]], entry_atom[order[at + ahead]]]))
+    first, last = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0), dtype=np.int64)
+    distinct = first != last  # a cell may be flatter than the limit
+    frame = rows[first[distinct]]
+    i = atoms[first[distinct]]
+    j = atoms[last[distinct]]
+    # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
+    for direction in (second, third):
+        near_pairs = direction.near(frame, i, j, limit)
+        frame = frame[near_pairs]
+        i = i[near_pairs]
+        j = j[near_pairs]
+    return frame, i, j
 
 
 class _Direction(NamedTuple):
     """Positions of atoms along a direction."""
 
     along: np.ndarray  # (nframes, natoms) [Å]; NaN for padding
-    period: np.ndarray  # (nframes,) [Å]; infinite without a cell
+    period: np.ndarray  # (nframes,) [Å]
 
     def crowd(self, limit: float) -> int:
         """Return the largest number of atoms of frame 0 within `limit` [Å] of each other."""
@@ -108,11 +118,14 @@ class _Direction(NamedTuple):
         return np.asarray(np.minimum(step, self.period[rows] - step) < limit)
 
 
-def _directions(frames: Frames) -> list[_Direction]:
+def _directions(frames: Frames, limit: float) -> list[_Direction]:
     """Return the normals of the cell's faces, or the axes without a cell."""
+    real = frames.atype >= 0
     if frames.box is None:
-        positions = frames.coord
-        periods = np.full((frames.nframes, 3), 1e300)
+        lowest = np.where(real[..., None], frames.coord, np.inf).min(axis=1, keepdims=True)
+        positions = frames.coord - lowest
+        # A period that keeps the first and the last atoms apart.
+        periods = np.where(real[..., None], positions, 0.0).max(axis=1) + 2.0 * limit
     else:
         inverse = np.linalg.inv(frames.box)
         periods = 1.0 / np.sqrt((inverse**2).sum(axis=1))  # heights of the cell, (nframes, 3)
@@ -122,7 +135,7 @@ def _directions(frames: Frames) -> list[_Direction]:
     directions = []
     for axis in range(3):
         along = positions[..., axis].copy()
-        along[frames.atype < 0] = np.nan  # sorts to the end
+        along[~real] = np.nan  # sorts to the end
         directions.append(_Direction(along, periods[:, axis]))
     return directions
 

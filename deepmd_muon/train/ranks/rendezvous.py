@@ -177,11 +177,10 @@ def _await_address(place: Place, patience: float) -> None:
     """Wait until a process listens at the address, or on rank 0 until its host is known.
 
     torch would wait without a word for the first, and log a page about an unknown host. In a
-    cluster, the name of a machine may become known a few seconds after its start.
+    cluster, the name of a machine may become known a few seconds after its start; an unknown host
+    ends every rank soon after.
     """
     address = (place.host, place.port)
-    if place.hosts:
-        patience = _SILENCE
     begin = time.monotonic()
     logged = False
     pause = 0.01
@@ -194,8 +193,9 @@ def _await_address(place: Place, patience: float) -> None:
             return
         except OSError as error:
             reason = error.strerror or str(error)
+            host_is_unknown = isinstance(error, socket.gaierror)
         waited = time.monotonic() - begin
-        if waited > patience:
+        if waited > (_SILENCE if host_is_unknown or place.hosts else patience):
             raise TrainingError(
                 f"rank {place.rank} does not reach {place.meeting} within {waited:.0f} s: "
                 f"{reason}; MASTER_ADDR must name the machine of {_keeper(place)}"

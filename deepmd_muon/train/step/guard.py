@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.train.errors import NonFiniteError
+from deepmd_muon.train.step.bad_frames import FrameLoss, describe_batch, without_losses
 from deepmd_muon.train.strategy.base import Reduced
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,9 @@ class SkipCount:
 
 
 class Guard(ABC):
-    """Decides whether a step may change anything."""
+    """Decides whether a step may change anything; `ends_run` says that a bad step ends the run."""
+
+    ends_run: bool
 
     @abstractmethod
     def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
@@ -110,6 +113,7 @@ class HostGuard(Guard):
 
     def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
         self._policy = policy
+        self.ends_run = policy == "error"
         self._skipped = SkipCount(interval)
         self._seen = 0
         self._bad = 0
@@ -174,9 +178,10 @@ class DeviceGuard(Guard):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         interval: int = 1,
-        gather: Callable[[str], Sequence[str]] = lambda report: [report],
+        gather: Callable[[Any], Sequence[Any]] = lambda frames: [frames],
     ) -> None:
         self._policy = policy
+        self.ends_run = policy == "error"
         self._gather = gather
         self._skipped = SkipCount(interval)
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
@@ -188,7 +193,7 @@ class DeviceGuard(Guard):
         if hasattr(optimizer, "agreed_skip"):
             optimizer.agreed_skip = True  # from the loss and norm of all ranks
         self._record = torch.zeros(len(_Record._fields), dtype=torch.float64, device=device)
-        self._origins: list[Origin] = []
+        self._origins: list[tuple[Origin, Callable[[Origin], list[FrameLoss]]]] = []
         self._begun: int | None = None
 
     def expect(self, done: int) -> None:
@@ -203,9 +208,9 @@ class DeviceGuard(Guard):
         self._record.zero_()
         self.skip.zero_()
 
-    def note(self, origin: Origin) -> None:
-        """Remember on the host where the batch of the next step comes from."""
-        self._origins.append(origin)
+    def note(self, origin: Origin, evaluate: Callable[[Origin], list[FrameLoss]]) -> None:
+        """Remember on the host where the batch of the next step comes from; `evaluate` judges its frames."""
+        self._origins.append((origin, evaluate))
 
     def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
         """Set `skip` for this step and return True, without waiting for the device."""
@@ -248,8 +253,13 @@ class DeviceGuard(Guard):
             self._skipped.add(round(record.seen), 0, done)
             return
         number = round(record.first)
-        origin = str(origins[number - 1]) if number <= len(origins) else "an unknown system"
-        problem = _describe(record.loss, record.norm, ", ".join(self._gather(origin)))
+        frames: list[FrameLoss] = []
+        if number <= len(origins):
+            origin, evaluate = origins[number - 1]
+            frames = evaluate(origin) if self.ends_run else without_losses(origin)
+        frames_of_all = [frame for part in self._gather(frames) for frame in part]
+        where = describe_batch(frames_of_all) or "an unknown system"
+        problem = _describe(record.loss, record.norm, where)
         if self._policy == "error":
             raise NonFiniteError(problem, update=begun + number)
         if record.bad > 1:

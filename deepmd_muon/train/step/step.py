@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.data import DataLoader
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn.triton_support import usable
@@ -18,6 +21,12 @@ from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.ranks.ranks import local_part
+from deepmd_muon.train.step.bad_frames import (
+    FrameLoss,
+    describe_batch,
+    evaluate_frames,
+    without_losses,
+)
 from deepmd_muon.train.step.guard import Guard
 from deepmd_muon.train.strategy import Reduced, Strategy
 
@@ -44,6 +53,8 @@ class TrainingStep:
         The model of the step's branch if the strategy holds several; None for the strategy's.
     adam_max_norm
         Largest norm of the gradients of HybridMuon's Adam routes, after `max_norm`; 0 for no limit.
+    loaders
+        The loader of its batches, once they are opened: frames of a bad batch are read again.
     """
 
     strategy: Strategy
@@ -55,6 +66,7 @@ class TrainingStep:
     tf32: bool = False
     model: EnergyModel | None = None
     adam_max_norm: float = 0.0
+    loaders: list[DataLoader] = dataclasses.field(default_factory=list, init=False)
 
     def __call__(
         self,
@@ -95,11 +107,7 @@ class TrainingStep:
                 with self.strategy.overlapping(self.model):
                     value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value, self.model)
-
-        def frames_of_all_ranks() -> str:
-            return ", ".join(self.strategy.ranks.gather_objects(str(batch.origin)))
-
-        if self.guard.admits(reduced, frames_of_all_ranks):
+        if self.guard.admits(reduced, lambda: self._describe(batch.origin)):
             self._clip(reduced)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -121,6 +129,31 @@ class TrainingStep:
 
         compile_ahead(lambda: self._differentiate(batch, lr_fraction), device)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _describe(self, origin: Origin) -> str:
+        """Name the frames of a bad step's batches on all ranks; the responsible ones if it ends the run."""
+        frames = self.evaluate_frames(origin) if self.guard.ends_run else without_losses(origin)
+        parts = self.strategy.ranks.gather_objects(frames)
+        return describe_batch([frame for part in parts for frame in part])
+
+    def evaluate_frames(self, origin: Origin) -> list[FrameLoss]:
+        """Return the frames of a batch with their losses at the present weights, as far as one rank has these."""
+        if not self.loaders or self.strategy.cuts_parameters:
+            return without_losses(origin)
+        model = self._model
+        params = [p for p in model.parameters() if p.requires_grad]
+
+        def loss_and_norm(batch: TrainingBatch) -> float:
+            self.optimizer.zero_grad(set_to_none=True)
+            # Half of the first rate: both ends of each prefactor count.
+            value, _ = differentiate(model, self.loss, batch, 0.5)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            return float(value) if math.isfinite(float(norm)) else math.inf
+
+        device = self.strategy.ranks.device
+        frames = evaluate_frames(origin, self.loaders[-1], model.ntypes, device, loss_and_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return frames
 
     def _differentiate(
         self, batch: TrainingBatch, lr_fraction: float | Tensor

@@ -197,6 +197,7 @@ class HostStepper(Stepper):
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches that are converted one by one; on a GPU the batches of `DeviceStepper`."""
+        self._step.loaders.append(loader)
         if self._device.type == "cuda":
             return _batches_on(self._device, loader, ntypes)
         return _by_step(HostBatches(loader, ntypes, self._device), loader)
@@ -229,6 +230,7 @@ class DeviceStepper(Stepper):
             parts.rates = RateTable(scalars, dtype, device)
         self._guard = step.guard
         self._strategy = step.strategy
+        self._step = step
         self._captured = CapturedStep(step, parts.rates, parts.memory)
         self._device = device
         self._keep_metrics = keep_metrics
@@ -253,6 +255,7 @@ class DeviceStepper(Stepper):
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches gathered on the device, or made on the host if it cannot."""
+        self._step.loaders.append(loader)
         return _batches_on(self._device, loader, ntypes)
 
 
@@ -325,7 +328,7 @@ class CapturedStep:
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters after `done` updates; the next step overwrites the metrics."""
         self._rates.expect(done)
-        self._guard.note(feed.origin)
+        self._guard.note(feed.origin, self._step.evaluate_frames)
         if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
             self._pieces = self._model.pieces
             self._graphs.clear()

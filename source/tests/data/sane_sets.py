@@ -74,12 +74,19 @@ def labelled(frames: Sequence[Atoms], calculator: Any, names: Sequence[str]) -> 
         rows["energy"].append(np.array(atoms.get_potential_energy()))
         rows["force"].append(atoms.get_forces().ravel())
         if periodic:
-            stress = voigt_6_to_full_3x3_stress(atoms.get_stress())
             rows["box"].append(atoms.cell.array.ravel())
-            rows["virial"].append((-atoms.get_volume() * stress).ravel())
+            rows["virial"].append(_virial(atoms).ravel())
     types = [list(names).index(symbol) for symbol in frames[0].symbols]
     arrays = {name: np.array(values) for name, values in rows.items()}
     return SaneSystem(types, list(names), arrays, periodic)
+
+
+def _virial(atoms: Atoms) -> np.ndarray:
+    """Return −dE/dε (3, 3) [eV]."""
+    if "stress" in atoms.calc.implemented_properties:
+        return -atoms.get_volume() * voigt_6_to_full_3x3_stress(atoms.get_stress())
+    # MorsePotential of ASE 3.23: the atoms of a molecule are in one piece, and nothing else acts.
+    return np.asarray(atoms.positions.T @ atoms.get_forces())
 
 
 def rattled(

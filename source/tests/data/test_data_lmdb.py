@@ -113,7 +113,7 @@ def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
 
 
 def test_files_of_dpdata_are_read(tmp_path):
-    dpdata = pytest.importorskip("dpdata")
+    dpdata = pytest.importorskip("dpdata", minversion="1.1")  # which needs lmdb 2
     folders = [
         write_npy(
             tmp_path / "a",

@@ -241,6 +241,28 @@ def test_atoms_at_one_place_across_a_face_of_the_cell_beside_padding():
     assert close_pairs(frames).words(0) == "atoms 0 and 1 are 0.06 Å apart"
 
 
+@pytest.mark.parametrize("periodic", [True, False])
+@pytest.mark.parametrize("size", [0.2, 1.0, 3.0])
+def test_close_pairs_are_those_of_all_pairs(size, periodic):
+    """Cells may be flatter than the limit; positions may be outside of them, and some atoms are padding."""
+    random = np.random.default_rng(0)
+    nframes = 300
+    limit = 0.3
+    coord = size * random.uniform(-1.0, 2.0, (nframes, 7, 3))
+    atype = np.zeros((nframes, 7), dtype=int)
+    atype[::2, 5:] = -1
+    box = size * (np.eye(3) + random.normal(0.0, 0.2, (nframes, 3, 3))) if periodic else None
+    first, second = np.triu_indices(7, 1)
+    apart = coord[:, second] - coord[:, first]
+    if box is not None:
+        apart -= np.round(apart @ np.linalg.inv(box)) @ box
+    distance = np.where(atype[:, second] < 0, np.inf, np.linalg.norm(apart, axis=-1)).min(axis=1)
+    assert 1 <= (distance < limit).sum() <= nframes
+    expected = np.where(distance < limit, distance, np.inf)
+    found = close_pairs(Frames(atype=atype, coord=coord, box=box), limit)
+    np.testing.assert_allclose(found.distance, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_primitive_cell_is_not_in_bohr(tmp_path):
     """The nearest chlorine is not in the image whose fractions are nearest."""
     cell = 2.82 * (1.0 - np.eye(3))

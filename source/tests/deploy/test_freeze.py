@@ -15,7 +15,6 @@ from deepmd_muon.deploy import freeze as freezing
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import compare, freeze
 from deepmd_muon.deploy.program import Program
-from deepmd_muon.files import hidden_name
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import ModelError
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
@@ -365,14 +364,6 @@ def test_ase_moves_atoms_with_the_file(frozen, water_frames):
         atoms.calc = DeepPotCalculator(path, device="cpu")
         forces.append(atoms.get_forces())
     np.testing.assert_allclose(forces[1], forces[0], rtol=0, atol=1e-14)
-
-
-def test_what_a_killed_command_left_is_removed(tmp_path):
-    hidden_name(tmp_path / "model.pth").write_bytes(b"half a potential")
-    other = hidden_name(tmp_path / "other.pth")
-    other.write_bytes(b"of another file")
-    freeze(build(SE_E2_A), tmp_path / "model.pth")
-    assert sorted(tmp_path.iterdir()) == sorted([other, tmp_path / "model.pth"])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LARGER if kind != "se_e2_a"])

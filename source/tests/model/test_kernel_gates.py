@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
 from kernel_backends import DEVICE, on_each_backend, passed_in_interpreter
+from loss_changes import LOSS_EXAMPLES
 from model_batches import batch_of
 from model_changes import DESCRIPTORS, is_single, model_with, settings_of
 from settings_changes import changes_of
@@ -32,24 +33,6 @@ from deepmd_muon.setting import setting
 # Four atoms near each other, one aside.
 COORD = np.array([[0.0, 0, 0], [1.1, 0.2, 0], [0.3, 1.3, 0.1], [0.2, -0.1, 1.5], [2.4, 1.9, 0.3]])
 PLAIN = {"start_pref_v": 2.0, "limit_pref_v": 3.0}
-ATOMIC = {"start_pref_ae": 0.5, "limit_pref_ae": 1.0}
-PREFACTORS = {"start_pref_pf": 0.5, "limit_pref_pf": 1.0}
-LOSS_EXAMPLES = {
-    "start_pref_ae": [ATOMIC],
-    "limit_pref_ae": [ATOMIC],
-    "start_pref_pf": [PREFACTORS],
-    "limit_pref_pf": [PREFACTORS],
-    "use_default_pf": [{"use_default_pf": True}, {"use_default_pf": True, **PREFACTORS}],
-    "f_use_norm": [
-        {"f_use_norm": True, "loss_func": "mae"},
-        {"f_use_norm": True, "use_huber": True},
-    ],
-    "huber_delta": [
-        {"huber_delta": 0.1},
-        {"huber_delta": 0.1, "use_huber": True},
-        {"huber_delta": (0.1, 0.2, 0.3), "use_huber": True},
-    ],
-}
 SHAPES = {
     "energy": (3,),
     "force": (3, 4, 3),

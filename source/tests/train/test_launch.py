@@ -202,12 +202,18 @@ def test_the_lowest_rank_that_has_come_says_who_is_missing(monkeypatch, caplog):
     assert said.message.startswith("rank 0 waits for rank 2 at")
 
 
-def test_an_unknown_host_is_an_error_of_rank_0(monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unknown_host_ends_every_rank_at_once(monkeypatch, rank):
     """torch would look for it in a thread, which aborts the process if that ends meanwhile."""
+
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
     monkeypatch.setattr(rendezvous.dist, "TCPStore", None)  # is not reached
     with pytest.raises(TrainingError, match="MASTER_ADDR must name the machine of rank 0"):
-        rendezvous.Rendezvous(Place(0, 0, 2, "no.such.host.invalid", free_port()))
+        rendezvous.Rendezvous(Place(rank, rank, 2, "no.such.host.invalid", free_port()), 1e9)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
