@@ -24,8 +24,7 @@ structure, and k % n_images stands for the three codes (n_images = Π_a images_a
 
 Names of shapes: nframes structures of at most natoms atoms lie side by side, and atoms are numbered
 through all of them ("place", nframes·natoms); nrows atoms are searched for; a list has nnei columns
-in n_sections sections. Kernels take `Atoms` and `Cells` as they are, with pointers in place of
-tensors, and know when they are compiled whether there are cells.
+in n_sections sections. Kernels know when they are compiled whether there are cells.
 """
 
 from __future__ import annotations
@@ -71,12 +70,20 @@ _LARGEST_KEY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # sorts behind all candidates
 # ----- what kernels take and share ---------------------------------------------------------------
 
 
+class AtomTensors(NamedTuple):
+    """The tensors of `Atoms`."""
+
+    coord: Tensor
+    atype: Tensor
+    counts: Tensor
+    cells: Cells | None
+
+
 class Rows(NamedTuple):
     """The atoms to search for."""
 
     order: Tensor  # (nrows,) int64: their places
     frame: Tensor  # (nrows,) int64: their structures; nframes or more for a row without an atom
-    nframes: int
 
 
 class ListForm(NamedTuple):
@@ -140,8 +147,7 @@ def find(
         neighbor=neighbor,
         shift=shift,
         scratch=order.new_empty(nrows, capacity),
-        atoms=_contiguous(atoms),
-        rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+        **_atom_arguments(atoms, order, frame),
         form=_list_form(sections, order.device),
         by_type=sections.by_type,
         block=BLOCK,
@@ -165,8 +171,7 @@ def count(
             shorter_counts=shorter_counts,
             nearest=nearest,
             radii_squared=torch.tensor(radii, dtype=torch.float64).square().to(order.device),
-            atoms=_contiguous(atoms),
-            rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+            **_atom_arguments(atoms, order, frame),
             ntypes=ntypes,
             n_shorter=n_shorter,
             block=BLOCK,
@@ -214,8 +219,7 @@ def renew(
             number=candidates.number,
             needed=candidates.needed,
             stale=stale,
-            atoms=_contiguous(atoms),
-            rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+            **_atom_arguments(atoms, order, frame),
             room=room,
             limit_squared=reach**2,
             block=BLOCK,
@@ -247,8 +251,7 @@ def lay_out(
         inner_squared=inner_squared,
         inner_bounds=inner_bounds,
         n_inner=len(inner),
-        atoms=_contiguous(atoms),
-        rows=Rows(order, frame, nframes=atoms.counts.shape[0]),
+        **_atom_arguments(atoms, order, frame),
         form=_list_form(sections, order.device),
         room=room,
         by_type=sections.by_type,
@@ -268,11 +271,22 @@ def _empty_list(atoms: Atoms, nrows: int, sections: Sections) -> tuple[Tensor, T
     return neighbor, neighbor.new_empty((nrows, nnei, 3), dtype=torch.int32)
 
 
-def _contiguous(atoms: Atoms) -> Atoms:
-    """Return the atoms with cells in the order of memory that kernels assume."""
-    if atoms.cells is None:
-        return atoms
-    return atoms._replace(cells=Cells(*(tensor.contiguous() for tensor in atoms.cells)))
+def _atom_arguments(atoms: Atoms, order: Tensor, frame: Tensor) -> dict[str, Any]:
+    """Return the arguments that name the structures and the atoms to search for.
+
+    Sizes that differ between batches are no part of tuples: Triton compiles a kernel again for sizes
+    that are 1 or that 16 divides, and can be told not to only for other arguments.
+    """
+    cells = atoms.cells
+    if cells is not None:
+        # In the order of memory that kernels assume.
+        cells = Cells(*(tensor.contiguous() for tensor in cells))
+    return {
+        "atoms": AtomTensors(atoms.coord, atoms.atype, counts=atoms.counts, cells=cells),
+        "rows": Rows(order, frame),
+        "natoms": atoms.natoms,
+        "nframes": atoms.counts.shape[0],
+    }
 
 
 def _list_form(sections: Sections, device: torch.device) -> ListForm:
@@ -304,18 +318,18 @@ def _inner_limits(
 
 
 # ----- functions of several kernels --------------------------------------------------------------
-# `atoms`, `rows` and `form` are `Atoms`, `Rows` and `ListForm`.
+# `atoms`, `rows` and `form` are `AtomTensors`, `Rows` and `ListForm`.
 
 
 @triton.jit
-def _program_atom(rows, coord):
+def _program_atom(rows, coord, nframes):
     """Return the atom of this program's row.
 
     A row without an atom gets the first atom of the first structure, which may be read.
     """
     row = tl.program_id(0).to(tl.int64)
     frame = tl.load(rows.frame + row)
-    exists = frame < rows.nframes
+    exists = frame < nframes
     frame = tl.where(exists, frame, 0)
     place = tl.where(exists, tl.load(rows.order + row), 0)
     x = tl.load(coord + place * 3)
@@ -383,10 +397,10 @@ def _n_comparisons(atoms, frame, n_images, searched):
 
 
 @triton.jit
-def _compare(k, n_comparisons, n_images, atom, atoms):
+def _compare(k, n_comparisons, n_images, atom, atoms, natoms):
     """Compare atom i with the images k (block,)."""
     exists = k < n_comparisons
-    place = atom.frame * atoms.natoms + tl.where(exists, k // n_images, 0)
+    place = atom.frame * natoms + tl.where(exists, k // n_images, 0)
     image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
     not_moved = (image.s0 == 0.0) & (image.s1 == 0.0) & (image.s2 == 0.0)
     is_itself = (place == atom.place) & not_moved
@@ -487,27 +501,29 @@ def _write_sections(
 # ----- lists from positions ----------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["natoms", "nframes"])
 def search_kernel(
     neighbor,  # (nrows, nnei) int64, written: places; −1 for an empty slot
     shift,  # (nrows, nnei, 3) int32, written: S; None without cells
     scratch,  # (nrows, capacity) int64, written: keys of the neighbours
     atoms,
     rows,
+    natoms,
+    nframes,
     form,
     by_type: tl.constexpr,
     block: tl.constexpr,
     capacity: tl.constexpr,  # at least the neighbours of an atom
 ) -> None:
     """Write the neighbours of one atom, |r| < rcut, into their sections, the nearest first."""
-    atom = _program_atom(rows, atoms.coord)
+    atom = _program_atom(rows, atoms.coord, nframes)
     row = atom.row
     n_images = _images_per_atom(atoms.cells, atom.frame)
     n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=atom.exists)
     total = n_comparisons * 0
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
-        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
+        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
         near = compared.is_image & (compared.squared < form.rcut_squared)
         column = total + tl.cumsum(near.to(tl.int32), 0) - 1
         fits = near & (column < capacity)
@@ -522,7 +538,7 @@ def search_kernel(
     keys = tl.sort(keys)
     kept = (rank < total) & (rank < form.most)
     k = tl.where(kept, _number_of(keys), 0).to(tl.int32)
-    place = atom.frame * atoms.natoms + k // n_images
+    place = atom.frame * natoms + k // n_images
     # Translations are computed again: this is cheaper than to keep them with the keys.
     image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
     _write_sections(
@@ -542,7 +558,7 @@ def search_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["natoms", "nframes", "ntypes", "n_shorter"])
 def count_kernel(
     type_counts,  # (nrows, ntypes) int32, written
     shorter_counts,  # (nrows, n_shorter) int32, written
@@ -550,6 +566,8 @@ def count_kernel(
     radii_squared,  # (1 + n_shorter,) float64: of the cut-off and of shorter radii [Å²]
     atoms,
     rows,
+    natoms,
+    nframes,
     ntypes,
     n_shorter,
     block: tl.constexpr,
@@ -557,7 +575,7 @@ def count_kernel(
     radius_tile: tl.constexpr,
 ) -> None:
     """Count the neighbours of one atom of each type, and those within each shorter radius."""
-    atom = _program_atom(rows, atoms.coord)
+    atom = _program_atom(rows, atoms.coord, nframes)
     row = atom.row
     n_images = _images_per_atom(atoms.cells, atom.frame)
     n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=atom.exists)
@@ -571,7 +589,7 @@ def count_kernel(
     least = rcut_squared * 0.0 + float("inf")
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
-        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
+        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
         squared = tl.where(compared.is_image, compared.squared, float("inf"))
         least = tl.minimum(least, tl.min(squared))
         other_kind = tl.where(squared < rcut_squared, tl.load(atoms.atype + compared.place), -1)
@@ -585,7 +603,7 @@ def count_kernel(
 # ----- lists from candidates ---------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["natoms"])
 def mark_stale_kernel(
     stale,  # (nframes,) int32, set to 1
     needed,  # (entries,) int32: NOT_FINITE is set to 1
@@ -617,7 +635,7 @@ def mark_stale_kernel(
     tl.atomic_max(needed + _NOT_FINITE, 1, not_finite > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["natoms"])
 def refer_kernel(
     reference,  # (nframes, natoms, 3) float64, written for stale structures
     built,  # (nframes,) int64: lists of each structure, counted up
@@ -640,7 +658,7 @@ def refer_kernel(
     tl.store(built + frame, n_built + is_stale, tl.program_id(1) == 0)  # one program of the frame
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["natoms", "nframes"])
 def renew_kernel(
     place,  # (nrows, room) int32, written: places of candidates
     translation,  # (nrows, room, 3) int32, written: S; None without cells
@@ -649,19 +667,21 @@ def renew_kernel(
     stale,  # (nframes,) int32
     atoms,  # with cells for the reach of cut-off and skin
     rows,
+    natoms,
+    nframes,
     room,
     limit_squared,  # (cut-off + skin)² [Å²]
     block: tl.constexpr,
 ) -> None:
     """Write the candidates of one atom, |r| < cut-off + skin, if its structure is stale."""
-    atom = _program_atom(rows, atoms.coord)
+    atom = _program_atom(rows, atoms.coord, nframes)
     n_images = _images_per_atom(atoms.cells, atom.frame)
     renewed = atom.exists & (tl.load(stale + atom.frame) != 0)
     n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=renewed)
     total = n_comparisons * 0
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
-        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
+        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
         near = compared.is_image & (compared.squared < limit_squared)
         column = total + tl.cumsum(near.to(tl.int32), 0) - 1
         at = atom.row * room + column
@@ -674,7 +694,7 @@ def renew_kernel(
     tl.atomic_max(needed + _ROOM, total, renewed & (total > room))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["natoms", "nframes"])
 def lay_out_kernel(
     neighbor,  # (nrows, nnei) int64, written: places; −1 for an empty slot
     shift,  # (nrows, nnei, 3) int32, written: S; None without cells
@@ -688,6 +708,8 @@ def lay_out_kernel(
     n_inner,
     atoms,
     rows,
+    natoms,
+    nframes,
     form,
     room,
     by_type: tl.constexpr,
@@ -698,7 +720,7 @@ def lay_out_kernel(
 
     r = x_j − x_i + S·box at the present positions, with S of the time of `renew_kernel`.
     """
-    atom = _program_atom(rows, atoms.coord)
+    atom = _program_atom(rows, atoms.coord, nframes)
     row = atom.row
     lane = tl.arange(0, capacity)
     has_candidate = atom.exists & (lane < tl.minimum(tl.load(number + row), room))
