@@ -421,21 +421,23 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def read_rows(path: Path) -> list[Potential] | list[HeatedCheck]:
     """Return the rows of a file that `write_csv` wrote: potentials, or checks if it has a column `heat`."""
-    kinds = {"str": str, "int": int, "float": float, "bool": "True".__eq__}
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         row_class = HeatedCheck if "heat" in (reader.fieldnames or ()) else Potential
+        kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(row_class)}
         return [
-            row_class(
-                **{
-                    field.name: kinds[str(field.type).removesuffix(" | None")](row[field.name])
-                    if row[field.name]
-                    else None
-                    for field in fields(row_class)
-                }
-            )
+            row_class(**{name: value_of(row[name], kind) for name, kind in kinds.items()})
             for row in reader
         ]
+
+
+def value_of(cell: str, kind: str) -> str | int | float | bool | None:
+    """Return the value of a cell by the name of its type; None of an empty cell."""
+    if not cell:
+        return None
+    if kind == "bool":
+        return cell == "True"  # as `csv` writes it
+    return {"str": str, "int": int, "float": float}[kind](cell)
 
 
 def read_results(paths: Sequence[Path]) -> tuple[list[Potential], list[HeatedCheck]]:
