@@ -149,7 +149,9 @@ def pool(errors: Mapping[str, Errors]) -> Errors:
     """Return the root of the mean square over systems, each of which counts once, where it has the label."""
     found = {}
     for name in ("force", "energy", "virial"):
-        squares = [system[name] ** 2 for system in errors.values() if not math.isnan(system[name])]
+        # Published files keep only the labels that a table needs.
+        known = [system.get(name, math.nan) for system in errors.values()]
+        squares = [error**2 for error in known if not math.isnan(error)]
         found[name] = math.sqrt(sum(squares) / len(squares)) if squares else math.nan
     return found
 

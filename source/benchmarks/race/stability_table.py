@@ -2,7 +2,9 @@
 
 python source/benchmarks/race/stability_table.py runs.jsonl --csv potentials.csv --settings settings.csv
 
-A file of potentials that ends in `.csv` may stand for the lines of its runs.
+Files that `--csv` and `--checks` wrote replace the lines of their runs:
+
+python source/benchmarks/race/stability_table.py potentials.csv checks.csv
 """
 
 from __future__ import annotations
@@ -276,7 +278,9 @@ def settings_table(potentials: Sequence[Potential]) -> list[str]:
     return lines
 
 
-def write_csv(path: Path, rows: Sequence[Potential] | Sequence[SettingRow]) -> None:
+def write_csv(
+    path: Path, rows: Sequence[Potential] | Sequence[SettingRow] | Sequence[HeatedCheck]
+) -> None:
     """Write a line for each row."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(
@@ -335,32 +339,78 @@ def limit_table(potentials: Sequence[Potential]) -> list[str]:
     return lines
 
 
-def heat_table(lines: Iterable[dict[str, Any]]) -> list[str]:
-    """Compare checks of the same potentials at several temperatures, relative to that of the dynamics.
+@dataclass(frozen=True)
+class HeatedCheck:
+    """A check of a potential that was checked at several temperatures.
 
-    For each temperature: the potentials with a blow-up that fail, and that blow up in the check, too; then the others
-    that do not fail, and that do not blow up in the check.
+    Attributes
+    ----------
+    model, set, setting, seed, steps
+        The potential.
+    heat
+        Temperature of the check, divided by the temperature of the dynamics.
+    blew_up
+        Whether one of the potential's dynamics blew up.
+    fails
+        Whether the check fails the potential.
+    check_blew_up
+        Whether a copy of the check blew up.
     """
-    found = ["| temperature | fails | blows up | passes | does not blow up |", "|" + "---|" * 5]
-    several = [
-        (Potential.of(line).blown > 0, line["check"])
-        for line in lines
-        if len(line.get("check") or ()) > 1
-    ]
-    for heat in sorted({heat for _, checks in several for heat in checks}, key=float):
-        results = [
-            (bad, verdict_of(checks[heat], math.inf) == Verdict.fails, bool(checks[heat]["blown"]))
-            for bad, checks in several
-            if heat in checks
+
+    model: str
+    set: str
+    setting: str
+    seed: int
+    steps: int
+    heat: float
+    blew_up: bool
+    fails: bool
+    check_blew_up: bool
+
+
+def heated_checks(lines: Iterable[dict[str, Any]]) -> list[HeatedCheck]:
+    """Return the checks of the potentials that were checked at several temperatures."""
+    checks = []
+    for line in lines:
+        if len(line.get("check") or ()) < 2:
+            continue
+        potential = Potential.of(line)
+        for heat, check in line["check"].items():
+            checks.append(
+                HeatedCheck(
+                    model=potential.model,
+                    set=potential.set,
+                    setting=potential.setting,
+                    seed=potential.seed,
+                    steps=potential.steps,
+                    heat=float(heat),
+                    blew_up=potential.blown > 0,
+                    fails=verdict_of(check, math.inf) == Verdict.fails,
+                    check_blew_up=bool(check["blown"]),
+                )
+            )
+    return checks
+
+
+def heat_table(checks: Sequence[HeatedCheck]) -> list[str]:
+    """Compare checks of the same potentials at several temperatures.
+
+    For each temperature: of the potentials with a blow-up, the number that fails and the number that blows up in the
+    check; of the others, the number that passes and the number that does not blow up in the check.
+    """
+    lines = ["| temperature | fails | blows up | passes | does not blow up |", "|" + "---|" * 5]
+    for heat, some in sorted(grouped(checks, lambda check: check.heat).items()):
+        bad = [check for check in some if check.blew_up]
+        others = [check for check in some if not check.blew_up]
+        cells = [
+            f"{heat:.1f}",
+            f"{sum(check.fails for check in bad)} of {len(bad)}",
+            f"{sum(check.check_blew_up for check in bad)} of {len(bad)}",
+            f"{sum(not check.fails for check in others)} of {len(others)}",
+            f"{sum(not check.check_blew_up for check in others)} of {len(others)}",
         ]
-        cells = [heat]
-        for wanted in (True, False):
-            some = [
-                (fails is wanted, blows is wanted) for bad, fails, blows in results if bad is wanted
-            ]
-            cells += [f"{sum(column)} of {len(some)}" for column in zip(*some, strict=True)]
-        found.append("| " + " | ".join(cells) + " |")
-    return found
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -369,29 +419,35 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return [line for line in lines if "dynamics" in line]
 
 
-def read_potentials(path: Path) -> list[Potential]:
-    """Return the potentials of a file that `write_csv` wrote."""
-    kinds = {"str": str, "int": int, "float": float}
+def read_rows(path: Path) -> list[Potential] | list[HeatedCheck]:
+    """Return the rows of a file that `write_csv` wrote: potentials, or checks if it has a column `heat`."""
     with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        row_class = HeatedCheck if "heat" in (reader.fieldnames or ()) else Potential
+        kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(row_class)}
         return [
-            Potential(
-                **{
-                    field.name: kinds[str(field.type).removesuffix(" | None")](row[field.name])
-                    if row[field.name]
-                    else None
-                    for field in fields(Potential)
-                }
-            )
-            for row in csv.DictReader(file)
+            row_class(**{name: value_of(row[name], kind) for name, kind in kinds.items()})
+            for row in reader
         ]
 
 
-def read_results(paths: Sequence[Path]) -> tuple[list[Potential], list[dict[str, Any]]]:
-    """Return the potentials of files of either kind, and the lines of those that hold runs."""
+def value_of(cell: str, kind: str) -> str | int | float | bool | None:
+    """Return the value of a cell by the name of its type; None of an empty cell."""
+    if not cell:
+        return None
+    if kind == "bool":
+        return cell == "True"  # as `csv` writes it
+    return {"str": str, "int": int, "float": float}[kind](cell)
+
+
+def read_results(paths: Sequence[Path]) -> tuple[list[Potential], list[HeatedCheck]]:
+    """Return the potentials of files of either kind, and their checks at several temperatures."""
     tables = [path for path in paths if path.suffix == ".csv"]
     lines = read_lines(path for path in paths if path not in tables)
-    earlier = [potential for path in tables for potential in read_potentials(path)]
-    return potentials_of(lines, earlier), lines
+    rows = [row for path in tables for row in read_rows(path)]
+    earlier = [row for row in rows if isinstance(row, Potential)]
+    checks = [row for row in rows if isinstance(row, HeatedCheck)]
+    return potentials_of(lines, earlier), [*checks, *heated_checks(lines)]
 
 
 def potentials_of(
@@ -412,14 +468,19 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--csv", type=Path, help="file that gets a line a potential")
     parser.add_argument("--settings", type=Path, help="file that gets a line a setting")
+    parser.add_argument(
+        "--checks", type=Path, help="file that gets a line a check at one of several temperatures"
+    )
     args = parser.parse_args()
-    potentials, lines = read_results(args.results)
+    potentials, checks = read_results(args.results)
     tables = [table(potentials) for table in (settings_table, verdict_table, limit_table)]
-    print("\n\n".join("\n".join(table) for table in [*tables, heat_table(lines)]))
+    print("\n\n".join("\n".join(table) for table in [*tables, heat_table(checks)]))
     if args.csv:
         write_csv(args.csv, potentials)
     if args.settings:
         write_csv(args.settings, settings_rows(potentials))
+    if args.checks:
+        write_csv(args.checks, checks)
 
 
 if __name__ == "__main__":

@@ -363,7 +363,7 @@ def test_other_limits_of_the_check_are_compared():
     assert rows["at least 8 of its copies blow up"] == ["0 of 1", "2 of 2 |"]
 
 
-def test_checks_at_several_temperatures_are_compared():
+def test_checks_at_several_temperatures_are_compared(tmp_path):
     given = {"temperature": 300.0, "copies": 1, "time": 5.0, "ratio": 1.0, "features": []}
     passes = {**given, "items": {"dynamics": "doubtful"}, "blown": []}
     fails = {**given, "items": {"dynamics": "fails"}, "blown": [0.1]}
@@ -386,11 +386,14 @@ def test_checks_at_several_temperatures_are_compared():
         "check": {"1.0": passes, "1.5": fails},
     }
     one = {**good, "check": {"1.5": passes}}
-    assert table.heat_table([bad, good, good, one])[2:] == [
+    checks = table.heated_checks([bad, good, good, one])
+    table.write_csv(tmp_path / "checks.csv", checks)
+    assert table.read_results([tmp_path / "checks.csv"]) == ([], checks)
+    assert table.heat_table(checks)[2:] == [
         "| 1.0 | 0 of 1 | 0 of 1 | 2 of 2 | 2 of 2 |",
         "| 1.5 | 1 of 1 | 1 of 1 | 0 of 2 | 0 of 2 |",
     ]
-    assert len(table.heat_table([one])) == 2
+    assert table.heated_checks([one]) == []
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])

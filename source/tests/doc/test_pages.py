@@ -22,7 +22,7 @@ PAGES = {
 WALKS = {name: page for name, page in PAGES.items() if not name.startswith("doc/benchmarks/")}
 NEED_ASE = (
     *("doc/start.md", "doc/tutorials/water.md", "doc/tutorials/own-data.md", "doc/api.md"),
-    *("doc/uncertainty.md", "doc/stability.md", "doc/coming-from.md"),
+    *("doc/uncertainty.md", "doc/coming-from.md"),
 )
 
 

@@ -59,10 +59,10 @@ def test_every_line_of_the_quick_table(table):
 
 
 def test_the_page_plans_a_cluster(capsys):
-    page = (SCRIPT.parents[2] / "doc" / "sharded-step.md").read_text()
+    page = (SCRIPT.parents[2] / "doc" / "sharded.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (code,) = (
         block for block in blocks if "mesh=(64,)" in block
     )  # the first block is a script for torchrun
-    exec(compile(code, "sharded-step.md", "exec"), {})
+    exec(compile(code, "sharded.md", "exec"), {})
     assert "64 ranks; 2 parameters, 2 matrices on mesh 64: Shard(0)" in capsys.readouterr().out
