@@ -40,7 +40,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,7 +51,6 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     add_parts,
     add_to_neighbors,
     at_once,
-    fits_weight,
     holding,
     precision,
 )
@@ -717,8 +715,3 @@ def gradient(
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
     return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
-
-
-def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
-    """Return whether there are edges, the kernels know the activation, and their tiles hold a layer with weights W."""
-    return neighbor.numel() > 0 and fits_weight(weight, formula)
