@@ -288,7 +288,7 @@ class RepflowLayer(torch.nn.Module):
             from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum
 
             carry, rho = _residual_weights(style, residuals, edge, 2)
-            passes = EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
+            passes = EdgeSum(self.activation, alpha=carry, near=graph.plan.blocks[0].width)
             out: Tensor
             (out,) = run(
                 passes,
