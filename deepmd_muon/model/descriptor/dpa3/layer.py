@@ -38,8 +38,8 @@ class Graph:
     plan
         Storage order of angles.
     angle_weight
-        Angular switch of the edges in angles, over the fourth root of the angle scale `(nslots,)`, so
-        that products of two are over its root; 0 in empty slots.
+        Angular switch of the edges in angles, over the fourth root of the angle scale
+        `(nslots,)`, so that products of two are over its root; 0 in empty slots.
     in_angle
         Which slots of the plan take part in angles `(nslots,)`.
     """
@@ -145,14 +145,14 @@ class RepflowLayer(torch.nn.Module):
         graph
             Edges and angles.
         wanted
-            Which features to update; the others come back as they are. With `sequential_update`, all
-            are updated, because nodes need them.
+            Which features to update; the others come back as they are. With `sequential_update`,
+            all are updated, because nodes need them.
         force
             Whether forces follow, see `four_passes.run`.
         overlap
-            Whether a GPU computes angles on a second stream, at the same time as edges. A layer that
-            is computed again in backward passes must not: it would start on the stream of the first
-            operation that asks, and other streams would not wait for it.
+            Whether a GPU computes angles on a second stream, at the same time as edges. A layer
+            that is computed again in backward passes must not: it would start on the stream of the
+            first operation that asks, and other streams would not wait for it.
         """
         if self.repflow.sequential_update:
             return self._one_after_another(features, graph, force=force)
@@ -227,7 +227,7 @@ class RepflowLayer(torch.nn.Module):
     def _nodes(self, node: Tensor, message: Tensor, moment: Tensor, *, force: bool) -> Tensor:
         """Return the nodes after the layer, from the messages of edges side by side, and H."""
         repflow = self.repflow
-        messages = [part.contiguous() for part in message.split(repflow.n_dim, dim=1)]
+        messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
 
@@ -246,8 +246,8 @@ class RepflowLayer(torch.nn.Module):
             return node_new
         f = self.activation.value
         squares = [
-            torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0
-            for part in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
+            torch.bmm(h[..., : repflow.axis_neuron].transpose(1, 2), h).flatten(1) / 3.0
+            for h in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
         ]
         updates = [
             f(_apply(self.node_self_mlp, node)),
