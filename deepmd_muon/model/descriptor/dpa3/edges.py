@@ -18,11 +18,11 @@ cotangents are kept between them:
 3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of the outputs;
 4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of e, p, the table and W at once.
 
-On a GPU each pass is one kernel in single precision (`kernels.edges`). On a CPU the passes are there
-for memory: a step of training takes as long as with autograd's (1.0 times) and 2.3 times less memory
-(six layers, 192 atoms of water, float32, 2026-11-23). The edges alone take 1.3 times as long, and a
-process 0.45 GB instead of 1.83 (six layers, 192 atoms with 110 slots, float32, one thread,
-2026-11-27).
+On a GPU each pass is one kernel in single precision (`kernels.edges`). On a CPU the passes are
+there for memory: a step of training takes as long as with autograd's (1.0 times) and 2.3 times less
+memory (six layers, 192 atoms of water, float32, 2026-11-23). The edges alone take 1.3 times as
+long, and a process 0.45 GB instead of 1.83 (six layers, 192 atoms with 110 slots, float32, one
+thread, 2026-11-27).
 """
 
 from __future__ import annotations
