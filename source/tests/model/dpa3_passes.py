@@ -3,7 +3,7 @@
 import torch
 
 from deepmd_muon.model.descriptor.dpa3 import angles, edges
-from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan, incoming
+from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan, sort_by_neighbor
 from deepmd_muon.model.descriptor.dpa3.layer import Graph, RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
 from deepmd_muon.model.nn.activation import activation
@@ -113,7 +113,7 @@ def edge_results(
     )
     neighbor = torch.where(inside, neighbor, 0)
     given = e, p, table, w * inside, h * inside.unsqueeze(-1), weight
-    passes = edges.Edges(neighbor, activation(curve), n_m, incoming(neighbor, ~inside))
+    passes = edges.Edges(neighbor, activation(curve), n_m, sort_by_neighbor(neighbor, ~inside))
     message, update, moment = run(passes, *given, force=force)
     outputs = (
         [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]

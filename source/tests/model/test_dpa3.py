@@ -15,7 +15,7 @@ from model_batches import HERE, batch_of, read_fixture, stored_model
 
 from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
-from deepmd_muon.model.descriptor.dpa3.geometry import incoming
+from deepmd_muon.model.descriptor.dpa3.geometry import sort_by_neighbor
 from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings, RepflowSettings
 from deepmd_muon.model.nn import four_passes, triton_support
@@ -218,13 +218,11 @@ def test_the_last_pass_waits_for_the_third(compute_all, curve):
 def test_empty_slots_burden_no_atom():
     neighbor = torch.tensor([[1, 0, 2], [0, 0, 2], [1, 0, 0]])
     empty = torch.tensor([[False, True, False], [False, True, False], [False, True, True]])
-    order, start, tiles, used = incoming(neighbor, empty)
+    order, start, tiles, used = sort_by_neighbor(neighbor, empty)
     assert (tiles.tolist(), used.item()) == ([0, 1, 2], 3)
     edges = [order[first:end].tolist() for first, end in itertools.pairwise(start)]
     assert edges == [[3], [0, 6], [2, 5]]
     assert order.dtype == start.dtype == torch.int64
-    assert [len(x) for x in incoming(neighbor)] == [9, 4, 3, 1]
-    assert incoming(neighbor).start.tolist() == [0, 5, 7, 9]
     wide = torch.zeros(3, 40, dtype=torch.int64)
-    tiles, used = incoming(wide, torch.arange(40) >= torch.tensor([[33], [0], [32]]))[2:]
+    tiles, used = sort_by_neighbor(wide, torch.arange(40) >= torch.tensor([[33], [0], [32]]))[2:]
     assert (tiles.tolist(), used.item()) == ([0, 2, 3, 1, 4, 5], 3)

@@ -274,7 +274,8 @@ class Angles(FourPasses):
         """Return s̄ of a block's slots, as first and as second neighbours."""
         if message_bar is None:
             return 0.0
-        n, k = block.atoms, block.neighbors
+        n = block.atoms
+        k = block.neighbors
         m_bar = message_bar[block.slots].view(n, k, self.width, 1)
         along = torch.matmul(y[..., : self.width], m_bar).squeeze(-1)  # (atoms, j, k): m̄_j·y_jk
         block_s = s[block.slots].view(n, k)

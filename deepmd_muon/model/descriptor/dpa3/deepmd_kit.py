@@ -1,4 +1,4 @@
-"""`dpa3` in deepmd-kit's checkpoints: the names are ours; the statistics must be those of a centre type."""
+"""`dpa3` in deepmd-kit's checkpoints: equal names; statistics depend on the centre's type alone."""
 
 from __future__ import annotations
 

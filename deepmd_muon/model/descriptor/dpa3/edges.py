@@ -1,322 +1,399 @@
-"""The edge part of a DPA-3 layer: messages from edges to their centre, and the update of the edges.
+"""The edge part of a DPA-3 layer: messages from edges to their centre and the update of the edges.
 
-For the neighbours j of an atom i, with per-atom terms p and per-neighbour terms q computed before (see `layer`),
+For the neighbours j of an atom i, with the terms p of the centre and q of the neighbour computed
+before (see `layer`), and with the weights w and the weighted directions h of the edges,
 
-    z_ij = e_ij·W + p_i + q_j,   y = f(z),   m_i = Σ_j w_ij·y_ij[:width],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
+    z_ij = e_ij·W + p_i + q_j,   y = f(z),
+    m_i = Σ_j w_ij·y_ij[:M],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
 
-and y_ij[width:] updates the edge. q and v come as one table, so that one gather serves both. The four passes (see
-`four_passes`) run block by block as those of `angles`; on a GPU each is one kernel in single precision
-(`kernels.edges`). On a CPU they take as long as autograd's (1.0 times), and a step of training 2.3 times less memory
-(six layers, 192 atoms of water, float32, 2026-11-23).
+and y_ij[M:] updates the edge. q and the node features v come as one table, so that one gather
+serves both.
+
+Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see
+`four_passes`) run block by block in a CPU's cache. Only the inputs, their tangents and the
+cotangents are kept between them:
+
+1. `value`: m, y[M:] and H;
+2. `adjoint`: ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ, and from it and H̄ those of e, p, q, v, w and h;
+3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of the outputs;
+4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of e, p, the table and W at once.
+
+On a GPU each pass is one kernel in single precision (`kernels.edges`). On a CPU the passes are
+there for memory: a step of training takes as long as with autograd's (1.0 times) and 2.3 times less
+memory (six layers, 192 atoms of water, float32, 2026-11-23). The edges alone take 1.3 times as
+long, and a process 0.45 GB instead of 1.83 (six layers, 192 atoms with 110 slots, float32, one
+thread, 2026-11-27).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.geometry import Incoming, incoming
+from deepmd_muon.model.descriptor.dpa3.geometry import Incoming
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
-EDGE_BLOCK_ROWS = (
-    1024  # edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache
-)
+# Edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache.
+EDGE_BLOCK_ROWS = 1024
 
 
-class EdgeTerms(NamedTuple):
-    """The inputs of one layer's edges, or tangents or gradients of them.
+class Terms(NamedTuple):
+    """The inputs that depend on positions, their tangents, or their adjoints."""
 
-    Attributes
-    ----------
-    e
-        Edge features `(nreal, nnei, e_dim)`.
-    p
-        Terms of the centre `(nreal, features)`.
-    table
-        Terms q of a neighbour and its node features v side by side `(nreal, features + n_dim)`.
-    w
-        Weight of an edge in the message `(nreal, nnei)`; 0 in empty slots.
-    h
-        Weighted direction of an edge `(nreal, nnei, 3)`; 0 in empty slots.
-    """
-
-    e: torch.Tensor
-    p: torch.Tensor
-    table: torch.Tensor
-    w: torch.Tensor
-    h: torch.Tensor
-
-    def block(self, atoms: slice, neighbor: torch.Tensor) -> _Block:
-        """Return the part that belongs to some atoms."""
-        here = neighbor[atoms]
-        gathered = self.table.index_select(0, here.flatten()).view(*here.shape, self.table.shape[1])
-        return _Block(self.e[atoms], self.p[atoms], gathered, self.w[atoms], self.h[atoms])
+    e: Tensor  # (atoms, slots, E): edge features
+    p: Tensor  # (atoms, Y): term of the centre
+    table: Tensor  # (atoms, Y + V): term q and node features v of a neighbour, side by side
+    w: Tensor  # (atoms, slots): weight of an edge in the message; 0 in empty slots
+    h: Tensor  # (atoms, slots, 3): weighted direction of an edge; 0 in empty slots
 
 
-class _Block(NamedTuple):
-    e: torch.Tensor
-    p: torch.Tensor
-    gathered: torch.Tensor
-    w: torch.Tensor
-    h: torch.Tensor
+class EdgeInputs(NamedTuple):
+    """The inputs of the operation; shapes of all but W are those of `Terms`."""
 
-    def z(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return e·W + p_i + q_j `(atoms, nnei, features)`."""
-        z = torch.matmul(self.e, weight)
-        z += self.p.unsqueeze(1)
-        z += self.gathered[..., : weight.shape[1]]
-        return z
+    e: Tensor
+    p: Tensor
+    table: Tensor
+    w: Tensor
+    h: Tensor
+    weight: Tensor  # (E, Y)
 
-    def sums(self, h: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Σ_j h ⊗ e `(atoms, 3, e_dim)` and Σ_j h ⊗ v `(atoms, 3, n_dim)`."""
-        across = h.transpose(1, 2)
-        return torch.bmm(across, self.e), torch.bmm(across, self.gathered[..., features:])
+    @property
+    def terms(self) -> Terms:
+        """The inputs that depend on positions."""
+        return Terms(e=self.e, p=self.p, table=self.table, w=self.w, h=self.h)
 
 
-class EdgeCotangents(NamedTuple):
-    """Cotangents of m `(nreal, width)`, of y[width:] and of H `(nreal, 3, e_dim + n_dim)`; None where none arrived."""
+class Cotangents(NamedTuple):
+    """Cotangents of m, y[M:] and H; None for one that did not arrive."""
 
-    message: torch.Tensor | None
-    update: torch.Tensor | None
-    moment: torch.Tensor | None
-
-    def of_y(self, atoms: slice, w: torch.Tensor, like: torch.Tensor, width: int) -> torch.Tensor:
-        """Return ȳ of a block."""
-        y_bar = torch.empty_like(like)
-        if self.message is None:
-            y_bar[..., :width] = 0.0
-        else:
-            torch.mul(self.message[atoms].unsqueeze(1), w.unsqueeze(-1), out=y_bar[..., :width])
-        if self.update is None:
-            y_bar[..., width:] = 0.0
-        else:
-            y_bar[..., width:] = self.update[atoms]
-        return y_bar
+    message: Tensor | None  # (atoms, M)
+    update: Tensor | None  # (atoms, slots, Y − M)
+    moment: Tensor | None  # (atoms, 3, E + V)
 
 
-def incoming_for_kernels(neighbor: torch.Tensor, empty: torch.Tensor) -> Incoming | None:
-    """Return `incoming` where kernels will ask for it, else None."""
-    return incoming(neighbor, empty) if triton_support.usable(neighbor.device) else None
+class AdjointSaved(NamedTuple):
+    """What pass 2 hands over to pass 3 (all) and pass 4 (the cotangents)."""
+
+    bars: Cotangents
+    inputs: EdgeInputs
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
+        """Name the tensors that `flat` returned."""
+        return cls(bars=Cotangents(*tensors[:3]), inputs=EdgeInputs(*tensors[3:]))
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors in a row, as autograd saves them."""
+        return *self.bars, *self.inputs
 
 
 @dataclass(frozen=True)
 class Edges(FourPasses):
-    """The operation of one layer.
-
-    Inputs: the members of `EdgeTerms`, W `(e_dim, features)`. Outputs: m, y[width:] (None without further features), H.
+    """The operation of one layer. Inputs are `EdgeInputs`; outputs m, y[M:] (None if Y = M), and H.
 
     Attributes
     ----------
     neighbor
-        Number of each neighbour among the sorted atoms `(nreal, nnei)`, int64; any atom in empty slots.
+        Number of each neighbour among the sorted atoms `(atoms, slots)`, int64; any atom in empty
+        slots.
     activation
         f.
     width
-        Length of a message.
+        M, the length of a message.
     incoming
-        The edges by neighbour, for kernels; sorted in each pass when missing.
+        The edges by neighbour; only kernels need it.
     """
 
-    neighbor: torch.Tensor
+    neighbor: Tensor
     activation: Activation
     width: int
-    incoming: Incoming | None = None
+    incoming: Incoming | None
 
-    def blocks(self) -> Iterator[slice]:
-        """Yield runs of atoms: as many as a CPU's cache takes, elsewhere all."""
-        atoms, slots = self.neighbor.shape
-        step = (
-            max(1, EDGE_BLOCK_ROWS // max(slots, 1))
-            if self.neighbor.device.type == "cpu"
-            else max(atoms, 1)
-        )
-        for first in range(0, atoms, step):
-            yield slice(first, first + step)
-
-    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
-        """See `FourPasses`."""
-        terms, weight = EdgeTerms(*given[:-1]), given[-1]
-        fast = _kernels(self, weight)
-        if fast is not None:
-            message, rest, moment = fast.update(list(terms), _layer(self, weight))
-            return (message, rest if weight.shape[1] > self.width else None, moment), ()
-        features, e_dim = weight.shape[1], weight.shape[0]
-        nreal, nnei = self.neighbor.shape
-        n_dim = terms.table.shape[1] - features
-        message = terms.p.new_empty(nreal, self.width)
-        update = (
-            terms.p.new_empty(nreal, nnei, features - self.width) if features > self.width else None
-        )
-        moment = terms.p.new_empty(nreal, 3, e_dim + n_dim)
-        for atoms in self.blocks():
-            block = terms.block(atoms, self.neighbor)
-            y = self.activation.value(block.z(weight))
+    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 1, see `FourPasses`."""
+        arguments = EdgeInputs(*inputs)
+        weight = arguments.weight
+        E, Y = weight.shape
+        n_update = Y - self.width
+        kernels = _kernels(self, weight)
+        if kernels is not None:
+            message, update, moment = kernels.update(arguments.terms, _layer(self, weight))
+            return (message, update if n_update else None, moment), ()
+        n_atoms, n_slots = self.neighbor.shape
+        V = arguments.table.shape[1] - Y
+        message = arguments.p.new_empty(n_atoms, self.width)
+        update = arguments.p.new_empty(n_atoms, n_slots, n_update) if n_update else None
+        moment = arguments.p.new_empty(n_atoms, 3, E + V)
+        for atoms in self._blocks():
+            block = self._block(arguments.terms, atoms, Y)
+            y = self.activation.value(block.pre_activation(weight))
             message[atoms] = torch.bmm(block.w.unsqueeze(1), y[..., : self.width]).squeeze(1)
-            moment[atoms, :, :e_dim], moment[atoms, :, e_dim:] = block.sums(block.h, features)
+            moment[atoms, :, :E] = block.edge_moment(block.h)
+            moment[atoms, :, E:] = block.node_moment(block.h)
             if update is not None:
                 update[atoms] = y[..., self.width :]
         return (message, update, moment), ()
 
-    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return the adjoints of the members of `EdgeTerms`, and all tensors that came."""
-        terms, weight, old = EdgeTerms(*given[:-1]), given[-1], EdgeCotangents(*cotangents)
-        left = *cotangents, *given
-        fast = _kernels(self, weight)
-        if fast is not None:
-            return fast.adjoint(
-                _dense(old, self, weight, terms), list(terms), _layer(self, weight)
-            ), left
-        f, width, features, e_dim = self.activation, self.width, weight.shape[1], weight.shape[0]
-        out = EdgeTerms(*(torch.zeros_like(x) for x in terms))
-        for atoms in self.blocks():
-            block = terms.block(atoms, self.neighbor)
-            value, keep = f(block.z(weight))
-            z_bar = f.times_slope(keep, old.of_y(atoms, block.w, value, width))
-            out.p[atoms] = z_bar.sum(1)
+    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+        """Pass 2: return the adjoints of `Terms`, and all tensors that came."""
+        bars = Cotangents(*cotangents)
+        arguments = EdgeInputs(*inputs)
+        terms = arguments.terms
+        weight = arguments.weight
+        saved = AdjointSaved(bars=bars, inputs=arguments).flat
+        kernels = _kernels(self, weight)
+        if kernels is not None:
+            present = _without_none(self, bars, arguments)
+            return kernels.adjoint(present, terms, _layer(self, weight)), saved
+        E, Y = weight.shape
+        adjoints = Terms(*(torch.zeros_like(term) for term in terms))
+        for atoms in self._blocks():
+            block = self._block(terms, atoms, Y)
+            y, for_slope = self.activation(block.pre_activation(weight))
+            y_bar = self._cotangent_of_y(bars, atoms, block.w, like=y)
+            z_bar = self.activation.times_slope(for_slope, y_bar)
             e_bar = torch.matmul(z_bar, weight.t())
-            to_neighbor = torch.zeros_like(block.gathered)
-            to_neighbor[..., :features] = z_bar
-            if old.message is not None:
-                out.w[atoms] = torch.bmm(
-                    value[..., :width], old.message[atoms].unsqueeze(-1)
-                ).squeeze(-1)
-            if old.moment is not None:
-                here = old.moment[atoms]
-                e_bar = e_bar.baddbmm_(block.h, here[..., :e_dim])
-                to_neighbor[..., features:] = torch.bmm(block.h, here[..., e_dim:])
-                both = torch.bmm(block.e, here[..., :e_dim].transpose(1, 2))
-                out.h[atoms] = both.baddbmm_(
-                    block.gathered[..., features:], here[..., e_dim:].transpose(1, 2)
-                )
-            out.e[atoms] = e_bar
-            _add_to_neighbors(out.table, self.neighbor[atoms], to_neighbor)
-        return out, left
+            v_bar = None
+            if bars.message is not None:
+                m_bar = bars.message[atoms].unsqueeze(-1)
+                adjoints.w[atoms] = torch.bmm(y[..., : self.width], m_bar).squeeze(-1)
+            if bars.moment is not None:
+                edge_moment = bars.moment[atoms, :, :E]
+                node_moment = bars.moment[atoms, :, E:]
+                e_bar = e_bar.baddbmm_(block.h, edge_moment)
+                v_bar = torch.bmm(block.h, node_moment)
+                h_bar = torch.bmm(block.e, edge_moment.transpose(1, 2))
+                adjoints.h[atoms] = h_bar.baddbmm_(block.v, node_moment.transpose(1, 2))
+            adjoints.e[atoms] = e_bar
+            adjoints.p[atoms] = z_bar.sum(1)
+            self._add_to_neighbors(adjoints.table, atoms, z_bar, v_bar)
+        return adjoints, saved
 
-    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivatives of the outputs, and the tangents of the members of `EdgeTerms`."""
-        old, terms, weight = EdgeCotangents(*left[:3]), EdgeTerms(*left[3:-1]), left[-1]
-        moving = EdgeTerms(*tangents)
-        fast = _kernels(self, weight)
-        if fast is not None:
-            return fast.tangent(list(terms), tangents, _layer(self, weight)), tangents
-        features, e_dim, width = weight.shape[1], weight.shape[0], self.width
-        out = EdgeCotangents(*(None if x is None else torch.empty_like(x) for x in old))
-        for atoms in self.blocks():
-            block, dot = terms.block(atoms, self.neighbor), moving.block(atoms, self.neighbor)
-            value, keep = self.activation(block.z(weight))
-            y_dot = self.activation.times_slope(keep, dot.z(weight))
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 3: return the derivatives of m, y[M:] and H, and the tangents of `Terms`."""
+        dots = Terms(*tangents)
+        bars, arguments = AdjointSaved.of(adjoint_saved)
+        weight = arguments.weight
+        kernels = _kernels(self, weight)
+        if kernels is not None:
+            return kernels.tangent(arguments.terms, dots, _layer(self, weight)), dots
+        E, Y = weight.shape
+        out = Cotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
+        for atoms in self._blocks():
+            block = self._block(arguments.terms, atoms, Y)
+            dot = self._block(dots, atoms, Y)
+            y, for_slope = self.activation(block.pre_activation(weight))
+            y_dot = self.activation.times_slope(for_slope, dot.pre_activation(weight))
             if out.message is not None:
-                moved = torch.bmm(block.w.unsqueeze(1), y_dot[..., :width])
-                out.message[atoms] = moved.baddbmm_(dot.w.unsqueeze(1), value[..., :width]).squeeze(
-                    1
-                )
+                by_y = torch.bmm(block.w.unsqueeze(1), y_dot[..., : self.width])
+                by_w = by_y.baddbmm_(dot.w.unsqueeze(1), y[..., : self.width])
+                out.message[atoms] = by_w.squeeze(1)
             if out.update is not None:
-                out.update[atoms] = y_dot[..., width:]
+                out.update[atoms] = y_dot[..., self.width :]
             if out.moment is not None:
-                first, second = dot.sums(block.h, features), block.sums(dot.h, features)
-                out.moment[atoms, :, :e_dim] = first[0] + second[0]
-                out.moment[atoms, :, e_dim:] = first[1] + second[1]
-        return out, tangents
+                out.moment[atoms, :, :E] = dot.edge_moment(block.h) + block.edge_moment(dot.h)
+                out.moment[atoms, :, E:] = dot.node_moment(block.h) + block.node_moment(dot.h)
+        return out, dots
 
-    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
-        """Return the gradients of e, p, table and W; w and h, which depend on positions alone, get none."""
-        terms, weight, now = EdgeTerms(*given[:-1]), given[-1], EdgeCotangents(*cotangents)
-        old = EdgeCotangents(*(left or [None] * 3)[:3])
-        fast = _kernels(self, weight)
-        if fast is not None:
-            earlier = [] if moved is None else _dense(old, self, weight, terms)
-            arrived = _dense(now, self, weight, terms)
-            weight_hat, *hats = fast.gradient(
-                arrived, earlier, list(terms), moved or [], _layer(self, weight)
+    def gradient(
+        self,
+        cotangents: Any,
+        inputs: Any,
+        value_saved: Any,
+        adjoint_saved: Any,
+        tangent_saved: Any,
+    ) -> Perhaps:
+        """Pass 4: return the gradients of e, p, the table and W.
+
+        w and h get none: they depend on positions alone, which pass 4 does not differentiate by.
+        """
+        hats = Cotangents(*cotangents)
+        arguments = EdgeInputs(*inputs)
+        terms = arguments.terms
+        weight = arguments.weight
+        bars = Cotangents(None, None, None)
+        dots = None
+        if adjoint_saved is not None:
+            bars = AdjointSaved.of(adjoint_saved).bars
+            dots = Terms(*tangent_saved)
+        kernels = _kernels(self, weight)
+        if kernels is not None:
+            weight_hat, e_hat, p_hat, table_hat = kernels.gradient(
+                hats=_without_none(self, hats, arguments),
+                bars=[] if dots is None else _without_none(self, bars, arguments),
+                terms=terms,
+                dots=[] if dots is None else dots,
+                layer=_layer(self, weight),
             )
-            return *hats, None, None, weight_hat
-        moving = None if moved is None else EdgeTerms(*moved)
-        f, width, features, e_dim = self.activation, self.width, weight.shape[1], weight.shape[0]
+            return e_hat, p_hat, table_hat, None, None, weight_hat
+        E, Y = weight.shape
         weight_hat = torch.zeros_like(weight)
-        e_hat, p_hat, table_hat = (
-            torch.empty_like(terms.e),
-            torch.empty_like(terms.p),
-            torch.zeros_like(terms.table),
-        )
-        for atoms in self.blocks():
-            block = terms.block(atoms, self.neighbor)
-            value, keep = f(block.z(weight))
-            y_hat = now.of_y(atoms, block.w, value, width)
-            parts = [] if now.moment is None else [(block.h, now.moment[atoms])]
-            if moving is None:
-                z_hat = f.times_slope(keep, y_hat)
+        e_hat = torch.empty_like(terms.e)
+        p_hat = torch.empty_like(terms.p)
+        table_hat = torch.zeros_like(terms.table)
+        for atoms in self._blocks():
+            block = self._block(terms, atoms, Y)
+            y, for_slope = self.activation(block.pre_activation(weight))
+            y_hat = self._cotangent_of_y(hats, atoms, block.w, like=y)
+            moment_pairs = []  # directions h with Ĥ, and ḣ with H̄
+            if hats.moment is not None:
+                moment_pairs.append((block.h, hats.moment[atoms]))
+            if dots is None:
+                z_hat = self.activation.times_slope(for_slope, y_hat)
             else:
-                dot = moving.block(atoms, self.neighbor)
-                if old.message is not None:
-                    y_hat[..., :width].addcmul_(
-                        dot.w.unsqueeze(-1), old.message[atoms].unsqueeze(1)
-                    )
-                if old.moment is not None:
-                    parts.append((dot.h, old.moment[atoms]))
-                y_bar = old.of_y(atoms, block.w, value, width)
-                slope, bend = f.derivatives(keep)
-                z_hat = bend.mul_(dot.z(weight)).mul_(y_bar).addcmul_(slope, y_hat)
-                weight_hat.addmm_(dot.e.flatten(0, 1).t(), y_bar.mul_(slope).flatten(0, 1))
+                dot = self._block(dots, atoms, Y)
+                if bars.message is not None:
+                    m_bar = bars.message[atoms].unsqueeze(1)
+                    y_hat[..., : self.width].addcmul_(dot.w.unsqueeze(-1), m_bar)
+                if bars.moment is not None:
+                    moment_pairs.append((dot.h, bars.moment[atoms]))
+                y_bar = self._cotangent_of_y(bars, atoms, block.w, like=y)
+                slope, bend = self.activation.derivatives(for_slope)
+                # In place from here on: bend becomes ẑ, y_bar becomes z̄.
+                z_hat = bend.mul_(dot.pre_activation(weight)).mul_(y_bar).addcmul_(slope, y_hat)
+                z_bar = y_bar.mul_(slope)
+                weight_hat.addmm_(dot.e.flatten(0, 1).t(), z_bar.flatten(0, 1))
             weight_hat.addmm_(block.e.flatten(0, 1).t(), z_hat.flatten(0, 1))
+            e_sum = torch.matmul(z_hat, weight.t())
+            v_sum = None
+            for direction, moment in moment_pairs:
+                e_sum = e_sum.baddbmm_(direction, moment[..., :E])
+                v_term = torch.bmm(direction, moment[..., E:])
+                v_sum = v_term if v_sum is None else v_sum.add_(v_term)
+            e_hat[atoms] = e_sum
             p_hat[atoms] = z_hat.sum(1)
-            below = torch.matmul(z_hat, weight.t())
-            to_neighbor = torch.zeros_like(block.gathered)
-            to_neighbor[..., :features] = z_hat
-            for h, moment in parts:
-                below = below.baddbmm_(h, moment[..., :e_dim])
-                to_neighbor[..., features:] += torch.bmm(h, moment[..., e_dim:])
-            e_hat[atoms] = below
-            _add_to_neighbors(table_hat, self.neighbor[atoms], to_neighbor)
+            self._add_to_neighbors(table_hat, atoms, z_hat, v_sum)
         return e_hat, p_hat, table_hat, None, None, weight_hat
 
+    def _blocks(self) -> Iterator[slice]:
+        """Yield runs of atoms: as many as a CPU's cache takes, elsewhere all."""
+        n_atoms, n_slots = self.neighbor.shape
+        step = max(n_atoms, 1)
+        if self.neighbor.device.type == "cpu":
+            step = max(1, EDGE_BLOCK_ROWS // max(n_slots, 1))
+        for start in range(0, n_atoms, step):
+            yield slice(start, start + step)
 
-def _kernels(edges: Edges, weight: torch.Tensor) -> Any:
-    """Return the launches of kernels where they can be used: for layers with a message."""
+    def _block(self, terms: Terms, atoms: slice, Y: int) -> _Block:
+        """Return the terms of some atoms' edges."""
+        neighbor = self.neighbor[atoms]
+        rows = terms.table.index_select(0, neighbor.flatten())
+        rows = rows.view(*neighbor.shape, terms.table.shape[1])
+        return _Block(
+            e=terms.e[atoms],
+            p=terms.p[atoms],
+            q=rows[..., :Y],
+            v=rows[..., Y:],
+            w=terms.w[atoms],
+            h=terms.h[atoms],
+        )
+
+    def _cotangent_of_y(
+        self, cotangents: Cotangents, atoms: slice, w: Tensor, like: Tensor
+    ) -> Tensor:
+        """Return [w·m̄, ȳ[M:]] of a block from the cotangents of m and y[M:]; zeros for None."""
+        y_bar = torch.empty_like(like)
+        message_part = y_bar[..., : self.width]
+        update_part = y_bar[..., self.width :]
+        if cotangents.message is None:
+            message_part.zero_()
+        else:
+            m_bar = cotangents.message[atoms].unsqueeze(1)
+            torch.mul(m_bar, w.unsqueeze(-1), out=message_part)
+        if cotangents.update is None:
+            update_part.zero_()
+        else:
+            update_part.copy_(cotangents.update[atoms])
+        return y_bar
+
+    def _add_to_neighbors(
+        self, table: Tensor, atoms: slice, z_bar: Tensor, v_bar: Tensor | None
+    ) -> None:
+        """Add the rows [z̄, v̄] of a block's edges to the rows of their neighbours."""
+        rows = z_bar.new_zeros(*z_bar.shape[:2], table.shape[1])
+        rows[..., : z_bar.shape[2]] = z_bar
+        if v_bar is not None:
+            rows[..., z_bar.shape[2] :] = v_bar
+        table.index_add_(0, self.neighbor[atoms].flatten(), rows.flatten(0, 1))
+
+
+class _Block(NamedTuple):
+    """The terms of some atoms' edges, or their tangents, with the table's rows gathered."""
+
+    e: Tensor  # (atoms, slots, E)
+    p: Tensor  # (atoms, Y)
+    q: Tensor  # (atoms, slots, Y)
+    v: Tensor  # (atoms, slots, V)
+    w: Tensor  # (atoms, slots)
+    h: Tensor  # (atoms, slots, 3)
+
+    def pre_activation(self, weight: Tensor) -> Tensor:
+        """Return z = e·W + p_i + q_j (atoms, slots, Y), or ż from tangents."""
+        z = torch.matmul(self.e, weight)
+        z += self.p.unsqueeze(1)
+        z += self.q
+        return z
+
+    def edge_moment(self, h: Tensor) -> Tensor:
+        """Return Σ_j h ⊗ e (atoms, 3, E)."""
+        return torch.bmm(h.transpose(1, 2), self.e)
+
+    def node_moment(self, h: Tensor) -> Tensor:
+        """Return Σ_j h ⊗ v (atoms, 3, V)."""
+        return torch.bmm(h.transpose(1, 2), self.v)
+
+
+# ----- kernels -----------------------------------------------------------------------------------
+
+
+def _kernels(edges: Edges, weight: Tensor) -> Any:
+    """Return the module of kernels if they can be used."""
     if not edges.width or not triton_support.usable(weight.device):
-        return None
+        return None  # the kernels are for layers with a message
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
 
-    if not kernels.fits(edges.neighbor, weight, edges.activation.formula):
+    if not edges.neighbor.numel() or not fits_weight(weight, edges.activation.formula):
         return None
     return kernels
 
 
-def _layer(edges: Edges, weight: torch.Tensor) -> Any:
-    """Return the arguments that all kernels share."""
+def _layer(edges: Edges, weight: Tensor) -> Any:
+    """Return the arguments that all passes share."""
     from deepmd_muon.model.descriptor.dpa3.kernels.edges import EdgeLayer
 
-    formula = edges.activation.formula
-    assert formula is not None
+    assert edges.activation.formula is not None
+    assert edges.incoming is not None
     return EdgeLayer(
         neighbor=edges.neighbor,
-        incoming=edges.incoming or incoming(edges.neighbor),
+        incoming=edges.incoming,
         weight=weight,
         message_columns=edges.width,
-        formula=formula,
+        formula=edges.activation.formula,
     )
 
 
-def _dense(
-    cotangents: EdgeCotangents, edges: Edges, weight: torch.Tensor, terms: EdgeTerms
-) -> list[torch.Tensor]:
-    """Return cotangents as kernels take them: zeros where none arrived."""
-    nreal, nnei = edges.neighbor.shape
-    rest = weight.shape[1] - edges.width
+def _without_none(edges: Edges, cotangents: Cotangents, arguments: EdgeInputs) -> list[Tensor]:
+    """Return the cotangents as kernels take them.
+
+    One that did not arrive is zeros, that of an absent y[M:] has no elements.
+    """
+    n_atoms, n_slots = edges.neighbor.shape
+    E, Y = arguments.weight.shape
+    n_update = Y - edges.width
     shapes = (
-        (nreal, edges.width),
-        (nreal, nnei, rest) if rest else (0,),
-        (nreal, 3, weight.shape[0] + terms.table.shape[1] - weight.shape[1]),
+        (n_atoms, edges.width),
+        (n_atoms, n_slots, n_update) if n_update else (0,),
+        (n_atoms, 3, E + arguments.table.shape[1] - Y),
     )
     return [
-        weight.new_zeros(*shape) if x is None else x
-        for x, shape in zip(cotangents, shapes, strict=True)
+        arguments.weight.new_zeros(*shape) if cotangent is None else cotangent
+        for cotangent, shape in zip(cotangents, shapes, strict=True)
     ]
-
-
-def _add_to_neighbors(table: torch.Tensor, neighbor: torch.Tensor, rows: torch.Tensor) -> None:
-    table.index_add_(0, neighbor.reshape(-1), rows.view(-1, rows.shape[-1]))

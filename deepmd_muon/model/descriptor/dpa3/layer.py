@@ -1,4 +1,4 @@
-"""One layer of DPA-3: its parameters under deepmd-kit's names, and how it updates nodes, edges and angles."""
+"""One layer of DPA-3: its parameters under deepmd-kit's names, and its updates of all features."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.angles import Angles
-from deepmd_muon.model.descriptor.dpa3.edges import Edges
+from deepmd_muon.model.descriptor.dpa3.angles import AngleInputs, Angles
+from deepmd_muon.model.descriptor.dpa3.edges import EdgeInputs, Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
 from deepmd_muon.model.nn import triton_support
@@ -26,20 +26,22 @@ class Graph:
     Attributes
     ----------
     neighbor
-        Number of each neighbour among the sorted atoms `(nreal, nnei)`, int64; any atom in empty slots.
+        Number of each neighbour among the sorted atoms `(nreal, nnei)`, int64; any atom in empty
+        slots.
     incoming
-        The edges by neighbour, where kernels use them.
+        The edges by neighbour; None if kernels cannot run.
     edge_weight
         Switch over the edge scale `(nreal, nnei)`; 0 in empty slots.
     direction
-        Standardised x·w/r² times w over the root of the edge scale `(nreal, nnei, 3)`; 0 in empty slots.
+        Standardised x·w/r² times w over the root of the edge scale `(nreal, nnei, 3)`; 0 in empty
+        slots.
     plan
         Storage order of angles.
     angle_weight
-        Angular switch of the edges in angles, over the fourth root of the angle scale `(nslots,)`, so that products of
-        two are over its root; 0 in empty slots.
+        Angular switch of the edges in angles, over the fourth root of the angle scale
+        `(nslots,)`, so that products of two are over its root; 0 in empty slots.
     in_angle
-        Which of these edges take part in angles `(nslots,)`.
+        Which slots of the plan take part in angles `(nslots,)`.
     """
 
     neighbor: Tensor
@@ -69,8 +71,9 @@ class Wanted(NamedTuple):
 class RepflowLayer(torch.nn.Module):
     """Updates all features from their values before the layer.
 
-    Every linear layer on the features of several things side by side is split by their rows in its matrix: the part
-    of an atom is computed once an atom and then gathered.
+    The input of a linear layer is several features next to each other: of a centre, a neighbour, an
+    edge. Its matrix is split by their rows, so that the product of an atom's features is computed
+    once and then gathered.
     """
 
     def __init__(
@@ -82,36 +85,38 @@ class RepflowLayer(torch.nn.Module):
         stream: SeedPath,
     ) -> None:
         super().__init__()
-        self.repflow, self.activation = repflow, activation
-        n, e, a = repflow.n_dim, repflow.e_dim, repflow.a_dim
-        pair = 2 * n + e
+        self.repflow = repflow
+        self.activation = activation
+        n = repflow.n_dim
+        e = repflow.e_dim
+        a = repflow.a_dim
+        edge_input = 2 * n + e
 
+        # `place` numbers the draws as deepmd-kit does.
         def linear(n_in: int, n_out: int, place: int, *, bias: bool = True) -> Layer:
-            own = stream.child(place)
-            return Layer(n_in, n_out, timestep=False, dtype=dtype, stream=own, bias=bias)
+            return Layer(
+                n_in, n_out, timestep=False, dtype=dtype, stream=stream.child(place), bias=bias
+            )
 
         def residual(width: int, *place: int) -> torch.nn.Parameter:
-            if repflow.update_residual_init == "const":
-                return torch.nn.Parameter(
-                    torch.full((width,), repflow.update_residual, dtype=dtype)
-                )
-            generator = stream.child(*place).generator()
-            drawn = torch.empty(width, dtype=dtype).normal_(
-                0.0, repflow.update_residual, generator=generator
-            )
-            return torch.nn.Parameter(drawn)
+            step_sizes = torch.full((width,), repflow.update_residual, dtype=dtype)
+            if repflow.update_residual_init == "norm":
+                generator = stream.child(*place).generator()
+                step_sizes.normal_(0.0, repflow.update_residual, generator=generator)
+            return torch.nn.Parameter(step_sizes)
 
         trained = repflow.update_style == "res_residual"
         self.node_self_mlp = linear(n, n, 0)
         self.node_sym_linear = linear((n + e) * repflow.axis_neuron, n, 2)
-        self.node_edge_linear = linear(pair, repflow.message, 4)
-        self.edge_self_linear = linear(pair, e, 6)
+        self.node_edge_linear = linear(edge_input, repflow.message, 4)
+        self.edge_self_linear = linear(edge_input, e, 6)
         n_residual = []
+        e_residual = []
+        a_residual = []
         if trained:
             n_residual = [residual(n, 1), residual(n, 3)]
             n_residual += [residual(n, 5, head) for head in range(repflow.n_multi_edge_message)]
-        e_residual = [residual(e, 7)] if trained else []
-        a_residual = []
+            e_residual = [residual(e, 7)]
         self.a_compress_n_linear: Layer | None = None
         self.a_compress_e_linear: Layer | None = None
         if repflow.linear_compression:
@@ -131,79 +136,103 @@ class RepflowLayer(torch.nn.Module):
     def forward(
         self, features: Features, graph: Graph, wanted: Wanted, *, force: bool, overlap: bool = True
     ) -> Features:
-        """Return the features after the layer; see `Wanted` for those returned as they came.
+        """Return the features after the layer.
 
-        With `sequential_update`, nodes need all of them.
-
-        With `overlap`, a GPU computes angles beside edges. A layer that is computed again in backward passes must not:
-        it would start on the stream of the first operation that asks, and others would not wait for it.
+        Parameters
+        ----------
+        features
+            The features before the layer.
+        graph
+            Edges and angles.
+        wanted
+            Which features to update; the others come back as they are. With `sequential_update`,
+            all are updated, because nodes need them.
+        force
+            Whether forces follow, see `four_passes.run`.
+        overlap
+            Whether a GPU computes angles on a second stream, at the same time as edges. A layer
+            that is computed again in backward passes must not: it would start on the stream of the
+            first operation that asks, and other streams would not wait for it.
         """
         if self.repflow.sequential_update:
             return self._one_after_another(features, graph, force=force)
-        angle, reduced = features.angle, None
+        angle = features.angle
+        angle_message = None
         with triton_support.Branches(features.node.device, 2 if overlap else 1) as branches:
             if wanted.edge and angle is not None:
                 branches.lend(1, *features, *graph.plan.tensors, graph.angle_weight)
                 with branches.chain(1):
-                    reduced, angle = self._angles(
+                    angle_message, angle = self._angles(
                         features, graph, force=force, message=True, update=wanted.angle
                     )
-                branches.take(reduced, angle)
+                branches.take(angle_message, angle)
             message, update, moment = self._edges(
                 features, graph, force=force, message=True, update=wanted.edge
             )
             node = self._nodes(features.node, message, moment, force=force)
-        if update is None:
-            return Features(node, features.edge, features.angle)
-        return Features(
-            node, self._edge_features(features.edge, graph, update, reduced, force=force), angle
-        )
+        edge = features.edge
+        if update is not None:
+            edge = self._edge_features(edge, graph, update, angle_message, force=force)
+        return Features(node=node, edge=edge, angle=angle)
 
     def _one_after_another(self, features: Features, graph: Graph, *, force: bool) -> Features:
         """Return the features after the layer with `sequential_update`."""
-        node = features.node
         _, update, _ = self._edges(features, graph, force=force, message=False, update=True)
         assert update is not None
         edge = torch.addcmul(features.edge, update, self.e_residual[0])
-        before = features._replace(edge=edge)
-        _, angle = self._angles(before, graph, force=force, message=False, update=True)
-        before = before._replace(angle=angle)
-        reduced, _ = self._angles(before, graph, force=force, message=True, update=False)
-        of_angles = self._update_by_angles(edge, graph, reduced)
-        after = before._replace(edge=torch.addcmul(edge, of_angles, self.e_residual[1]))
-        message, _, moment = self._edges(after, graph, force=force, message=True, update=False)
-        return after._replace(node=self._nodes(node, message, moment, force=force))
+        features = features._replace(edge=edge)
+        _, angle = self._angles(features, graph, force=force, message=False, update=True)
+        features = features._replace(angle=angle)
+        angle_message, _ = self._angles(features, graph, force=force, message=True, update=False)
+        angle_update = self._update_by_angles(edge, graph, angle_message)
+        edge = torch.addcmul(edge, angle_update, self.e_residual[1])
+        features = features._replace(edge=edge)
+        message, _, moment = self._edges(features, graph, force=force, message=True, update=False)
+        node = self._nodes(features.node, message, moment, force=force)
+        return features._replace(node=node)
 
     def _edges(
         self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the message of all edges to their centre, the update of the edges, and H (see `edges`).
+        """Return the messages of all edges to their centre, the update of the edges, and H.
 
-        Without `message` it has no features; without `update` it is None.
+        `edges` explains them. Without `message` there are no messages, but 0 columns; without
+        `update` the update is None.
         """
-        n, e = self.repflow.n_dim, self.repflow.e_dim
+        n = self.repflow.n_dim
         layers = [self.node_edge_linear] if message else []
         if update:
             layers.append(self.edge_self_linear)
-        width = self.repflow.message if message else 0
-        centre, other, own = torch.cat([layer.matrix for layer in layers], 1).split([n, n, e])
-        p = torch.addmm(torch.cat([layer.tensors.bias for layer in layers]), features.node, centre)
-        table = torch.cat([torch.mm(features.node, other), features.node], 1)
-        given = features.edge, p, table, graph.edge_weight, graph.direction, own
-        passes = Edges(graph.neighbor, self.activation, width, graph.incoming)
-        messages, updates, moment = run(passes, *given, force=force)
+        matrix, bias = join(layers)
+        centre_rows, neighbor_rows, edge_rows = matrix.split([n, n, self.repflow.e_dim])
+        p = torch.addmm(bias, features.node, centre_rows)
+        table = torch.cat([torch.mm(features.node, neighbor_rows), features.node], 1)
+        passes = Edges(
+            neighbor=graph.neighbor,
+            activation=self.activation,
+            width=self.repflow.message if message else 0,
+            incoming=graph.incoming,
+        )
+        inputs = EdgeInputs(
+            e=features.edge,
+            p=p,
+            table=table,
+            w=graph.edge_weight,
+            h=graph.direction,
+            weight=edge_rows,
+        )
+        messages, updates, moment = run(passes, *inputs, force=force)
         return messages, updates, moment
 
     def _nodes(self, node: Tensor, message: Tensor, moment: Tensor, *, force: bool) -> Tensor:
-        """Return the nodes after the layer, from the messages side by side, which are added as they are, and H."""
-        f = self.activation.value
+        """Return the nodes after the layer, from the messages of edges side by side, and H."""
         repflow = self.repflow
-        plain = [part.contiguous() for part in message.split(repflow.n_dim, dim=1)]
+        messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
 
             alpha, step_sizes = _residual_weights(
-                repflow.update_style, self.n_residual, node, 2 + len(plain)
+                repflow.update_style, self.n_residual, node, 2 + len(messages)
             )
             passes = Nodes(
                 activation=self.activation,
@@ -212,108 +241,134 @@ class RepflowLayer(torch.nn.Module):
                 edge_columns=repflow.e_dim,
             )
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
-            out: Tensor
-            (out,) = run(passes, node, moment, *plain, *weights, *step_sizes, force=force)
-            return out
-        symmetric = [
-            torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0
-            for part in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
+            node_new: Tensor
+            (node_new,) = run(passes, node, moment, *messages, *weights, *step_sizes, force=force)
+            return node_new
+        f = self.activation.value
+        squares = [
+            torch.bmm(h[..., : repflow.axis_neuron].transpose(1, 2), h).flatten(1) / 3.0
+            for h in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
         ]
         updates = [
             f(_apply(self.node_self_mlp, node)),
-            f(_apply(self.node_sym_linear, torch.cat(symmetric, 1))),
-            *plain,
+            f(_apply(self.node_sym_linear, torch.cat(squares, 1))),
+            *messages,  # without activation: `edges` has applied it
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 
     def _angles(
         self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the message of all angles to their first edge `(nslots, e_dim)`, and the angles after the layer.
+        """Return the messages of all angles to their first edge, and the angles after the layer.
 
-        Without `message` it has no features; without `update` the angles come back as they are.
+        The messages are `(nslots, e_dim)`, without `message` `(nslots, 0)`. Without `update` the
+        angles come back as they are.
         """
         repflow = self.repflow
-        of_node, edges = repflow.angle_node, repflow.angle_edge
+        assert features.angle is not None
         layers = [self.edge_angle_linear1] if message else []
         if update:
             layers.append(self.angle_self_linear)
-        matrix = torch.cat([layer.matrix for layer in layers], 1)
-        own, centre, second, first = matrix.split([repflow.a_dim, of_node, edges, edges])
-        bias = torch.cat([layer.tensors.bias for layer in layers])
-        node = features.node[:, :of_node]
+        matrix, bias = join(layers)
+        angle_rows, centre_rows, second_rows, first_rows = matrix.split(
+            [repflow.a_dim, repflow.angle_node, repflow.angle_edge, repflow.angle_edge]
+        )
+        node = features.node[:, : repflow.angle_node]
+        edge_columns = repflow.angle_edge
         if self.a_compress_n_linear is not None:
             node = torch.mm(features.node, self.a_compress_n_linear.matrix)
-        per_atom = torch.addmm(bias, node, centre)
-        seen = repflow.e_dim if self.a_compress_e_linear is not None else edges
-        if graph.plan.padded:  # slices add up in backward passes without atomic operations
-            slots, width = graph.plan.blocks[0].width, features.edge.shape[1:]
-            cut = torch.nn.functional.pad(features.edge, (0, seen - width[1], 0, slots - width[0]))
-            edge = self._compressed(cut.flatten(0, 1))
-            u = (
-                torch.mm(edge, first).view(-1, slots, matrix.shape[1]) + per_atom.unsqueeze(1)
-            ).flatten(0, 1)
-        else:
-            edge = features.edge.flatten(0, 1)[:, :seen].index_select(0, graph.plan.slot)
+            edge_columns = repflow.e_dim  # compressed below
+        centre_term = torch.addmm(bias, node, centre_rows)
+        if graph.plan.padded:
+            # Slices add up in backward passes without atomic operations.
+            n_plan_slots = graph.plan.blocks[0].width
+            _, n_slots, e_dim = features.edge.shape
+            padding = (0, edge_columns - e_dim, 0, n_plan_slots - n_slots)  # negative: it cuts
+            edge = torch.nn.functional.pad(features.edge, padding).flatten(0, 1)
             edge = self._compressed(edge)
-            u = torch.addmm(per_atom.index_select(0, graph.plan.atom), edge, first)
-        t = torch.mm(edge, second)
-        assert features.angle is not None
-        carry, (residual,) = _residual_weights(
-            repflow.update_style, self.a_residual, features.angle
+            first_term = torch.mm(edge, first_rows).view(-1, n_plan_slots, matrix.shape[1])
+            u = (first_term + centre_term.unsqueeze(1)).flatten(0, 1)
+        else:
+            edge = features.edge.flatten(0, 1)[:, :edge_columns].index_select(0, graph.plan.slot)
+            edge = self._compressed(edge)
+            u = torch.addmm(centre_term.index_select(0, graph.plan.atom), edge, first_rows)
+        t = torch.mm(edge, second_rows)
+        carry, (rho,) = _residual_weights(repflow.update_style, self.a_residual, features.angle, 1)
+        passes = Angles(
+            plan=graph.plan,
+            activation=self.activation,
+            width=repflow.e_dim if message else 0,
+            carry=carry,
         )
-        passes = Angles(graph.plan, self.activation, repflow.e_dim if message else 0, carry)
-        given = features.angle, u, t, graph.angle_weight, own, residual if update else None
-        reduced, angle = run(passes, *given, force=force)
-        return reduced, angle if update else features.angle
+        inputs = AngleInputs(
+            a=features.angle,
+            u=u,
+            t=t,
+            s=graph.angle_weight,
+            weight=angle_rows,
+            rho=rho if update else None,
+        )
+        messages, angle = run(passes, *inputs, force=force)
+        return messages, angle if update else features.angle
 
     def _compressed(self, edge: Tensor) -> Tensor:
-        """Return the features of edges `(n, e_dim)` that angles see, by the linear map if there is one."""
+        """Return the features of edges `(n, e_dim)` that angles see, by the linear map if any."""
         if self.a_compress_e_linear is None:
             return edge
         return torch.mm(edge, self.a_compress_e_linear.matrix)
 
     def _edge_features(
-        self, edge: Tensor, graph: Graph, update: Tensor, reduced: Tensor | None, *, force: bool
+        self,
+        edge: Tensor,
+        graph: Graph,
+        update: Tensor,
+        angle_message: Tensor | None,
+        *,
+        force: bool,
     ) -> Tensor:
         """Return the edges after the layer, from their update and the messages of the angles."""
-        style, residuals = self.repflow.update_style, self.e_residual
-        if reduced is None:
-            return _residual_sum(style, edge, [update], residuals)
-        if (
-            self.repflow.smooth_edge_update
-            and graph.plan.padded
-            and kernels_fit(edge, self.activation)
-        ):
+        style = self.repflow.update_style
+        if angle_message is None:
+            return _residual_sum(style, edge, [update], self.e_residual)
+        smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
+        if smooth_and_padded and kernels_fit(edge, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum
 
-            carry, rho = _residual_weights(style, residuals, edge, 2)
-            passes = EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
-            out: Tensor
-            (out,) = run(
-                passes,
-                edge,
-                update,
-                reduced,
-                *self.edge_angle_linear2.tensors[:2],
-                *rho,
-                force=force,
+            alpha, step_sizes = _residual_weights(style, self.e_residual, edge, 2)
+            passes = EdgeSum(
+                activation=self.activation, alpha=alpha, near=graph.plan.blocks[0].width
             )
-            return out
-        of_angles = self._update_by_angles(edge, graph, reduced)
-        return _residual_sum(style, edge, [update, of_angles], residuals)
+            weights = self.edge_angle_linear2.tensors[:2]
+            inputs = (edge, update, angle_message, *weights, *step_sizes)
+            edge_new: Tensor
+            (edge_new,) = run(passes, *inputs, force=force)
+            return edge_new
+        angle_update = self._update_by_angles(edge, graph, angle_message)
+        return _residual_sum(style, edge, [update, angle_update], self.e_residual)
 
-    def _update_by_angles(self, edge: Tensor, graph: Graph, reduced: Tensor) -> Tensor:
+    def _update_by_angles(self, edge: Tensor, graph: Graph, angle_message: Tensor) -> Tensor:
         """Return the update of the edges by the messages of the angles."""
         f = self.activation.value
-        rows, linear, slot = edge.flatten(0, 1), self.edge_angle_linear2, graph.plan.slot
-        if self.repflow.smooth_edge_update:  # an edge without angles takes zero as message
-            rest = f(linear.tensors.bias).expand_as(rows)
-            of_angles = rest.index_copy(0, slot, f(_apply(linear, reduced)))
-        else:  # or its own features
-            message = torch.where(graph.in_angle.unsqueeze(1), reduced, rows.index_select(0, slot))
-            of_angles = f(_apply(linear, rows.index_copy(0, slot, message)))
-        return of_angles.view_as(edge)
+        linear = self.edge_angle_linear2
+        slot = graph.plan.slot
+        rows = edge.flatten(0, 1)
+        if self.repflow.smooth_edge_update:
+            # An edge without angles takes 0 as message: f(b).
+            update = f(linear.tensors.bias).expand_as(rows)
+            update = update.index_copy(0, slot, f(_apply(linear, angle_message)))
+        else:
+            # An edge without angles takes its features as message.
+            in_angle = graph.in_angle.unsqueeze(1)
+            message = torch.where(in_angle, angle_message, rows.index_select(0, slot))
+            update = f(_apply(linear, rows.index_copy(0, slot, message)))
+        return update.view_as(edge)
+
+
+def join(layers: list[Layer]) -> tuple[Tensor, Tensor]:
+    """Return matrix and bias of layers with the same input, the outputs next to each other."""
+    matrix = torch.cat([layer.matrix for layer in layers], 1)
+    bias = torch.cat([layer.tensors.bias for layer in layers])
+    return matrix, bias
 
 
 def kernels_fit(x: Tensor, activation: Activation) -> bool:
@@ -342,10 +397,15 @@ def _residual_sum(
 
 
 def _residual_weights(
-    style: str, residuals: torch.nn.ParameterList, x: Tensor, count: int = 1
+    style: str, residuals: torch.nn.ParameterList, x: Tensor, count: int
 ) -> tuple[float, list[Tensor]]:
-    """Return α and ρ of x′ = α·x + Σ ρ∘u: the residual sum of features x `(…, width)` with `count` updates u."""
+    """Return α and ρ of x′ = α·x + Σ ρ∘u, the residual sum of features x `(…, width)`.
+
+    `count` is the number of updates u.
+    """
     if style == "res_residual":
         return 1.0, list(residuals)
-    factor = 1.0 / math.sqrt(count + 1 if style == "res_avg" else count)
-    return factor if style == "res_avg" else 1.0, [x.new_full(x.shape[-1:], factor)] * count
+    if style == "res_avg":
+        factor = 1.0 / math.sqrt(count + 1)
+        return factor, [x.new_full(x.shape[-1:], factor)] * count
+    return 1.0, [x.new_full(x.shape[-1:], 1.0 / math.sqrt(count))] * count

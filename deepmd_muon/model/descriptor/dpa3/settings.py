@@ -42,38 +42,47 @@ _SEL: dict[str, Any] = {
 
 
 def _not_above(key: str, *limits: str) -> Rule:
-    """Return the rule that a number must not exceed some others; "auto" in place of one is not judged."""
+    """Return the rule that a number must not exceed some others; it does not judge "auto"."""
 
-    def problem(value: Any, *most: Any) -> str | None:
-        if any(isinstance(x, str) for x in (value, *most)) or value <= min(most):
+    def problem(value: Any, *bounds: Any) -> str | None:
+        if any(isinstance(number, str) for number in (value, *bounds)):
             return None
-        found = " and ".join(f"{limit} {x:g}" for limit, x in zip(limits, most, strict=True))
-        return f"must not exceed {' and '.join(limits)}; found {value:g} with {found}"
+        if value <= min(bounds):
+            return None
+        bound_texts = [f"{limit} {bound:g}" for limit, bound in zip(limits, bounds, strict=True)]
+        return (
+            f"must not exceed {' and '.join(limits)}; "
+            f"found {value:g} with {' and '.join(bound_texts)}"
+        )
 
     return Rule((key, *limits), problem)
 
 
 def _compressible(rate: int, e_rate: int, a_dim: int) -> str | None:
     if rate and (a_dim * e_rate) % (2 * rate):
-        return f"twice its value must divide a_dim · a_compress_e_rate; found {rate} with {a_dim} · {e_rate}"
+        return (
+            "twice its value must divide a_dim · a_compress_e_rate; "
+            f"found {rate} with {a_dim} · {e_rate}"
+        )
     if rate and (a_dim // rate) % 2:
         return f"must leave an even number of features of a_dim; found {rate} with {a_dim}"
     return None
 
 
 def _enough_to_split(
-    use_split: bool, *, rate: int, e_rate: int, a_dim: int, n_dim: int, e_dim: int
+    use_split: bool, rate: int, e_rate: int, a_dim: int, n_dim: int, e_dim: int
 ) -> str | None:
     if not (use_split and rate):
         return None
-    for needed, present, key in (
+    needs = (
         (a_dim // rate, n_dim, "n_dim"),
         (a_dim // (2 * rate) * e_rate, e_dim, "e_dim"),
-    ):
+    )
+    for needed, present, key in needs:
         if needed > present:
             return (
-                f"takes the first {needed} of {present} features ({key}); raise {key} or a_compress_rate, or set it "
-                "to false"
+                f"takes the first {needed} of {present} features ({key}); "
+                f"raise {key} or a_compress_rate, or set it to false"
             )
     return None
 
@@ -95,7 +104,10 @@ def _smooth_when_dynamic(use_dynamic_sel: bool, smooth_edge_update: bool) -> str
 
 def _skip_stat_fixes(skip_stat: bool, fix_stat_std: float) -> str | None:
     if skip_stat and fix_stat_std != OLD_FIXED_DEVIATION:
-        return f"stands for fix_stat_std {OLD_FIXED_DEVIATION}; found it with fix_stat_std {fix_stat_std:g}: remove it"
+        return (
+            f"stands for fix_stat_std {OLD_FIXED_DEVIATION}; "
+            f"found it with fix_stat_std {fix_stat_std:g}: remove it"
+        )
     return None
 
 
@@ -110,9 +122,9 @@ class RepflowSettings(Section):
     e_sel: int | str = setting(
         **_SEL,
         doc=(
-            "Largest number of neighbours that an atom may have inside e_rcut; it scales the sums over edges. "
-            "'auto:factor' takes the largest number found in the training data, times factor, rounded up to a "
-            "multiple of 4; 'auto' is 'auto:1.1'."
+            "Largest number of neighbours that an atom may have inside e_rcut; it scales the sums "
+            "over edges. 'auto:factor' takes the largest number found in the training data, times "
+            "factor, rounded up to a multiple of 4; 'auto' is 'auto:1.1'."
         ),
     )
     a_rcut: float = setting(**CUTOFF, doc="Cut-off radius of the edges that form angles [Å].")
@@ -132,7 +144,10 @@ class RepflowSettings(Section):
         0,
         needs=(switched_on("update_angle"),),
         minimum=0,
-        doc="Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their edges; 0: all.",
+        doc=(
+            "Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their "
+            "edges; 0: all."
+        ),
     )
     a_compress_e_rate: int = setting(
         1,
@@ -156,12 +171,18 @@ class RepflowSettings(Section):
     axis_neuron: int = setting(
         4,
         **WIDTH,
-        doc="Number of columns of the directional sums that the symmetric update multiplies them with.",
+        doc=(
+            "Number of columns of the directional sums that the symmetric update multiplies them "
+            "with."
+        ),
     )
     fix_stat_std: float = setting(
         OLD_FIXED_DEVIATION,
         minimum=0.0,
-        doc="Deviation that the environment of an atom is divided by; 0 takes it from the training data.",
+        doc=(
+            "Deviation that the environment of an atom is divided by; 0 takes it from the "
+            "training data."
+        ),
     )
     skip_stat: bool = setting(False, doc=f"Older way to say fix_stat_std {OLD_FIXED_DEVIATION}.")
     update_angle: bool = setting(
@@ -170,8 +191,8 @@ class RepflowSettings(Section):
     update_style: UpdateStyle = setting(
         "res_residual",
         doc=(
-            "How the updates u_1 … u_n are added to features x: 'res_residual' x + Σ r_k·u_k with trained r_k, "
-            "'res_avg' (x + Σ u_k)/√(n + 1), 'res_incr' x + Σ u_k/√n."
+            "How the updates u_1 … u_n are added to features x: 'res_residual' x + Σ r_k·u_k with "
+            "trained r_k, 'res_avg' (x + Σ u_k)/√(n + 1), 'res_incr' x + Σ u_k/√n."
         ),
     )
     update_residual: float = setting(
@@ -183,26 +204,41 @@ class RepflowSettings(Section):
     update_residual_init: Literal["const", "norm"] = setting(
         "const",
         needs=(_TRAINED_STEPS,),
-        doc="Start the r_k at update_residual ('const') or at random around 0 with this deviation ('norm').",
+        doc=(
+            "Start the r_k at update_residual ('const') or at random around 0 with this deviation "
+            "('norm')."
+        ),
     )
     smooth_edge_update: bool = setting(
         False,
         needs=(switched_on("update_angle"),),
-        doc="Edges without angles take no message from angles; else they take their own features as message.",
+        doc=(
+            "Edges without angles take no message from angles; else they take their own features "
+            "as message."
+        ),
     )
     edge_init_use_dist: bool = setting(
         False,
         alias=("edge_use_dist",),
-        doc="Edges start from their length, without activation, instead of the weighted inverse length.",
+        doc=(
+            "Edges start from their length, without activation, instead of the weighted inverse "
+            "length."
+        ),
     )
     use_exp_switch: bool = setting(
         False,
         alias=("use_env_envelope",),
-        doc="Weights fall as exp(−exp(20·(r − rcut_smth)/rcut_smth)) instead of the quintic polynomial.",
+        doc=(
+            "Weights fall as exp(−exp(20·(r − rcut_smth)/rcut_smth)) instead of the quintic "
+            "polynomial."
+        ),
     )
     use_dynamic_sel: bool = setting(
         False,
-        doc="Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may be generous.",
+        doc=(
+            "Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may "
+            "be generous."
+        ),
     )
     sel_reduce_factor: float = setting(
         10.0, above=0.0, needs=(switched_on("use_dynamic_sel"),), doc="See use_dynamic_sel."
@@ -210,8 +246,8 @@ class RepflowSettings(Section):
     sequential_update: bool = setting(
         False,
         doc=(
-            "Update edges by themselves, then angles, edges by angles, and nodes, each from the features updated "
-            "before it, instead of all from those before the layer."
+            "Update edges by themselves, then angles, edges by angles, and nodes, each from the "
+            "features updated before it, instead of all from those before the layer."
         ),
     )
 
@@ -226,12 +262,14 @@ class RepflowSettings(Section):
         Rule(("a_compress_rate", "a_compress_e_rate", "a_dim"), _compressible),
         Rule(
             (
-                *("a_compress_use_split", "a_compress_rate", "a_compress_e_rate"),
-                *("a_dim", "n_dim", "e_dim"),
+                "a_compress_use_split",
+                "a_compress_rate",
+                "a_compress_e_rate",
+                "a_dim",
+                "n_dim",
+                "e_dim",
             ),
-            lambda split, rate, e_rate, a_dim, n_dim, e_dim: _enough_to_split(
-                split, rate=rate, e_rate=e_rate, a_dim=a_dim, n_dim=n_dim, e_dim=e_dim
-            ),
+            _enough_to_split,
         ),
         Rule(("sequential_update", "update_style", "update_angle"), _sequential_needs),
         Rule(("use_dynamic_sel", "smooth_edge_update"), _smooth_when_dynamic),
@@ -280,9 +318,9 @@ class RepflowSettings(Section):
             When one is still "auto".
         """
         if isinstance(self.e_sel, str) or isinstance(self.a_sel, str):
-            found = f"{self.e_sel!r} and {self.a_sel!r}"
             raise InvalidSettingError(
-                f"e_sel and a_sel must be numbers; found {found}: count the neighbours first"
+                f"e_sel and a_sel must be numbers; found {self.e_sel!r} and {self.a_sel!r}: "
+                "count the neighbours first"
             )
         return self.e_sel, self.a_sel
 
@@ -341,32 +379,38 @@ class DPA3Settings(DescriptorSettings):
     def with_counts(self, count: Callable[[float], NeighborCounts]) -> DPA3Settings:
         """Return the settings with numbers in `e_sel` and `a_sel`."""
         repflow = self.repflow
-        edges, angles = repflow.e_sel, repflow.a_sel
-        if isinstance(edges, str):
-            edges = slots_for(edges, count(repflow.e_rcut).max_total)
-        if isinstance(angles, str):
-            angles = slots_for(angles, count(repflow.a_rcut).max_total)
-        return dataclasses.replace(
-            self, repflow=dataclasses.replace(repflow, e_sel=edges, a_sel=angles)
-        )
+        e_sel = repflow.e_sel
+        if isinstance(e_sel, str):
+            e_sel = slots_for(e_sel, count(repflow.e_rcut).max_total)
+        a_sel = repflow.a_sel
+        if isinstance(a_sel, str):
+            a_sel = slots_for(a_sel, count(repflow.a_rcut).max_total)
+        return self._with_slots(e_sel, a_sel)
 
     def with_counts_of(self, saved: DescriptorSettings) -> DPA3Settings:
         """Return the settings with the numbers of a saved descriptor in place of "auto"."""
         if not isinstance(saved, DPA3Settings):
             return self
-        own = self.repflow
-        edges = saved.repflow.e_sel if isinstance(own.e_sel, str) else own.e_sel
-        angles = saved.repflow.a_sel if isinstance(own.a_sel, str) else own.a_sel
-        return dataclasses.replace(
-            self, repflow=dataclasses.replace(own, e_sel=edges, a_sel=angles)
-        )
+        e_sel = self.repflow.e_sel
+        if isinstance(e_sel, str):
+            e_sel = saved.repflow.e_sel
+        a_sel = self.repflow.a_sel
+        if isinstance(a_sel, str):
+            a_sel = saved.repflow.a_sel
+        return self._with_slots(e_sel, a_sel)
+
+    def _with_slots(self, e_sel: int | str, a_sel: int | str) -> DPA3Settings:
+        repflow = dataclasses.replace(self.repflow, e_sel=e_sel, a_sel=a_sel)
+        return dataclasses.replace(self, repflow=repflow)
 
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""
-        keys = ("e_sel", "e_rcut", "e_rcut_smth", "use_exp_switch", "fix_stat_std")
-        own = {
-            key: thaw(value)
-            for key in ("exclude_types", "env_protection")
-            if (value := getattr(self, key))
-        }
-        return {"type": self.type, **{key: getattr(self.repflow, key) for key in keys}, **own}
+        key: dict[str, Any] = {"type": self.type}
+        for name in ("e_sel", "e_rcut", "e_rcut_smth", "use_exp_switch", "fix_stat_std"):
+            key[name] = getattr(self.repflow, name)
+        # At their defaults these do not change the rows.
+        for name in ("exclude_types", "env_protection"):
+            value = getattr(self, name)
+            if value:
+                key[name] = thaw(value)
+        return key

@@ -1,46 +1,49 @@
-"""Triton kernels of the four passes over a layer's edges; `edges.Edges` defines their results in torch's operations.
+"""Triton kernels of the four passes over a layer's edges; `edges.Edges` defines their results.
 
 Notation (that of `edges`; `four_passes` explains the passes, bars, dots and hats)
 ---------------------------------------------------------------------------------
 For the neighbours j of an atom i, with f applied to each element,
 
-    z_ij = e_ij·W + p_i + q_j,   y = f(z),   m_i = Σ_j w_ij·y_ij[:M],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
+    z_ij = e_ij·W + p_i + q_j,   y = f(z),
+    m_i = Σ_j w_ij·y_ij[:M],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
 
 and the update of an edge is y_ij[M:].
 
-| symbol | name                | shape                  | meaning                                              |
-|--------|---------------------|------------------------|------------------------------------------------------|
-| e      | `terms.e`           | (atoms, slots, E)      | edge features                                        |
-| p      | `terms.p`           | (atoms, Y)             | term of the centre                                   |
-| q, v   | `terms.table`       | (atoms, Y + V)         | term and node features of a neighbour, side by side  |
-| w      | `terms.w`           | (atoms, slots)         | weight of an edge; 0 in empty slots                  |
-| h      | `terms.h`           | (atoms, slots, 3)      | weighted direction of an edge; 0 in empty slots      |
-| W      | `weight`            | (E, Y)                 |                                                      |
-| m      | `message`           | (atoms, M)             |                                                      |
-| y[M:]  | `update`            | (atoms, slots, Y − M)  | no elements if Y = M; see below for empty slots      |
-| H      | `moment`            | (atoms, 3, E + V)      |                                                      |
+| symbol | name          | shape                 | meaning                                        |
+|--------|---------------|-----------------------|------------------------------------------------|
+| e      | `terms.e`     | (atoms, slots, E)     | edge features                                  |
+| p      | `terms.p`     | (atoms, Y)            | term of the centre                             |
+| q, v   | `terms.table` | (atoms, Y + V)        | term and features of a neighbour, side by side |
+| w      | `terms.w`     | (atoms, slots)        | weight of an edge; 0 in empty slots            |
+| h      | `terms.h`     | (atoms, slots, 3)     | weighted direction of an edge; 0 in empty slots|
+| W      | `weight`      | (E, Y)                |                                                |
+| m      | `message`     | (atoms, M)            |                                                |
+| y[M:]  | `update`      | (atoms, slots, Y − M) | no elements if Y = M; see below for empty slots|
+| H      | `moment`      | (atoms, 3, E + V)     |                                                |
 
 How the work is divided
 -----------------------
-A *tile* is `EDGE_TILE` consecutive slots of one atom. The tiles that hold an edge come first in `TileOrder.order`; a
-program takes every n-th of them, then stores zeros for its share of the empty ones. Columns of y are taken in *chunks*,
-because a program's registers hold one chunk of W; columns of [e, v] are taken in chunks for the moments.
+A *tile* is `EDGE_TILE` consecutive slots of one atom. The tiles that hold an edge come first in
+`TileOrder.order`. A program takes every n-th of them, then stores zeros for its share of the empty
+ones. Columns of y are taken in *chunks*, because a program's registers hold one chunk of W; columns
+of [e, v] are taken in chunks for the moments.
 
-No two programs add to one number: sums over an atom's edges are written as one part a tile (w̄: a chunk, Ŵ: a
-program), sums over an atom's appearances as a neighbour as one row an edge. They are added up afterwards, always in the
-same order; rows of empty slots are never read.
+No two programs add to one number: sums over an atom's edges are written as one part a tile (w̄: a
+chunk, Ŵ: a program), sums over an atom's appearances as a neighbour as one row an edge. They are
+added up afterwards, always in the same order; rows of empty slots are never read.
 
-Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they then contribute
-nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and 0 in empty tiles.
+Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they
+then contribute nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and
+0 in empty tiles.
 
-All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with float64.
+All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with
+float64.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,7 +55,6 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     add_parts,
     add_to_neighbors,
     at_once,
-    fits_weight,
     holding,
     precision,
 )
@@ -63,7 +65,7 @@ from deepmd_muon.model.nn.layer_kernels import curve
 
 
 class Terms(NamedTuple):
-    """The tensors of `edges.EdgeTerms`, their tangents, or what pass 2 writes for their adjoints."""
+    """The tensors of `edges.Terms`, their tangents, or what pass 2 writes for their adjoints."""
 
     e: Any
     p: Any
@@ -73,7 +75,7 @@ class Terms(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Cotangents of m, y[M:] and H; zeros where none arrived, and no elements for an absent y[M:]."""
+    """Cotangents of m, y[M:] and H; zeros where none arrived, no elements for an absent y[M:]."""
 
     message: Any
     update: Any
@@ -81,12 +83,12 @@ class Cotangents(NamedTuple):
 
 
 class GradientParts(NamedTuple):
-    """What pass 4 writes: ê, a part of p̂ for each tile, a row of the table's gradient for each edge, parts of Ŵ."""
+    """What pass 4 writes."""
 
     e: Any  # (atoms, slots, E)
-    p: Any  # (tiles, atoms, Y)
-    table: Any  # (atoms·slots, Y + V)
-    weight: Any  # (programs, E, Y)
+    p: Any  # (tiles, atoms, Y): parts of p̂
+    table: Any  # (atoms·slots, Y + V): a row of the table's gradient for each edge
+    weight: Any  # (programs, E, Y): parts of Ŵ
 
 
 class TileOrder(NamedTuple):
@@ -108,7 +110,7 @@ class Form(NamedTuple):
     chunk_columns, n_chunks
         Columns of a chunk, and how many chunks hold Y columns.
     precision
-        Of products, see `angles.Form`.
+        Of products, see `shared.precision`.
     """
 
     E: tl.constexpr
@@ -147,173 +149,228 @@ class EdgeLayer(NamedTuple):
 
 
 # ----- helpers of the kernels --------------------------------------------------------------------
-# `c` are columns of a chunk, `edge` the flat numbers of a tile's slots and `edge_mask` which of them exist.
+
+
+class Tiles(NamedTuple):
+    """The tiles of a launch, and how to find their edges."""
+
+    neighbor: Any  # (atoms, slots)
+    order: Any  # (tiles·atoms,): tiles with an edge first
+    n_used: Any  # how many have an edge
+    n_tiles: Any
+    n_atoms: Any
+    n_slots: Any
+
+
+class Tile(NamedTuple):
+    """One tile: some slots (tile_rows,) of an atom."""
+
+    atom: Any
+    row: Any  # in parts (tiles, atoms, …), counted through both
+    edge: Any  # number among all slots
+    mask: Any  # which slots exist
+    j: Any  # the neighbour, as an atom's number
+
+
+class Chunk(NamedTuple):
+    """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
+
+    c: Any  # numbers of the columns
+    in_y: Any  # c < Y
+    weight: Any  # (e_width, chunk_columns)
 
 
 @triton.jit
-def _tile_count(n_atoms, n_slots, form):
-    return n_atoms * ((n_slots + form.tile_rows - 1) // form.tile_rows)
+def _open_tiles(tile_order, neighbor, n_atoms, n_slots, form):
+    """Return the tiles of a launch."""
+    return Tiles(
+        neighbor=neighbor,
+        order=tile_order.order,
+        n_used=tl.load(tile_order.n_used),
+        n_tiles=n_atoms * ((n_slots + form.tile_rows - 1) // form.tile_rows),
+        n_atoms=n_atoms,
+        n_slots=n_slots,
+    )
 
 
 @triton.jit
-def _tile_edges(index, tiles, n_atoms, n_slots, form):
-    """Return atom and number of the index-th tile, its edges, and their mask."""
+def _tile(index, tiles, form):
+    """Return the index-th tile."""
     item = tl.load(tiles.order + index)
-    # `order` counts tile by tile: tile · n_atoms + atom. int64, since edges · columns may exceed 2³¹.
-    tile = (item // n_atoms).to(tl.int64)
-    atom = (item % n_atoms).to(tl.int64)
-    slot = tile * form.tile_rows + tl.arange(0, form.tile_rows)
-    return atom, tile, atom * n_slots + slot, slot < n_slots
+    # `order` counts tile by tile: number · n_atoms + atom. int64, since edges · columns may exceed
+    # 2³¹.
+    number = (item // tiles.n_atoms).to(tl.int64)
+    atom = (item % tiles.n_atoms).to(tl.int64)
+    slot = number * form.tile_rows + tl.arange(0, form.tile_rows)
+    edge = atom * tiles.n_slots + slot
+    mask = slot < tiles.n_slots
+    return Tile(
+        atom=atom,
+        row=number * tiles.n_atoms + atom,
+        edge=edge,
+        mask=mask,
+        j=tl.load(tiles.neighbor + edge, mask, 0),
+    )
 
 
 @triton.jit
-def _load_weight(weight, e_column, c, form):
-    """Load a chunk of W (e_width, chunk_columns)."""
-    mask = (e_column < form.E)[:, None] & (c < form.Y)[None, :]
-    return load_tile(weight, e_column, c, mask, form.Y)
+def _load_chunk(weight, number, form):
+    """Load what a program holds of a chunk."""
+    i = tl.arange(0, form.e_width)
+    c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    in_y = c < form.Y
+    weight_mask = (i < form.E)[:, None] & in_y[None, :]
+    return Chunk(c=c, in_y=in_y, weight=load_tile(weight, i, c, weight_mask, form.Y))
 
 
 @triton.jit
-def _load_e(e, edge, e_column, edge_mask, form):
+def _load_e(e, tile, form):
     """Load edge features of a tile (tile_rows, e_width)."""
-    mask = edge_mask[:, None] & (e_column < form.E)[None, :]
-    return load_tile(e, edge, e_column, mask, form.E)
+    i = tl.arange(0, form.e_width)
+    mask = tile.mask[:, None] & (i < form.E)[None, :]
+    return load_tile(e, tile.edge, i, mask, form.E)
 
 
 @triton.jit
-def _accumulate_e(e_out, value, edge, e_column, edge_mask, chunk, form):
+def _accumulate_e(e_out, value, tile, number, form):
     """Store what a chunk of y contributes to ē or ê, added to that of earlier chunks."""
-    mask = edge_mask[:, None] & (e_column < form.E)[None, :]
+    i = tl.arange(0, form.e_width)
+    mask = tile.mask[:, None] & (i < form.E)[None, :]
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(e_out, edge, e_column, mask & (chunk > 0), form.E)
-    tl.store(e_out + edge[:, None] * form.E + e_column[None, :], value, mask)
+    value += load_tile(e_out, tile.edge, i, mask & (number > 0), form.E)
+    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], value, mask)
 
 
 @triton.jit
-def _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form):
+def _pre_activation(terms, e, tile, chunk, form):
     """Return a chunk of z = e·W + p_i + q_j (tile_rows, chunk_columns), or of ż from tangents."""
-    y_mask = c < form.Y
-    p = tl.load(terms.p + atom * form.Y + c, y_mask, 0.0)[None, :]
-    q_mask = edge_mask[:, None] & y_mask[None, :]
-    q = load_tile(terms.table, other, c, q_mask, form.Y + form.V)
-    return tl.dot(e, weight_chunk, input_precision=form.precision) + p + q
+    p = tl.load(terms.p + tile.atom * form.Y + chunk.c, chunk.in_y, 0.0)[None, :]
+    q_mask = tile.mask[:, None] & chunk.in_y[None, :]
+    q = load_tile(terms.table, tile.j, chunk.c, q_mask, form.Y + form.V)
+    return tl.dot(e, chunk.weight, input_precision=form.precision) + p + q
 
 
 @triton.jit
-def _load_message(message, atom, c, form):
+def _load_message(message, tile, chunk, form):
     """Load m̄ or m̂ of an atom into the columns of y (1, chunk_columns); 0 beyond M."""
-    return tl.load(message + atom * form.M + c, c < form.M, 0.0)[None, :]
+    return tl.load(message + tile.atom * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
 
 
 @triton.jit
-def _load_update(update, edge, c, edge_mask, form):
+def _load_update(update, tile, chunk, form):
     """Load the cotangent of y[M:] of a tile into the columns of y; 0 up to M. Only if Y > M."""
-    column = c - form.M
-    mask = edge_mask[:, None] & ((column >= 0) & (c < form.Y))[None, :]
-    return load_tile(update, edge, column, mask, form.Y - form.M)
+    column = chunk.c - form.M
+    mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
+    return load_tile(update, tile.edge, column, mask, form.Y - form.M)
 
 
 @triton.jit
-def _store_update(update, value, edge, c, edge_mask, form):
+def _store_update(update, value, tile, chunk, form):
     """Store y[M:] of a tile from a chunk of y. Only if Y > M."""
-    column = c - form.M
-    mask = edge_mask[:, None] & ((column >= 0) & (c < form.Y))[None, :]
-    tl.store(update + edge[:, None] * (form.Y - form.M) + column[None, :], value, mask)
+    column = chunk.c - form.M
+    mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
+    tl.store(update + tile.edge[:, None] * (form.Y - form.M) + column[None, :], value, mask)
 
 
 @triton.jit
-def _load_e_and_v(terms, edge, other, c, edge_mask, form):
-    """Load a chunk of [e, v] of a tile (tile_rows, chunk_columns)."""
-    e_mask = edge_mask[:, None] & (c < form.E)[None, :]
-    v_mask = edge_mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
-    e = load_tile(terms.e, edge, c, e_mask, form.E)
-    v = load_tile(terms.table, other, c - form.E + form.Y, v_mask, form.Y + form.V)
+def _store_q(table_out, value, tile, chunk, form):
+    """Store what a chunk of y contributes to q in the row of each edge."""
+    at = table_out + tile.edge[:, None] * (form.Y + form.V) + chunk.c[None, :]
+    tl.store(at, value, tile.mask[:, None] & chunk.in_y[None, :])
+
+
+@triton.jit
+def _load_e_and_v(terms, tile, c, form):
+    """Load columns c of [e, v] of a tile (tile_rows, chunk_columns)."""
+    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
+    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
+    e = load_tile(terms.e, tile.edge, c, e_mask, form.E)
+    v = load_tile(terms.table, tile.j, c - form.E + form.Y, v_mask, form.Y + form.V)
     return e + v  # each is 0 in the columns of the other
 
 
 @triton.jit
-def _spread_moment(moment, h, atom, edge, c, edge_mask, form):
-    """Return a chunk of Σ_a h_a·H_a of a tile (tile_rows, chunk_columns): the adjoint of Σ_j h ⊗ [e, v] by [e, v]."""
+def _spread_moment(moment, h, tile, c, form):
+    """Return columns c of Σ_a h_a·H_a of a tile (tile_rows, chunk_columns).
+
+    This is the adjoint of Σ_j h ⊗ [e, v] by [e, v].
+    """
     columns: tl.constexpr = form.E + form.V
-    atom_moment = moment + atom * 3 * columns + c
+    atom_moment = moment + tile.atom * 3 * columns + c
     total = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
     for a in tl.static_range(3):
-        h_a = tl.load(h + edge * 3 + a, edge_mask, 0.0)
+        h_a = tl.load(h + tile.edge * 3 + a, tile.mask, 0.0)
         moment_a = tl.load(atom_moment + a * columns, c < columns, 0.0)
         total += h_a[:, None] * moment_a[None, :]
     return total
 
 
 @triton.jit
-def _add_spread(e_out, table_out, spread, edge, c, edge_mask, form):
+def _add_spread(out, spread, tile, c, form):
     """Add what moments contribute to ē or ê, and store it for v in the row of each edge."""
-    e_mask = edge_mask[:, None] & (c < form.E)[None, :]
-    e_at = e_out + edge[:, None] * form.E + c[None, :]
+    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
+    e_at = out.e + tile.edge[:, None] * form.E + c[None, :]
     tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
-    v_mask = edge_mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
-    v_at = table_out + edge[:, None] * (form.Y + form.V) + form.Y + (c - form.E)[None, :]
+    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
+    v_at = out.table + tile.edge[:, None] * (form.Y + form.V) + form.Y + (c - form.E)[None, :]
     tl.store(v_at, spread, v_mask)
 
 
 @triton.jit
 def _store_zero_row(parts, row, c, columns, form):
-    """Store zeros in a chunk of a row of parts (…, columns)."""
+    """Store zeros in columns c of a row of parts (…, columns)."""
     tl.store(parts + row * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
 
 
 @triton.jit
-def _store_zero_e(e_out, edge, edge_mask, chunk, form):
-    """Store zeros in the edge features of a tile, once: with the first chunk."""
-    e_column = tl.arange(0, form.e_width)
-    mask = edge_mask[:, None] & (e_column < form.E)[None, :] & (chunk == 0)
-    zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
-    tl.store(e_out + edge[:, None] * form.E + e_column[None, :], zeros, mask)
+def _store_zero_update(update, tile, chunk, form):
+    """Store zeros for y[M:] of an empty tile. Only if Y > M."""
+    zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+    _store_update(update, zeros, tile, chunk, form)
 
 
 @triton.jit
-def _write_moment_parts(
-    moment_parts,  # (tiles, atoms, 3, E + V), written
-    neighbor,
-    terms,
-    dots,
-    tiles,
-    n_used,
-    n_tiles,
-    n_atoms,
-    n_slots,
-    with_tangent: tl.constexpr,
-    form,
-):
-    """Σ_j h ⊗ [e, v] over each tile, or the tangent Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇])."""
+def _store_zero_e(e_out, tile, number, form):
+    """Store zeros in the edge features of an empty tile, once: with the first chunk."""
+    i = tl.arange(0, form.e_width)
+    mask = tile.mask[:, None] & (i < form.E)[None, :] & (number == 0)
+    zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
+    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], zeros, mask)
+
+
+@triton.jit
+def _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent: tl.constexpr, form):
+    """Write Σ_j h ⊗ [e, v] over each tile, or its tangent Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
+
+    `moment_parts` is (tiles, atoms, 3, E + V).
+    """
     columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-        atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-        other = tl.load(neighbor + edge, edge_mask, 0)
-        first_row = (tile * n_atoms + atom) * 3
-        for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            e_and_v = _load_e_and_v(terms, edge, other, c, edge_mask, form)
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _tile(index, tiles, form)
+        for number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            e_and_v = _load_e_and_v(terms, tile, c, form)
             if with_tangent:
-                e_and_v_dot = _load_e_and_v(dots, edge, other, c, edge_mask, form)
+                e_and_v_dot = _load_e_and_v(dots, tile, c, form)
             for a in tl.static_range(3):
                 if with_tangent:
-                    h_a_dot = tl.load(dots.h + edge * 3 + a, edge_mask, 0.0)
-                    h_a = tl.load(terms.h + edge * 3 + a, edge_mask, 0.0)
+                    h_a_dot = tl.load(dots.h + tile.edge * 3 + a, tile.mask, 0.0)
+                    h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
                     total = tl.sum(h_a_dot[:, None] * e_and_v, 0)
                     total += tl.sum(h_a[:, None] * e_and_v_dot, 0)
                 else:
-                    h_a = tl.load(terms.h + edge * 3 + a, edge_mask, 0.0)
+                    h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
                     total = tl.sum(h_a[:, None] * e_and_v, 0)
-                tl.store(moment_parts + (first_row + a) * columns + c, total, c < columns)
-    for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
-        atom, tile, _, _ = _tile_edges(index, tiles, n_atoms, n_slots, form)
-        for first in range(0, 3 * columns, form.chunk_columns):
-            c = first + tl.arange(0, form.chunk_columns)
-            _store_zero_row(moment_parts, tile * n_atoms + atom, c, 3 * columns, form)
+                tl.store(moment_parts + (tile.row * 3 + a) * columns + c, total, c < columns)
+    for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+        tile = _tile(index, tiles, form)
+        for start in range(0, 3 * columns, form.chunk_columns):
+            c = start + tl.arange(0, form.chunk_columns)
+            _store_zero_row(moment_parts, tile.row, c, 3 * columns, form)
 
 
 # ----- the passes --------------------------------------------------------------------------------
-# Sizes that differ between batches are not specialized: Triton would compile a kernel anew for
+# Sizes that differ between batches are not specialized: Triton would compile a kernel again for
 # each number of atoms that 16 divides.
 
 
@@ -323,7 +380,7 @@ def update_kernel(
     update,  # (atoms, slots, Y − M), written
     moment_parts,  # (tiles, atoms, 3, E + V), written
     neighbor,  # (atoms, slots)
-    tiles,  # TileOrder
+    tile_order,  # TileOrder
     weight,  # (E, Y)
     terms,  # Terms
     n_atoms,
@@ -333,33 +390,25 @@ def update_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 1: y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v] as one part a tile; y[M:]."""
-    e_column = tl.arange(0, form.e_width)
-    n_tiles = _tile_count(n_atoms, n_slots, form)
-    n_used = tl.load(tiles.n_used)
-    for chunk in range(form.n_chunks):
-        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-        weight_chunk = _load_weight(weight, e_column, c, form)
-        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            other = tl.load(neighbor + edge, edge_mask, 0)
-            e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
+    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, number, form)
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
             y, _, _ = curve(z, kind, curve_of)
-            w = tl.load(terms.w + edge, edge_mask, 0.0)
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             message = tl.sum(y * w[:, None], 0)
-            row = tile * n_atoms + atom
-            tl.store(message_parts + row * form.M + c, message, c < form.M)
+            tl.store(message_parts + tile.row * form.M + chunk.c, message, chunk.c < form.M)
             if form.Y > form.M:
-                _store_update(update, y, edge, c, edge_mask, form)
-        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            _store_zero_row(message_parts, tile * n_atoms + atom, c, form.M, form)
+                _store_update(update, y, tile, chunk, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            _store_zero_row(message_parts, tile.row, chunk.c, form.M, form)
             if form.Y > form.M:
-                zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-                _store_update(update, zeros, edge, c, edge_mask, form)
-    _write_moment_parts(
-        moment_parts, neighbor, terms, terms, tiles, n_used, n_tiles, n_atoms, n_slots, False, form
-    )
+                _store_zero_update(update, tile, chunk, form)
+    _write_moment_parts(moment_parts, terms, terms, tiles, with_tangent=False, form=form)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
@@ -367,7 +416,7 @@ def adjoint_kernel(
     out,  # Terms, written: p in parts (tiles, atoms, Y), w (chunks, atoms, slots), table by edge
     bars,  # Cotangents
     neighbor,  # (atoms, slots)
-    tiles,  # TileOrder
+    tile_order,  # TileOrder
     weight,  # (E, Y)
     terms,  # Terms
     n_atoms,
@@ -376,68 +425,60 @@ def adjoint_kernel(
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
-    """Pass 2, from m̄, the adjoint of y[M:], and H̄.
+    """Pass 2: the adjoints of all terms.
 
-    ȳ = [w·m̄, …], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
+    ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
     v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
     """
-    e_column = tl.arange(0, form.e_width)
-    n_tiles = _tile_count(n_atoms, n_slots, form)
-    n_used = tl.load(tiles.n_used)
-    for chunk in range(form.n_chunks):
-        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-        y_mask = c < form.Y
-        weight_chunk = _load_weight(weight, e_column, c, form)
-        w_bar_chunk = out.w + chunk * n_atoms * n_slots
-        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            other = tl.load(neighbor + edge, edge_mask, 0)
-            e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
+    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, number, form)
+        w_bar_chunk = out.w + number * n_atoms * n_slots
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
             y, slope, _ = curve(z, kind, curve_of)
-            message_bar = _load_message(bars.message, atom, c, form)
-            tl.store(w_bar_chunk + edge, tl.sum(y * message_bar, 1), edge_mask)
-            w = tl.load(terms.w + edge, edge_mask, 0.0)
+            message_bar = _load_message(bars.message, tile, chunk, form)
+            tl.store(w_bar_chunk + tile.edge, tl.sum(y * message_bar, 1), tile.mask)
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             y_bar = message_bar * w[:, None]
             if form.Y > form.M:
-                y_bar += _load_update(bars.update, edge, c, edge_mask, form)
+                y_bar += _load_update(bars.update, tile, chunk, form)
             z_bar = slope * y_bar
-            row = tile * n_atoms + atom
-            tl.store(out.p + row * form.Y + c, tl.sum(z_bar, 0), y_mask)
-            q_at = out.table + edge[:, None] * (form.Y + form.V) + c[None, :]
-            tl.store(q_at, z_bar, edge_mask[:, None] & y_mask[None, :])
-            e_bar = tl.dot(z_bar, tl.trans(weight_chunk), input_precision=form.precision)
-            _accumulate_e(out.e, e_bar, edge, e_column, edge_mask, chunk, form)
-        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            _store_zero_row(out.p, tile * n_atoms + atom, c, form.Y, form)
-            _store_zero_e(out.e, edge, edge_mask, chunk, form)
+            tl.store(out.p + tile.row * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
+            _store_q(out.table, z_bar, tile, chunk, form)
+            e_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
+            _accumulate_e(out.e, e_bar, tile, number, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            _store_zero_row(out.p, tile.row, chunk.c, form.Y, form)
+            _store_zero_e(out.e, tile, number, form)
             zeros = tl.zeros([form.tile_rows], tl.float32)
-            tl.store(w_bar_chunk + edge, zeros, edge_mask)
+            tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
             for a in tl.static_range(3):
-                tl.store(out.h + edge * 3 + a, zeros, edge_mask)
-        # A tile's threads read in the next chunk what other threads of the program have stored to ē.
+                tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
+        # The next chunk adds to ē, which other threads of this program have written.
         tl.debug_barrier()
     columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-        atom, _, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-        other = tl.load(neighbor + edge, edge_mask, 0)
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _tile(index, tiles, form)
         h_bar_x = tl.zeros([form.tile_rows], tl.float32)
         h_bar_y = tl.zeros([form.tile_rows], tl.float32)
         h_bar_z = tl.zeros([form.tile_rows], tl.float32)
-        for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        for number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
             c_mask = c < columns
-            e_and_v = _load_e_and_v(terms, edge, other, c, edge_mask, form)
-            atom_moment = bars.moment + atom * 3 * columns + c
+            e_and_v = _load_e_and_v(terms, tile, c, form)
+            atom_moment = bars.moment + tile.atom * 3 * columns + c
             h_bar_x += tl.sum(e_and_v * tl.load(atom_moment, c_mask, 0.0)[None, :], 1)
             h_bar_y += tl.sum(e_and_v * tl.load(atom_moment + columns, c_mask, 0.0)[None, :], 1)
             h_bar_z += tl.sum(e_and_v * tl.load(atom_moment + 2 * columns, c_mask, 0.0)[None, :], 1)
-            spread = _spread_moment(bars.moment, terms.h, atom, edge, c, edge_mask, form)
-            _add_spread(out.e, out.table, spread, edge, c, edge_mask, form)
-        tl.store(out.h + edge * 3, h_bar_x, edge_mask)
-        tl.store(out.h + edge * 3 + 1, h_bar_y, edge_mask)
-        tl.store(out.h + edge * 3 + 2, h_bar_z, edge_mask)
+            spread = _spread_moment(bars.moment, terms.h, tile, c, form)
+            _add_spread(out, spread, tile, c, form)
+        tl.store(out.h + tile.edge * 3, h_bar_x, tile.mask)
+        tl.store(out.h + tile.edge * 3 + 1, h_bar_y, tile.mask)
+        tl.store(out.h + tile.edge * 3 + 2, h_bar_z, tile.mask)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
@@ -446,7 +487,7 @@ def tangent_kernel(
     update,  # (atoms, slots, Y − M), written
     moment_parts,  # (tiles, atoms, 3, E + V), written
     neighbor,  # (atoms, slots)
-    tiles,  # TileOrder
+    tile_order,  # TileOrder
     weight,  # (E, Y)
     terms,  # Terms
     dots,  # Terms: tangents
@@ -457,37 +498,29 @@ def tangent_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 3: ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ as one part a tile; ẏ[M:]."""
-    e_column = tl.arange(0, form.e_width)
-    n_tiles = _tile_count(n_atoms, n_slots, form)
-    n_used = tl.load(tiles.n_used)
-    for chunk in range(form.n_chunks):
-        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-        weight_chunk = _load_weight(weight, e_column, c, form)
-        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            other = tl.load(neighbor + edge, edge_mask, 0)
-            e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            e_dot = _load_e(dots.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
-            z_dot = _pre_activation(dots, e_dot, weight_chunk, atom, other, c, edge_mask, form)
+    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, number, form)
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            e_dot = _load_e(dots.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
+            z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
             y, slope, _ = curve(z, kind, curve_of)
             y_dot = slope * z_dot
-            w = tl.load(terms.w + edge, edge_mask, 0.0)
-            w_dot = tl.load(dots.w + edge, edge_mask, 0.0)
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
+            w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
             message_dot = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
-            row = tile * n_atoms + atom
-            tl.store(message_parts + row * form.M + c, message_dot, c < form.M)
+            tl.store(message_parts + tile.row * form.M + chunk.c, message_dot, chunk.c < form.M)
             if form.Y > form.M:
-                _store_update(update, y_dot, edge, c, edge_mask, form)
-        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            _store_zero_row(message_parts, tile * n_atoms + atom, c, form.M, form)
+                _store_update(update, y_dot, tile, chunk, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            _store_zero_row(message_parts, tile.row, chunk.c, form.M, form)
             if form.Y > form.M:
-                zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-                _store_update(update, zeros, edge, c, edge_mask, form)
-    _write_moment_parts(
-        moment_parts, neighbor, terms, dots, tiles, n_used, n_tiles, n_atoms, n_slots, True, form
-    )
+                _store_zero_update(update, tile, chunk, form)
+    _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent=True, form=form)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
@@ -496,7 +529,7 @@ def gradient_kernel(
     hats,  # Cotangents of pass 4
     bars,  # Cotangents of pass 2; read only with forces, as are dots
     neighbor,  # (atoms, slots)
-    tiles,  # TileOrder
+    tile_order,  # TileOrder
     weight,  # (E, Y)
     terms,  # Terms
     dots,  # Terms: tangents
@@ -507,70 +540,64 @@ def gradient_kernel(
     kind: tl.constexpr,
     with_forces: tl.constexpr,
 ) -> None:
-    """Pass 4: gradients of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ and of the moments by e, p, table and W; w and h get none.
+    """Pass 4: the gradients of e, p, the table and W; w and h get none.
 
-    ŷ = [w·m̂ + ẇ·m̄, …], ȳ = [w·m̄, …]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
+    ŷ = [w·m̂ + ẇ·m̄, ŷ[M:]], ȳ = [w·m̄, ȳ[M:]]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
     Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge,
-    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge. The dots after w·m̂ + ẇ·m̄ and w·m̄ are the
-    cotangents of y[M:]. Without forces, terms with bars and dots are absent.
+    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge.
+    Without forces, terms with bars and dots are absent.
     """
-    e_column = tl.arange(0, form.e_width)
-    n_tiles = _tile_count(n_atoms, n_slots, form)
-    n_used = tl.load(tiles.n_used)
-    for chunk in range(form.n_chunks):
-        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-        y_mask = c < form.Y
-        weight_chunk = _load_weight(weight, e_column, c, form)
-        weight_hat = tl.zeros_like(weight_chunk)
-        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            other = tl.load(neighbor + edge, edge_mask, 0)
-            e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
+    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, number, form)
+        weight_hat = tl.zeros_like(chunk.weight)
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
             _, slope, bend = curve(z, kind, curve_of)
-            w = tl.load(terms.w + edge, edge_mask, 0.0)
-            y_hat = _load_message(hats.message, atom, c, form) * w[:, None]
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
+            y_hat = _load_message(hats.message, tile, chunk, form) * w[:, None]
             if form.Y > form.M:
-                y_hat += _load_update(hats.update, edge, c, edge_mask, form)
+                y_hat += _load_update(hats.update, tile, chunk, form)
             if with_forces:
-                e_dot = _load_e(dots.e, edge, e_column, edge_mask, form)
-                z_dot = _pre_activation(dots, e_dot, weight_chunk, atom, other, c, edge_mask, form)
-                w_dot = tl.load(dots.w + edge, edge_mask, 0.0)
-                message_bar = _load_message(bars.message, atom, c, form)
+                e_dot = _load_e(dots.e, tile, form)
+                z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
+                w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
+                message_bar = _load_message(bars.message, tile, chunk, form)
                 y_hat += message_bar * w_dot[:, None]
                 y_bar = message_bar * w[:, None]
                 if form.Y > form.M:
-                    y_bar += _load_update(bars.update, edge, c, edge_mask, form)
+                    y_bar += _load_update(bars.update, tile, chunk, form)
                 z_hat = slope * y_hat + bend * z_dot * y_bar
                 z_bar = slope * y_bar
                 weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=form.precision)
             else:
                 z_hat = slope * y_hat
             weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
-            row = tile * n_atoms + atom
-            tl.store(out.p + row * form.Y + c, tl.sum(z_hat, 0), y_mask)
-            q_at = out.table + edge[:, None] * (form.Y + form.V) + c[None, :]
-            tl.store(q_at, z_hat, edge_mask[:, None] & y_mask[None, :])
-            e_hat = tl.dot(z_hat, tl.trans(weight_chunk), input_precision=form.precision)
-            _accumulate_e(out.e, e_hat, edge, e_column, edge_mask, chunk, form)
-        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
-            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-            _store_zero_row(out.p, tile * n_atoms + atom, c, form.Y, form)
-            _store_zero_e(out.e, edge, edge_mask, chunk, form)
-        weight_row = tl.program_id(0) * form.E + e_column[:, None]
-        weight_mask = (e_column < form.E)[:, None] & y_mask[None, :]
-        tl.store(out.weight + weight_row * form.Y + c[None, :], weight_hat, weight_mask)
-        # A tile's threads read in the next chunk what other threads of the program have stored to ê.
+            tl.store(out.p + tile.row * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
+            _store_q(out.table, z_hat, tile, chunk, form)
+            e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
+            _accumulate_e(out.e, e_hat, tile, number, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _tile(index, tiles, form)
+            _store_zero_row(out.p, tile.row, chunk.c, form.Y, form)
+            _store_zero_e(out.e, tile, number, form)
+        i = tl.arange(0, form.e_width)
+        weight_row = tl.program_id(0) * form.E + i[:, None]
+        weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
+        tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
+        # The next chunk adds to ê, which other threads of this program have written.
         tl.debug_barrier()
     columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
-        atom, _, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
-        for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            spread = _spread_moment(hats.moment, terms.h, atom, edge, c, edge_mask, form)
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _tile(index, tiles, form)
+        for number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            spread = _spread_moment(hats.moment, terms.h, tile, c, form)
             if with_forces:
-                spread += _spread_moment(bars.moment, dots.h, atom, edge, c, edge_mask, form)
-            _add_spread(out.e, out.table, spread, edge, c, edge_mask, form)
+                spread += _spread_moment(bars.moment, dots.h, tile, c, form)
+            _add_spread(out, spread, tile, c, form)
 
 
 # ----- launches ----------------------------------------------------------------------------------
@@ -590,7 +617,7 @@ OTHER_PASSES = Tuning(chunk_columns=64, programs=2, num_warps=4)
 
 
 class Launch:
-    """The grid of a pass over one layer's edges, its arguments that all passes share, and its outputs."""
+    """The grid of a pass over one layer's edges, the arguments of all passes, and outputs."""
 
     def __init__(self, terms: Tensors, layer: EdgeLayer, tuning: Tuning = OTHER_PASSES) -> None:
         self.layer = layer
@@ -604,17 +631,27 @@ class Launch:
         self.n_chunks = triton.cdiv(self.Y, tuning.chunk_columns)
         programs = at_once(layer.weight.device, tuning.programs)
         self.grid = (min(self.n_atoms * self.tiles_per_atom, programs),)
-        sizes = (E, V, self.M, self.Y, EDGE_TILE, holding(E), tuning.chunk_columns, self.n_chunks)
+        form = Form(
+            E=tl.constexpr(E),
+            V=tl.constexpr(V),
+            M=tl.constexpr(self.M),
+            Y=tl.constexpr(self.Y),
+            tile_rows=tl.constexpr(EDGE_TILE),
+            e_width=tl.constexpr(holding(E)),
+            chunk_columns=tl.constexpr(tuning.chunk_columns),
+            n_chunks=tl.constexpr(self.n_chunks),
+            precision=tl.constexpr(precision()),
+        )
         kind, *curve_of = layer.formula
         self.arguments: dict[str, Any] = {
             "neighbor": layer.neighbor.contiguous(),
-            "tiles": TileOrder(order=layer.incoming.tiles, n_used=layer.incoming.used),
+            "tile_order": TileOrder(order=layer.incoming.tiles, n_used=layer.incoming.used),
             "weight": layer.weight.contiguous(),
             "terms": self.terms,
             "n_atoms": self.n_atoms,
             "n_slots": self.n_slots,
             "curve_of": tuple(curve_of),
-            "form": Form(*map(tl.constexpr, (*sizes, precision()))),
+            "form": form,
             "kind": kind,
             "num_warps": tuning.num_warps,
             "num_stages": 1,
@@ -650,15 +687,15 @@ class Launch:
 def update(terms: Tensors, layer: EdgeLayer) -> Tensors:
     """Pass 1: return m, y[M:] and H."""
     launch = Launch(terms, layer, PASS_1)
-    message_parts, rest, moment_parts = launch.empty_outputs()
+    message_parts, y_update, moment_parts = launch.empty_outputs()
     update_kernel[launch.grid](
         message_parts=message_parts,
-        update=rest,
+        update=y_update,
         moment_parts=moment_parts,
         **launch.arguments,
     )
     message, moment = add_parts(message_parts, moment_parts)
-    return message, rest, moment
+    return message, y_update, moment
 
 
 def adjoint(cotangents: Tensors, terms: Tensors, layer: EdgeLayer) -> Tensors:
@@ -679,16 +716,16 @@ def adjoint(cotangents: Tensors, terms: Tensors, layer: EdgeLayer) -> Tensors:
 def tangent(terms: Tensors, dots: Tensors, layer: EdgeLayer) -> Tensors:
     """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
-    message_parts, rest, moment_parts = launch.empty_outputs()
+    message_parts, y_update, moment_parts = launch.empty_outputs()
     tangent_kernel[launch.grid](
         message_parts=message_parts,
-        update=rest,
+        update=y_update,
         moment_parts=moment_parts,
         dots=Terms(*(x.contiguous() for x in dots)),
         **launch.arguments,
     )
     message, moment = add_parts(message_parts, moment_parts)
-    return message, rest, moment
+    return message, y_update, moment
 
 
 def gradient(
@@ -696,7 +733,8 @@ def gradient(
 ) -> Tensors:
     """Pass 4: return the gradients of W, e, p and the table.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no such pass.
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was
+    no such pass.
     """
     launch = Launch(terms, layer)
     with_forces = len(dots) > 0
@@ -717,8 +755,3 @@ def gradient(
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
     return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
-
-
-def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
-    """Return whether there are edges, the kernels know the activation, and their tiles hold a layer with weights W."""
-    return neighbor.numel() > 0 and fits_weight(weight, formula)
