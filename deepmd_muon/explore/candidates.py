@@ -13,9 +13,8 @@ import torch
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.lists import Pairs
-from deepmd_muon.dynamics.barostat import Barostat
 from deepmd_muon.dynamics.forces import ForceField
-from deepmd_muon.dynamics.integrators import Langevin, Snapshot, simulate
+from deepmd_muon.dynamics.integrators import Barostat, Langevin, Snapshot, simulate
 from deepmd_muon.dynamics.systems import Systems, usual_time_step
 from deepmd_muon.explore.fingerprints import Fingerprints
 from deepmd_muon.explore.settings import DynamicsSettings, ExploreError, SelectionSettings
