@@ -141,7 +141,11 @@ class DeviceCall:
 
     def launch(self) -> None:
         """Evaluate the present positions; all work is on the device."""
-        structures = replace(self.lists.find(), **self._parameters)
+        structures = replace(
+            self.lists.find(),
+            fparam=self._parameters["fparam"],
+            aparam=self._parameters["aparam"],
+        )
         with torch.no_grad(), self._model.using(self._table):
             output = self._model(structures, force=True, virial=True)
         torch.cat([output[name].flatten() for name in _Results._fields], out=self._results)

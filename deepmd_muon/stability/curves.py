@@ -132,7 +132,7 @@ def _minimum(path: _Path) -> list[Feature]:
         """Order minima behind low barriers first, then holes, then by barrier and depth."""
         return barrier[k] >= BARRIER * kt, energy[k] > 0.0, barrier[k], -depth[k]
 
-    k = min(minima, key=rank)
+    k = min(minima.tolist(), key=rank)
     is_hole = bool(energy[k] < 3.0 * kt)
     if barrier[k] < BARRIER * kt:
         verdict = Verdict.fails if is_hole else Verdict.doubtful
