@@ -59,7 +59,8 @@ class Distances:
     def of(self, systems: Systems, mask: np.ndarray) -> NearPairs:
         """Return the pairs of at least the structures of a mask `(nsystems,)`.
 
-        Vectors may be longer than the cut-off. Atoms at the same place have a vector of length 0 or nearly so.
+        Vectors may be longer than the cut-off. Atoms at the same place have a vector of length 0 or
+        nearly so.
         """
         pairs = self._search(systems) if self._on_device else None
         if pairs is None:
@@ -79,7 +80,8 @@ class Distances:
             self._lists = None
             if fits(systems.atype.cpu().numpy()):
                 self._lists = SkinLists(
-                    # `pairs` are read before they are sorted into sections, so `sel` does not matter.
+                    # `pairs` are read before they are sorted into sections, so `sel` does not
+                    # matter.
                     NeighborRequest(self._rcut, (1,), by_type=False),
                     self._ntypes,
                     systems.atype,

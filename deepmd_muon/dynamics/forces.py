@@ -1,8 +1,8 @@
 """One force call for many structures, with checkpoints or frozen files and reused neighbour lists.
 
-`ForceField` divides the structures into blocks that fit into memory, each with its own lists. If the device
-finds neighbours itself, the lists of a block are a `DeviceCall`. `ForceField.launch` then evaluates all
-structures without the host, and may be captured in a CUDA graph.
+`ForceField` divides the structures into blocks that fit into memory, each with its own lists. If
+the device finds neighbours itself, the lists of a block are a `DeviceCall`. `ForceField.launch`
+then evaluates all structures without the host, and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ForceField:
     predictor
         The potential and its device; `Predictor.batch_atoms` atoms are computed at once.
     skin
-        Neighbour lists contain pairs up to the cut-off plus `skin` [Å]. They are rebuilt when an atom has
-        moved by half of it. Results do not depend on it.
+        Neighbour lists contain pairs up to the cut-off plus `skin` [Å]. They are rebuilt when an
+        atom has moved by half of it. Results do not depend on it.
 
     Attributes
     ----------
@@ -85,8 +85,9 @@ class ForceField:
             raise DynamicsError(f"skin must be 0 Å or more; found {skin}")
         if predictor.parameters.required:
             raise DynamicsError(
-                "the model reads frame or atomic parameters (numb_fparam, numb_aparam), and a ForceField "
-                "has no values for them: use DeepPotCalculator, or give the model a default_fparam"
+                "the model reads frame or atomic parameters (numb_fparam, numb_aparam), and a "
+                "ForceField has no values for them: use DeepPotCalculator, or give the model a "
+                "default_fparam"
             )
         self.predictor = predictor
         self.skin = skin
@@ -133,12 +134,14 @@ class ForceField:
         Raises
         ------
         NeighborError
-            When positions of a structure are not finite or two atoms coincide; `frame` is its number.
+            When positions of a structure are not finite or two atoms coincide; `frame` is its
+            number.
         """
         if not self._has_types(atype):
             self._prepare(atype, periodic=box is not None)
         if box is not self._box and box is not None:
-            # Lists do not compare a tensor of cells again that they have seen, so slice it once only.
+            # Lists do not compare a tensor of cells again that they have seen, so slice it once
+            # only.
             self._box = box
             for block in self._blocks:
                 block.box = box[block.rows]
@@ -180,8 +183,8 @@ class ForceField:
     def launch(self, coord: Tensor) -> Forces:
         """Evaluate the structures of the last call at other positions in the same cells.
 
-        The work is done by the device alone. The next launch may overwrite the results. They are valid only
-        if `settled` returns True.
+        The work is done by the device alone. The next launch may overwrite the results. They are
+        valid only if `settled` returns True.
         """
         calls = self._device_calls
         for rows, call in calls:
@@ -192,8 +195,8 @@ class ForceField:
     def settled(self) -> bool:
         """Wait for the device; return whether all results since the last call are right.
 
-        If not, enlarge the lists that were too small. Graphs that contain `launch` must then be recorded
-        again.
+        If not, enlarge the lists that were too small. Graphs that contain `launch` must then be
+        recorded again.
 
         Raises
         ------
@@ -215,7 +218,10 @@ class ForceField:
     # ----- neighbour lists -----------------------------------------------------------------------
 
     def _has_types(self, atype: Tensor) -> bool:
-        """Return whether the blocks have these types; wait for the device only if the tensor is new."""
+        """Return whether the blocks have these types.
+
+        Wait for the device only if the tensor is new.
+        """
         if self._atype is None or self._atype.shape != atype.shape:
             return False
         if atype.is_inference():  # without a version counter
@@ -297,7 +303,8 @@ def _evaluate_frozen(
     pull = output["extended_force"].double()
     energy = coord.new_zeros(len(coord)).index_add_(0, union.frame[: union.nloc], atom_energy)
     force = torch.zeros_like(flat).index_add_(0, union.owner, pull).view_as(coord)
-    # −dE/dε: the energy depends only on differences of positions, so every origin gives the same sum.
+    # −dE/dε: the energy depends only on differences of positions, so every origin gives the same
+    # sum.
     per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
     virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
     return Forces(energy=energy, force=force, virial=virial)

@@ -1,6 +1,7 @@
 """Dynamics of many structures: velocity Verlet at constant energy, BAOAB with a thermostat.
 
-`simulate` yields snapshots of a run. `_Run` holds the structures and does the steps. A step of length Δt is
+`simulate` yields snapshots of a run. `_Run` holds the structures and does the steps. A step of
+length Δt is
 
     v ← v + (Δt/2)·f/m                       kick
     x ← x + (Δt/2)·v                         drift
@@ -9,8 +10,9 @@
     f ← force at x
     v ← v + (Δt/2)·f/m                       kick
 
-Without a thermostat the two drifts are one. The host does one step at a time and drops structures that
-fail. On a device that finds neighbours itself, up to 32 steps run without the host; see `Stretch`.
+Without a thermostat the two drifts are one. The host does one step at a time and drops structures
+that fail. On a device that finds neighbours itself, up to 32 steps run without the host; see
+`Stretch`.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class Barostat:
     time
         Time in which the pressure relaxes [fs].
     compressibility
-        Compressibility of the material [1/GPa], by default that of water. It changes the speed of the
-        relaxation, not the distribution of volumes.
+        Compressibility of the material [1/GPa], by default that of water. It changes the speed of
+        the relaxation, not the distribution of volumes.
     every
         Steps between changes of the cell. Each change needs new neighbour lists.
     """
@@ -91,8 +93,8 @@ class Barostat:
 
             Δε = r·(P_in − P) + √(2kT·r/V)·ξ,  r = compressibility · every · time_step / time
 
-        with ε = ln V, the volume V, the internal pressure P_in and a normal number ξ. `virial` is −dE/dε
-        `(nsystems, 9)` [eV]. Structures without a cell stay unchanged.
+        with ε = ln V, the volume V, the internal pressure P_in and a normal number ξ. `virial` is
+        −dE/dε `(nsystems, 9)` [eV]. Structures without a cell stay unchanged.
         """
         if systems.box is None:
             return systems
@@ -173,11 +175,13 @@ def simulate(
 ) -> Iterator[Snapshot]:
     """Run dynamics of many structures at once; yield the start and every `every`-th step.
 
-    Without a thermostat this is velocity Verlet. With one it is BAOAB (Leimkuhler and Matthews, Appl.
-    Math. Res. Express 2013, 34); its positions sample the temperature to second order in the step.
+    Without a thermostat this is velocity Verlet. With one it is BAOAB (Leimkuhler and Matthews,
+    Appl. Math. Res. Express 2013, 34); its positions sample the temperature to second order in the
+    step.
 
-    A structure is dropped if an atom would move by more than `FARTHEST` in one step, if atoms coincide, or
-    if energy or forces are not finite. The other structures continue. The run ends early when none remains.
+    A structure is dropped if an atom would move by more than `FARTHEST` in one step, if atoms
+    coincide, or if energy or forces are not finite. The other structures continue. The run ends
+    early when none remains.
 
     Parameters
     ----------
@@ -205,8 +209,8 @@ def simulate(
     """
     if not (time_step > 0.0 and math.isfinite(time_step)) or steps < 0 or every < 1:
         raise DynamicsError(
-            "a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or more; "
-            f"found {time_step} fs, {steps} and {every}"
+            "a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or "
+            f"more; found {time_step} fs, {steps} and {every}"
         )
     if barostat is not None:
         if thermostat is None:
@@ -236,8 +240,8 @@ def _barostat_of_each(systems: Systems, barostat: Barostat) -> Barostat:
     for value in (barostat.time, barostat.compressibility, barostat.every):
         if not (value > 0.0 and math.isfinite(value)):
             raise DynamicsError(
-                "constant pressure needs a relaxation time, a compressibility and an interval above 0; "
-                f"found {barostat}"
+                "constant pressure needs a relaxation time, a compressibility and an interval "
+                f"above 0; found {barostat}"
             )
     pressure = systems.of_each(barostat.pressure, "pressure")
     if not pressure.isfinite().all():
@@ -259,8 +263,8 @@ def _thermostat_of_each(systems: Systems, thermostat: Langevin) -> Langevin:
 class _Run:
     """The structures that remain in a run, and their forces.
 
-    Steps change positions, velocities and forces in place, because captured graphs contain the addresses.
-    Dropping structures replaces these tensors, and the next stretch is captured again.
+    Steps change positions, velocities and forces in place, because captured graphs contain the
+    addresses. Dropping structures replaces these tensors, and the next stretch is captured again.
     """
 
     def __init__(
@@ -284,7 +288,8 @@ class _Run:
         self._copies = torch.arange(len(systems), device=device)
         self._lost: list[Lost] = []
         self._drawn: list[Tensor] = []  # noise drawn in advance; each step takes the first
-        # What a stretch of steps on the device reads and writes next to positions, velocities and forces:
+        # What a stretch of steps on the device reads and writes next to positions, velocities and
+        # forces:
         self._stretch: Stretch | None = None
         self._noise = torch.empty(0, device=device)  # (steps, nsystems, natoms, 3)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # the step's row of the noise

@@ -1,8 +1,8 @@
 """Neighbour lists of many structures that the host builds and reuses.
 
-Lists contain the pairs within the cut-off plus a skin. The list of a structure is rebuilt when one of its
-atoms has moved by half the skin, or its cell has changed. `PairLists` serve models of checkpoints,
-`GhostLists` frozen files.
+Lists contain the pairs within the cut-off plus a skin. The list of a structure is rebuilt when one
+of its atoms has moved by half the skin, or its cell has changed. `PairLists` serve models of
+checkpoints, `GhostLists` frozen files.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ class Reused:
         self._box: Tensor | None = None
 
     def stale(self, coord: Tensor, box: Tensor | None) -> list[int]:
-        """Return the structures whose lists must be built; store the positions for which they are built."""
+        """Return the structures whose lists must be built.
+
+        Store the positions for which they are built.
+        """
         if self._coord is None:
             stale = list(range(coord.shape[0]))
             self._coord = coord.clone()
             self._box = None if box is None else box.clone()
         else:
             square = (coord - self._coord).square().sum(-1).amax(1)
-            # Not "square > …": NaN must reach the search for neighbours, whose error names the atom.
+            # Not "square > …": NaN must reach the search for neighbours, whose error names the
+            # atom.
             outdated = ~(square <= (0.5 * self.skin) ** 2)
             if box is not None and self._box is not None:
                 outdated = outdated | (box != self._box).flatten(1).any(1)
@@ -96,8 +100,8 @@ class _Pairs(NamedTuple):
 class PairLists:
     """Neighbour lists for models of checkpoints, as `Structures`.
 
-    At every call they equal the lists of `data.build_neighbors`: pairs beyond the cut-off are omitted, and
-    of more than `sel` neighbours only the nearest remain.
+    At every call they equal the lists of `data.build_neighbors`: pairs beyond the cut-off are
+    omitted, and of more than `sel` neighbours only the nearest remain.
 
     Parameters
     ----------
@@ -173,7 +177,8 @@ class PairLists:
     ) -> Structures:
         """Sort pairs into rows of neighbours, nearest first in each group.
 
-        The result is that of `data.neighbors.lists`. `square` are squared distances `(npairs,)` [Å²].
+        The result is that of `data.neighbors.lists`. `square` are squared distances `(npairs,)`
+        [Å²].
         """
         n_groups = len(self._limits)
         n_real = len(self._order)
@@ -222,7 +227,7 @@ class PairLists:
         )
 
     def _count_inner(self, i: Tensor, square: Tensor) -> np.ndarray:
-        """Count the neighbours within each shorter cut-off that the model reads `(ncutoffs, n_real)`."""
+        """Count the neighbours within each inner cut-off of the model `(ncutoffs, n_real)`."""
         inner = self._model.neighbors.inner
         counted = np.zeros((len(inner), len(self._order)), dtype=np.int64)
         for k, (rcut, limit) in enumerate(inner):

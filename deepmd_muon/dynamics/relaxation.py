@@ -1,7 +1,7 @@
 """FIRE relaxations of many structures at once.
 
-Constants are those of Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths; masses
-are 1.
+Constants are those of Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths;
+masses are 1.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def relax(
 ) -> Relaxed:
     """Move atoms downhill in fixed cells until no force is larger than `fmax`.
 
-    Each structure has its own step length. A structure whose forces are not finite stays where it is, with
-    `largest` NaN.
+    Each structure has its own step length. A structure whose forces are not finite stays where it
+    is, with `largest` NaN.
 
     Parameters
     ----------

@@ -26,8 +26,8 @@ class Stretch:
     step
         Launches one step: it calls `force_field.launch`, and waits for nothing.
     valid_steps
-        One of `state`, int64 `(1,)`, 0 at the start. Steps count in it the valid steps before the first
-        that fails. None if no step can fail.
+        One of `state`, int64 `(1,)`, 0 at the start. Steps count in it the valid steps before the
+        first that fails. None if no step can fail.
     """
 
     def __init__(

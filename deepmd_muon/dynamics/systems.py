@@ -1,4 +1,4 @@
-"""The state of many structures: positions, cells, types, masses and velocities as float64 tensors."""
+"""The state of many structures: positions, cells, types, masses and velocities."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deepmd_muon.data.elements import MASSES
 BOLTZMANN = 8.617333262e-5
 #: Acceleration [Å/fs²] of a mass of 1 u by a force of 1 eV/Å.
 ACCELERATION = 9.648533212e-3
-#: A structure has blown up if its temperature exceeds this multiple of the initial or the thermostat's
-#: temperature.
+#: A structure has blown up if its temperature exceeds this multiple of the initial or the
+#: thermostat's temperature.
 HOT = 3.0
 
 
@@ -26,7 +26,10 @@ class DynamicsError(ValueError):
 
 
 def usual_time_step(elements: Iterable[str]) -> float:
-    """Return the time step of dynamics at constant temperature [fs]: hydrogen needs a shorter one."""
+    """Return the time step of dynamics at constant temperature [fs].
+
+    Hydrogen needs a shorter one.
+    """
     return 0.5 if min(MASSES.get(name, math.inf) for name in elements) < 5.0 else 1.0
 
 
@@ -39,8 +42,8 @@ class Systems:
     coord
         Positions `(nsystems, natoms, 3)` [Å], float64, inside the cell or not.
     box
-        Cell vectors as rows `(nsystems, 3, 3)` [Å], zeros for a structure without cell; None if no structure
-        has one.
+        Cell vectors as rows `(nsystems, 3, 3)` [Å], zeros for a structure without cell; None if no
+        structure has one.
     atype
         Types `(nsystems, natoms)`, int64.
     mass
@@ -145,7 +148,7 @@ class Systems:
         return values.expand(len(self))
 
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
-        """Return the structures with velocities of a temperature, and their centres of mass at rest.
+        """Return the structures with velocities of a temperature, and centres of mass at rest.
 
         Velocities follow the Maxwell–Boltzmann distribution.
 
@@ -185,7 +188,10 @@ class Systems:
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
 
     def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
-        """Return whether each structure has blown up, bool `(nsystems,)`; `kelvin` is as in `heated`."""
+        """Return whether each structure has blown up, bool `(nsystems,)`.
+
+        `kelvin` is as in `heated`.
+        """
         atoms = self.real.sum(1).double()
         # The temperature of few atoms fluctuates more.
         fluctuation = 1.0 + 2.0 / (3.0 * atoms).sqrt()

@@ -1,4 +1,4 @@
-"""Potentials for TorchSim (`torch-sim-atomistic`): its `ModelInterface` by the batched force call."""
+"""Potentials as models of TorchSim (`torch-sim-atomistic`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 class DeepPotTorchSim(ModelInterface):
-    """A checkpoint or frozen file as a model of TorchSim, with energies, forces and stresses in float64.
+    """A checkpoint or frozen file as a model of TorchSim, in float64.
 
     Neighbour lists are reused as long as TorchSim evaluates the same atoms.
 
@@ -55,7 +55,9 @@ class DeepPotTorchSim(ModelInterface):
         self._types = types.to(self._device)
 
     def forward(self, state: Any, **_: Any) -> dict[str, torch.Tensor]:
-        """Return energy (nsystems,) [eV], forces (natoms, 3) [eV/Å] and stress (nsystems, 3, 3) [eV/Å³].
+        """Return energies, forces and stresses.
+
+        Shapes are (nsystems,) [eV], (natoms, 3) [eV/Å] and (nsystems, 3, 3) [eV/Å³].
 
         Raises
         ------
@@ -104,7 +106,7 @@ class DeepPotTorchSim(ModelInterface):
             unknown = sorted(set(atomic_numbers[types < 0].tolist()))
             names = {number: name for name, number in NUMBERS.items()}
             raise DynamicsError(
-                f"the potential knows {', '.join(self._force_field.predictor.type_map)}; these atoms "
-                f"hold {', '.join(names[number] for number in unknown)}"
+                f"the potential knows {', '.join(self._force_field.predictor.type_map)}; these "
+                f"atoms hold {', '.join(names[number] for number in unknown)}"
             )
         return types

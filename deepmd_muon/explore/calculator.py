@@ -26,11 +26,11 @@ from deepmd_muon.setting import shown
 
 @dataclass(frozen=True)
 class Structure:
-    """A structure in plain arrays: symbols, positions `(natoms, 3)` [Å], cell `(3, 3)` [Å] or None."""
+    """A structure in plain arrays."""
 
     symbols: tuple[str, ...]
-    positions: np.ndarray
-    cell: np.ndarray | None
+    positions: np.ndarray  # (natoms, 3) [Å]
+    cell: np.ndarray | None  # (3, 3) [Å]
 
     def atoms(self) -> Any:
         """Return it as `ase.Atoms`."""
@@ -45,7 +45,8 @@ class Structure:
 class CalculatorChoice:
     """An ASE calculator as module:Class, its keyword arguments, and the settings that errors name.
 
-    These settings are `calculator` and `arguments` behind `prefix`: "labels/" in a file, "--" on a command line.
+    These settings are `calculator` and `arguments` behind `prefix`: "labels/" in a file, "--" on a
+    command line.
     """
 
     name: str
@@ -72,7 +73,8 @@ def make_calculator(choice: CalculatorChoice) -> Any:
     Raises
     ------
     ExploreError
-        When module or class do not exist, the class is not a calculator, or it refuses the arguments.
+        When module or class do not exist, the class is not a calculator, or it refuses the
+        arguments.
     """
     module, _, name = choice.name.partition(":")
     setting = f"{choice.prefix}calculator"
@@ -82,8 +84,8 @@ def make_calculator(choice: CalculatorChoice) -> Any:
         imported = import_module(module)
     except (Exception, SystemExit) as error:  # a module may raise anything, or end its program
         raise ExploreError(
-            f"{setting}: {module} cannot be imported ({_describe(error)}): install it in this environment, "
-            "or name another"
+            f"{setting}: {module} cannot be imported ({_describe(error)}): install it in this "
+            "environment, or name another"
         ) from error
     try:
         kind = getattr(imported, name)
@@ -93,9 +95,9 @@ def make_calculator(choice: CalculatorChoice) -> Any:
         ) from error
     if not (_is_calculator(kind) or _returns_calculator(kind)):
         raise ExploreError(
-            f"{setting}: {choice.name} is not an ASE calculator class, so it is not called; name a class "
-            "that derives from ase.calculators.calculator.Calculator, or a function annotated to return "
-            "one"
+            f"{setting}: {choice.name} is not an ASE calculator class, so it is not called; name a "
+            "class that derives from ase.calculators.calculator.Calculator, or a function "
+            "annotated to return one"
         )
     try:
         calculator = kind(**choice.arguments)
@@ -162,7 +164,8 @@ def _answer(job: Job) -> Answer:
 def _prepare() -> None:
     """Lead a group of processes, and end it with the parent; use one thread a library by default.
 
-    A calculator may start programs. They are in the group, so the parent can end them with the calculator.
+    A calculator may start programs. They are in the group, so the parent can end them with the
+    calculator.
     """
     os.setsid()  # Without a terminal: a program that reads from it gets an error and does not stop.
 

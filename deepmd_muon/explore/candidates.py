@@ -92,7 +92,8 @@ def draw(
     Raises
     ------
     ExploreError
-        When the model cannot follow a single structure of the data, as when its weights are spoiled.
+        When the model cannot follow a single structure of the data, as when its weights are
+        spoiled.
     """
     predictor = predictors[0]
     conditions = _conditions(predictor, known.systems, dynamics)
@@ -162,7 +163,10 @@ class _Collected:
     stride: int = 1
 
     def add(self, candidate: Candidate, limit: int) -> None:
-        """Add a candidate; beyond the limit, drop every second one and take half as many from then on."""
+        """Add a candidate.
+
+        Beyond the limit, drop every second one and take half as many from then on.
+        """
         self.candidates.append(candidate)
         if len(self.candidates) > limit:
             del self.candidates[1::2]
@@ -306,13 +310,14 @@ def choose(
 ) -> list[Candidate]:
     """Choose candidates by farthest-point sampling.
 
-    Each is the one farthest from the data and from those chosen before. `known` are fingerprints of training
-    frames `(nframes, nbins)`.
+    Each is the one farthest from the data and from those chosen before. `known` are fingerprints of
+    training frames `(nframes, nbins)`.
     """
     if not candidates:
         return []
     vectors = np.stack([candidate.fingerprint for candidate in candidates])
-    # To the nearest frame of the data or chosen candidate; −inf for candidates that cannot be chosen.
+    # To the nearest frame of the data or chosen candidate; −inf for candidates that cannot be
+    # chosen.
     distance = np.full(len(candidates), np.inf)
     for row in known:
         np.minimum(distance, np.linalg.norm(vectors - row, axis=1), out=distance)

@@ -14,17 +14,17 @@ from deepmd_muon.stability.coverage import Coverage, sampled_pairs
 _WIDTH = 0.1
 # Frames of the training data that are compared with.
 _FRAMES = 200
-# Added to the mean number of distances in a bin. A distance that no frame has counts twice as much as one
-# that every frame has once.
+# Added to the mean number of distances in a bin. A distance that no frame has counts twice as much
+# as one that every frame has once.
 _RARE = 0.25
 
 
 class Fingerprints:
     """Numbers of distances of each pair of types, in units of their spread over the training data.
 
-    Element b of a vector is n_b/√(m_b + 1/4). A frame has n_b distances in bin b, and a mean frame of the
-    data has m_b. √m_b is the spread of a number that follows a Poisson distribution. Distances that the data
-    do not have weigh most.
+    Element b of a vector is n_b/√(m_b + 1/4). A frame has n_b distances in bin b, and a mean frame
+    of the data has m_b. √m_b is the spread of a number that follows a Poisson distribution.
+    Distances that the data do not have weigh most.
 
     Attributes
     ----------
@@ -50,8 +50,8 @@ class Fingerprints:
     def _counts(self, pairs: Pairs) -> np.ndarray:
         types = np.sort(np.stack([pairs.types[pairs.i], pairs.types[pairs.j]]), axis=0)
         n_bins = int(self._rcut / _WIDTH) + 2
-        # Each distance is shared between the two bins with the nearest centres, so that small changes
-        # change little.
+        # Each distance is shared between the two bins with the nearest centres, so that small
+        # changes change little.
         position = pairs.distance / _WIDTH - 0.5
         lower = np.floor(position).astype(np.int64)
         upper_share = position - lower

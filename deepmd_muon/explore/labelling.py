@@ -79,14 +79,14 @@ def try_calculator(choice: CalculatorChoice, time_limit: float) -> None:
 def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> Labelled:
     """Label structures that have no file in `folder` yet, and write `NNNN.xyz` for each.
 
-    `images` are `ase.Atoms` without labels; the files keep their `info`. The next call tries structures that
-    failed again.
+    `images` are `ase.Atoms` without labels; the files keep their `info`. The next call tries
+    structures that failed again.
 
     Raises
     ------
     ExploreError
-        When more than `most_failed` of the structures could not be labelled, or a file in `folder` does not hold
-        labels of its structure. Labels that were made stay.
+        When more than `most_failed` of the structures could not be labelled, or a file in `folder`
+        does not hold labels of its structure. Labels that were made stay.
     """
     from ase.calculators.singlepoint import SinglePointCalculator
 
@@ -113,9 +113,9 @@ def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> L
     if len(failed) > settings.most_failed * len(images):
         number, reason = next(iter(sorted(failed.items())))
         raise ExploreError(
-            f"{settings.calculator} failed for {len(failed)} of {len(images)} structures (structure "
-            f"{number}: {reason}); other labels stay in {folder}: mend the calculator and run the command "
-            "again, or raise labels/most_failed"
+            f"{settings.calculator} failed for {len(failed)} of {len(images)} structures "
+            f"(structure {number}: {reason}); other labels stay in {folder}: mend the calculator "
+            "and run the command again, or raise labels/most_failed"
         )
     done = {}
     too_large = []
@@ -185,9 +185,12 @@ class _TimeOut(str):
 def answers_of(
     jobs: Mapping[int, Job], *, workers: int, time_limit: float
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Do jobs in several processes; yield their numbers with labels or the reasons why there are none.
+    """Do jobs in several processes.
 
-    A process that crashes, or takes longer than `time_limit` [s] for a job, is replaced. The others continue.
+    Yield their numbers with labels or the reasons why there are none.
+
+    A process that crashes, or takes longer than `time_limit` [s] for a job, is replaced. The others
+    continue.
 
     Raises
     ------

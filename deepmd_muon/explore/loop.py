@@ -1,7 +1,7 @@
 """The rounds of `dp explore`.
 
-Each round draws structures from dynamics, chooses some, labels them, trains the models on, and checks the
-first model. A stage that is done is not repeated: its `Round` records it.
+Each round draws structures from dynamics, chooses some, labels them, trains the models on, and
+checks the first model. A stage that is done is not repeated: its `Round` records it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Explorer:
         Returns
         -------
         int
-            0 if the last check is good enough (or with "never"), 1 if it is not, `WAITS` if labels are awaited;
-            otherwise the status of a training that was stopped by a signal.
+            0 if the last check is good enough (or with "never"), 1 if it is not, `WAITS` if labels
+            are awaited; otherwise the status of a training that was stopped by a signal.
 
         Raises
         ------
@@ -127,8 +127,8 @@ class Explorer:
             self.say(f"done after round {last}: {models}")
             return 0
         self.say(
-            f"the check of {models} is not good enough after {last} rounds: raise rounds and run the "
-            "command again"
+            f"the check of {models} is not good enough after {last} rounds: raise rounds and run "
+            "the command again"
         )
         return 1
 
@@ -249,10 +249,10 @@ class Explorer:
         candidates = choose(drawn.candidates, fingerprints.known, settings.selection)
         if not candidates:
             self.say(
-                f"round {current.number}: {drawn.copies} trajectories ({drawn.followed:.3g} ps in all, "
-                f"{drawn.blow_ups} blew up) have no structure to label; {drawn.departed} left the "
-                "data, all of them too far. Other dynamics (temperatures, time, copies) or a smaller "
-                "selection/closest would find more"
+                f"round {current.number}: {drawn.copies} trajectories ({drawn.followed:.3g} ps in "
+                f"all, {drawn.blow_ups} blew up) have no structure to label; {drawn.departed} left "
+                "the data, all of them too far. Other dynamics (temperatures, time, copies) or a "
+                "smaller selection/closest would find more"
             )
             return False
         images = [_atoms(candidate, type_map, current.number) for candidate in candidates]
@@ -280,8 +280,8 @@ class Explorer:
             if not done and not current.labelled.exists():
                 self.say(
                     f"label the structures of {current.candidates} with the method of your data, "
-                    f"write them to {current.labelled} (extended XYZ with energy and forces, or any "
-                    "form that training reads), and run the command again"
+                    f"write them to {current.labelled} (extended XYZ with energy and forces, or "
+                    "any form that training reads), and run the command again"
                 )
                 return WAITS
             current.begin("labels", {_name(current.labelled): hash_of(current.labelled)})
@@ -407,8 +407,8 @@ def _count_labels(current: Round) -> LabelsRecord:
     unexpected = sorted(sizes - {len(atoms) for atoms in read_xyz(current.candidates)})
     if unexpected:
         log.warning(
-            "%s holds frames of %s atoms, and no structure of %s has as many: label each with all its "
-            "atoms",
+            "%s holds frames of %s atoms, and no structure of %s has as many: label each with all "
+            "its atoms",
             current.labelled,
             ", ".join(map(str, unexpected)),
             current.candidates,

@@ -1,7 +1,7 @@
 """The contents of `round.json` and `made_from.json`.
 
-They hold the results of the stages of a round, and what these depend on. This module imports neither numpy
-nor torch.
+They hold the results of the stages of a round, and what these depend on. This module imports
+neither numpy nor torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RoundRecord(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Origins(Section):
-    """The content of `made_from.json`: what each stage that has begun depends on, by setting or file.
+    """The content of `made_from.json`: what each stage depends on, by setting or file.
 
     The content of a file is recorded as its hash, which begins with `HASH`.
     """
@@ -85,7 +85,10 @@ class Origins(Section):
 
 
 def flat(value: Any, name: str) -> dict[str, Any]:
-    """Return nested settings as one map from paths, such as model/descriptor/rcut; lists stay whole."""
+    """Return nested settings as one map from paths, such as model/descriptor/rcut.
+
+    Lists stay whole.
+    """
     if not isinstance(value, Mapping):
         return {name: value}
     paths: dict[str, Any] = {}

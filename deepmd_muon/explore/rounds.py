@@ -1,6 +1,7 @@
 """Rounds on disk.
 
-Each round has a folder, which records the finished stages, so that a command can continue after a kill.
+Each round has a folder, which records the finished stages, so that a command can continue after a
+kill.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ R = TypeVar("R", bound=Section)
 class Round:
     """The folder of a round; round 0 is the check of the first models.
 
-    `round.json` holds the results of each stage that is done: "draw", "labels", "training", "check".
-    `made_from.json` holds what each stage depends on, once it has begun.
+    `round.json` holds the results of each stage that is done: "draw", "labels", "training",
+    "check". `made_from.json` holds what each stage depends on, once it has begun.
     """
 
     folder: Path
@@ -116,8 +117,9 @@ class Round:
             partly = stage == "labels" and self.done().labels is None
             outdated = self.labels if partly else f"{self.folder} and the folders of later rounds"
             raise ExploreError(
-                f"{self.folder} was made otherwise: {'; '.join(changes)}. Undo the change or give another "
-                f"folder; to repeat the work, remove {outdated}; to keep it, remove {self.origins}"
+                f"{self.folder} was made otherwise: {'; '.join(changes)}. Undo the change or give "
+                f"another folder; to repeat the work, remove {outdated}; to keep it, remove "
+                f"{self.origins}"
             )
         if not has_results or changes:
             update: dict[str, Any] = {stage: origin}
@@ -127,7 +129,7 @@ class Round:
         return not changes
 
     def _has_results(self, stage: Stage) -> bool:
-        """Return whether a stage is done, or has written results that the next command would take."""
+        """Return whether a stage is done, or has written results for the next command."""
         if getattr(self.done(), stage) is not None:
             return True
         if stage == "labels":

@@ -52,8 +52,9 @@ class BaseInput:
                 )
         if ";" in section.auto_prob:
             raise ExploreError(
-                f"{path}: training/training_data/auto_prob has blocks of systems, which rounds replace "
-                "by their own: leave them out (training/share of the explore input weighs new frames)"
+                f"{path}: training/training_data/auto_prob has blocks of systems, which rounds "
+                "replace by their own: leave them out (training/share of the explore input weighs "
+                "new frames)"
             )
         if section.rglob_patterns is not None:
             raise ExploreError(
@@ -61,8 +62,9 @@ class BaseInput:
             )
         if section.label_keys != LabelKeys():
             raise ExploreError(
-                f"{path}: training/training_data/label_keys would be looked for in new frames, too: "
-                "convert your data to npy folders first (dp convert-data) and leave the names out"
+                f"{path}: training/training_data/label_keys would be looked for in new frames, "
+                "too: convert your data to npy folders first (dp convert-data) and leave the names "
+                "out"
             )
         self.path = path
         self.steps = run_input.settings.training.numb_steps
@@ -71,7 +73,10 @@ class BaseInput:
         self._section = section
 
     def origin(self) -> dict[str, Any]:
-        """Return every setting of the input but the names of its training data, whose content counts."""
+        """Return every setting of the input but the names of its training data.
+
+        Their content counts instead.
+        """
         settings = flat(self._data, "input")
         return {
             name: value

@@ -40,24 +40,26 @@ _COMMITTEE = ("energy_comm", "forces_comm", "stress_comm")
 class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
 
-    A model that reads frame or atomic parameters gets them from `fparam` and `aparam` in `atoms.info`, as in
-    deepmd-kit. Atomic ones may also be an array `aparam` of the atoms. Without these, the arguments below
-    are taken. Results are recomputed when the values change.
+    A model that reads frame or atomic parameters gets them from `fparam` and `aparam` in
+    `atoms.info`, as in deepmd-kit. Atomic ones may also be an array `aparam` of the atoms. Without
+    these, the arguments below are taken. Results are recomputed when the values change.
 
-    A system that is periodic along some axes only is computed in a cell that is wider along the others, so
-    that no atom has an image within the cut-off there. Only systems with three periodic axes have a stress.
+    A system that is periodic along some axes only is computed in a cell that is wider along the
+    others, so that no atom has an image within the cut-off there. Only systems with three periodic
+    axes have a stress.
 
-    Several models are a committee. Results are their means. `results` also has the values of every model
-    under MACE's names, and their disagreement under the names of `model_devi.out` and by deepmd-kit's
-    definitions (`deepmd_muon.infer.model_deviation`; standard deviations divide by the number of models):
+    Several models are a committee. Results are their means. `results` also has the values of every
+    model under MACE's names, and their disagreement under the names of `model_devi.out` and by
+    deepmd-kit's definitions (`deepmd_muon.infer.model_deviation`; standard deviations divide by the
+    number of models):
 
-    - `energy_comm` (nmodels,) [eV], `forces_comm` (nmodels, natoms, 3) [eV/Å], `stress_comm` (nmodels, 6)
-      [eV/Å³];
-    - `devi_f` (natoms,): standard deviation of the force on each atom, the square root of the summed
-      variances of its components [eV/Å]; `max_devi_f`, `min_devi_f` and `avg_devi_f`, its largest, smallest
-      and mean value;
-    - `max_devi_v`, `min_devi_v`, `avg_devi_v`: largest, smallest and root mean square standard deviation of
-      the nine components of the virial [eV/atom];
+    - `energy_comm` (nmodels,) [eV], `forces_comm` (nmodels, natoms, 3) [eV/Å], `stress_comm`
+      (nmodels, 6) [eV/Å³];
+    - `devi_f` (natoms,): standard deviation of the force on each atom, the square root of the
+      summed variances of its components [eV/Å]; `max_devi_f`, `min_devi_f` and `avg_devi_f`, its
+      largest, smallest and mean value;
+    - `max_devi_v`, `min_devi_v`, `avg_devi_v`: largest, smallest and root mean square standard
+      deviation of the nine components of the virial [eV/atom];
     - `devi_e`: standard deviation of the energy [eV/atom].
 
     Parameters
@@ -69,14 +71,20 @@ class DeepPotCalculator(Calculator):
     trust
         As in `Predictor`, when `model` is a path.
     fparam, aparam
-        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or (numb_aparam,) for
-        atoms that carry none.
+        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or
+        (numb_aparam,) for atoms that carry none.
     **kwargs
         Options of ASE's `Calculator`.
     """
 
     # ASE declares a list and never changes it.
-    implemented_properties = ["energy", "free_energy", "forces", "stress", "energies"]  # noqa: RUF012
+    implemented_properties = [  # noqa: RUF012
+        "energy",
+        "free_energy",
+        "forces",
+        "stress",
+        "energies",
+    ]
 
     def __init__(
         self,
@@ -164,7 +172,10 @@ class DeepPotCalculator(Calculator):
         return changes
 
     def _parameters(self, atoms: Atoms) -> _Parameters:
-        """Return the parameters of atoms that the models read; None for parameters without values."""
+        """Return the parameters of atoms that the models read.
+
+        None for parameters without values.
+        """
         needed = common_parameters(self.predictors)
         fparam = None
         if needed.fparam:

@@ -21,8 +21,9 @@ _PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
 class DetailFiles:
     """Write `PREFIX.e.out`, `.e_peratom.out`, `.f.out`, `.v.out`, `.v_peratom.out` and `.s.out`.
 
-    Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding left out). Each
-    system begins with a `#` line that names it and the columns. A file is written only if some system has its label.
+    Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding
+    left out). Each system begins with a `#` line that names it and the columns. A file is written
+    only if some system has its label.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Energy, forces and virial of moving structures, computed on the device alone.
 
-A `DeviceCall` evaluates structures of fixed types, one CUDA graph a call. `DeviceCalls` stores the calls of
-the types that were evaluated last.
+A `DeviceCall` evaluates structures of fixed types, one CUDA graph a call. `DeviceCalls` stores the
+calls of the types that were evaluated last.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from deepmd_muon.model.neighbors.atoms import (
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
-#: Largest number of atoms of a structure for which the device compares all pairs. Once in many steps, this
-#: costs less than the host's lists.
+#: Largest number of atoms of a structure for which the device compares all pairs. Once in many
+#: steps, this costs less than the host's lists.
 MOST_ATOMS = 100_000
 # Largest number of compositions with stored graphs.
 _MAX_CALLS = 8
@@ -69,13 +69,13 @@ class _Results(NamedTuple):
 class DeviceCall:
     """The force call of structures of fixed types.
 
-    `launch` does all work on the device. A kernel rebuilds the lists of a structure if an atom has crossed
-    half the skin, and otherwise returns at once. The neighbours within the cut-off are then sorted from the
-    lists, and the model is evaluated.
+    `launch` does all work on the device. A kernel rebuilds the lists of a structure if an atom has
+    crossed half the skin, and otherwise returns at once. The neighbours within the cut-off are then
+    sorted from the lists, and the model is evaluated.
 
-    The lists have room for the neighbours of earlier positions and a margin. So do the tables in place of
-    embedding nets for their distances. Kernels note what does not fit. `settled` reads these notes and makes
-    room, and the caller launches again.
+    The lists have room for the neighbours of earlier positions and a margin. So do the tables in
+    place of embedding nets for their distances. Kernels note what does not fit. `settled` reads
+    these notes and makes room, and the caller launches again.
 
     Parameters
     ----------
@@ -95,10 +95,11 @@ class DeviceCall:
     lists
         Neighbour lists, with the positions.
     energy, virial, force, atom_energy
-        Results `(nframes,)`, `(nframes, 9)` [eV], `(nframes, natoms, 3)` [eV/Å], `(nframes, natoms)` [eV],
-        float64; the next launch overwrites them.
+        Results `(nframes,)`, `(nframes, 9)` [eV], `(nframes, natoms, 3)` [eV/Å], `(nframes,
+        natoms)` [eV], float64; the next launch overwrites them.
     version
-        Number of changes of sizes. After each, a graph that contains `launch` has to be recorded again.
+        Number of changes of sizes. After each, a graph that contains `launch` has to be recorded
+        again.
     """
 
     def __init__(
@@ -151,8 +152,9 @@ class DeviceCall:
         torch.cat([output[name].flatten() for name in _Results._fields], out=self._results)
 
     def place(self, coord: Tensor, box: Tensor | None) -> None:
-        """Write positions `(nframes, natoms, 3)` and cells `(nframes, 3, 3)` [Å], tensors on the device.
+        """Write positions and cells, tensors on the device.
 
+        Shapes are `(nframes, natoms, 3)` and `(nframes, 3, 3)` [Å].
         Cells are checked only if `box` is another tensor than before, or was changed in place.
 
         Raises
@@ -176,13 +178,15 @@ class DeviceCall:
         fparam: np.ndarray | None,
         aparam: np.ndarray | None,
     ) -> Prediction:
-        """Predict positions and cells on the host; shapes as in `place`, parameters as in `Structures`.
+        """Predict positions and cells on the host.
+
+        Shapes as in `place`, parameters as in `Structures`.
 
         Raises
         ------
         NeighborError
-            As `find_pairs`, with the number of the frame; a `DenseError` if the host has to find the
-            neighbours.
+            As `find_pairs`, with the number of the frame; a `DenseError` if the host has to find
+            the neighbours.
         """
         self._host_coord.numpy()[...] = coord
         self.lists.coord.copy_(self._host_coord, non_blocking=True)
@@ -236,29 +240,35 @@ class DeviceCall:
         )
 
     def needed(self) -> list[int]:
-        """Wait for the device; return its notes on all launches since sizes last changed, for `settled`."""
+        """Wait for the device.
+
+        Return its notes on all launches since sizes last changed, for `settled`.
+        """
         notes: list[int] = self.lists.needed.tolist()
         return notes
 
     def settled(self, needed: list[int]) -> bool:
-        """Return whether the last results are right; else make room, for the caller to launch again.
+        """Return whether the last results are right.
+
+        Else make room, for the caller to launch again.
 
         Raises
         ------
         NeighborError
-            When positions of a structure are not finite or two atoms are at the same place; `frame` is its
-            number.
+            When positions of a structure are not finite or two atoms are at the same place; `frame`
+            is its number.
         """
         if needed[NOT_FINITE] or needed[AT_SAME_PLACE]:
-            # The atoms may have moved apart since, or the caller went back to earlier positions. Then the
-            # search below finds no fault.
+            # The atoms may have moved apart since, or the caller went back to earlier positions.
+            # Then the search below finds no fault.
             for note in (NOT_FINITE, AT_SAME_PLACE):
                 self.lists.needed[note] = 0
             self._find_fault(everywhere=bool(needed[AT_SAME_PLACE]))
         too_near = needed[TOO_NEAR]
         grown = self.lists.grow(needed)
         if too_near:
-            # The least distance of all launches: at the present positions atoms may be farther apart.
+            # The least distance of all launches: at the present positions atoms may be farther
+            # apart.
             self._nearest = min(self._nearest, NEARNESS / too_near)
             self.lists.needed[TOO_NEAR] = 0
         if too_near or grown:
@@ -273,8 +283,8 @@ class DeviceCall:
     def prepare(self) -> None:
         """Choose sizes and tables for the present positions and weights; launches need them.
 
-        They are chosen if missing or outdated. torch's version counters reveal changes of weights, but not
-        those by a replayed graph.
+        They are chosen if missing or outdated. torch's version counters reveal changes of weights,
+        but not those by a replayed graph.
 
         Raises
         ------

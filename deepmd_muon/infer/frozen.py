@@ -28,9 +28,11 @@ _MAX_RCUT = 100.0  # [Å], as in inputs
 _PROGRAM_ERRORS = (RuntimeError, AttributeError, LookupError, TypeError, ValueError)
 # Operators that deepmd-kit's files name; only its compressed models call them.
 TABULATED = (
-    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
+    "Tensor[]",
     "tabulate_fusion_se_r(Tensor table, Tensor info, Tensor em, int width) -> Tensor[]",
-    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
+    "Tensor[]",
     "tabulate_fusion_se_t_tebd(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) "
     "-> Tensor[]",
     "tabulate_fusion_se_atten(Tensor table, Tensor info, Tensor em_x, Tensor em, Tensor two_embed, "
@@ -103,7 +105,9 @@ class FrozenModel:
         return self._program
 
     def restored(self) -> EnergyModel | None:
-        """Return the model that the file was frozen from; None for a file that does not hold its weights.
+        """Return the model that the file was frozen from.
+
+        None for a file that does not hold its weights.
 
         Raises
         ------
@@ -141,7 +145,10 @@ class FrozenModel:
         return section
 
     def observed_types(self) -> list[str] | None:
-        """Return the types whose energy bias is not 0; None for a file without `get_observed_type_list`."""
+        """Return the types whose energy bias is not 0.
+
+        None for a file without `get_observed_type_list`.
+        """
         if not hasattr(self._program, "get_observed_type_list"):
             return None
         return list(self._program.get_observed_type_list())
@@ -215,7 +222,8 @@ class FrozenModel:
         atype
             Their types `(nall,)`, int64.
         neighbor
-            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; it may list more.
+            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; it may
+            list more.
         mapping
             Real atom of each `(nall,)`, int64.
         fparam

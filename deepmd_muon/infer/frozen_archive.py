@@ -20,45 +20,50 @@ from deepmd_muon.checkpoint_file.archive import ArchiveError, check_members
 
 #: Name of the list of members with their SHA-256 that `dp freeze` adds.
 MANIFEST = "deepmd_muon_manifest.json"
-#: Name of the checkpoint's model entry that `dp freeze` adds: GPUs compute with it, not with the program.
+#: Name of the checkpoint's model entry that `dp freeze` adds: GPUs compute with it, not with the
+#: program.
 WEIGHTS = "deepmd_muon_weights.pt"
-# Operators of frozen potentials of this package and of deepmd-kit 3.2, and similar mathematical ones. None
-# accesses files, processes or memory by address.
+# Operators of frozen potentials of this package and of deepmd-kit 3.2, and similar mathematical
+# ones. None accesses files, processes or memory by address.
 _ATEN = """
-    abs acos add add_ addcmul addcmul_ addmm all amax amin __and__ any append arange argmax argmin argsort asin
-    atan atan2 baddbmm bincount bitwise_and bitwise_not bitwise_or bmm Bool broadcast_to bucketize cartesian_prod cat
-    ceil chunk clamp clamp_ clamp_max clamp_min clone __contains__ contiguous copy copy_ cos cosh cpu cross
-    cumsum __derive_index detach detach_ diag diag_embed diagonal dim div div_ dot einsum elu embedding empty
-    empty_like eq erf erfc exp expand expand_as expm1 extend eye fill_ flatten flip Float floor floor_divide
-    floordiv fmod format full full_like gather ge gelu __getitem__ grad gt index index_add index_add_ index_copy
-    index_copy_ index_put index_put_ index_select insert Int IntImplicit __is__ is_floating_point isfinite isinf
-    isnan __isnot__ item items keys layer_norm le leaky_relu len lerp linalg_cross linalg_det linalg_inv
-    linalg_inv_ex linalg_norm linalg_solve linalg_vector_norm linear list log log10 log1p log2 logical_and
-    logical_not logical_or logical_xor logsumexp lower lt masked_fill masked_fill_ masked_select matmul max
-    maximum mean meshgrid min minimum mm mul mul_ mv narrow ne neg new_empty new_full new_ones new_zeros nonzero
-    norm __not__ numel ones ones_like __or__ outer pad permute pop pow prod __range_length ravel reciprocal relu
-    relu6 remainder repeat repeat_interleave requires_grad_ reshape roll round rsqrt rsub ScalarImplicit scatter
-    scatter_ scatter_add scatter_add_ scatter_reduce searchsorted select selu _set_item sigmoid sigmoid_ sign
-    silu sin sinh size slice softmax softplus sort split split_with_sizes sqrt sqrt_ square square_ squeeze
-    stack startswith std str strip sub sub_ sum t take_along_dim tan tanh tanh_ tensor tensor_split tile to topk
-    trace transpose tril triu type_as unbind unflatten unfold unsqueeze unsqueeze_ update upper values var
-    var_mean view view_as warn where zero_ zeros zeros_like
+    abs acos add add_ addcmul addcmul_ addmm all amax amin __and__ any append arange argmax argmin
+    argsort asin atan atan2 baddbmm bincount bitwise_and bitwise_not bitwise_or bmm Bool
+    broadcast_to bucketize cartesian_prod cat ceil chunk clamp clamp_ clamp_max clamp_min clone
+    __contains__ contiguous copy copy_ cos cosh cpu cross cumsum __derive_index detach detach_ diag
+    diag_embed diagonal dim div div_ dot einsum elu embedding empty empty_like eq erf erfc exp
+    expand expand_as expm1 extend eye fill_ flatten flip Float floor floor_divide floordiv fmod
+    format full full_like gather ge gelu __getitem__ grad gt index index_add index_add_ index_copy
+    index_copy_ index_put index_put_ index_select insert Int IntImplicit __is__ is_floating_point
+    isfinite isinf isnan __isnot__ item items keys layer_norm le leaky_relu len lerp linalg_cross
+    linalg_det linalg_inv linalg_inv_ex linalg_norm linalg_solve linalg_vector_norm linear list log
+    log10 log1p log2 logical_and logical_not logical_or logical_xor logsumexp lower lt masked_fill
+    masked_fill_ masked_select matmul max maximum mean meshgrid min minimum mm mul mul_ mv narrow ne
+    neg new_empty new_full new_ones new_zeros nonzero norm __not__ numel ones ones_like __or__ outer
+    pad permute pop pow prod __range_length ravel reciprocal relu relu6 remainder repeat
+    repeat_interleave requires_grad_ reshape roll round rsqrt rsub ScalarImplicit scatter scatter_
+    scatter_add scatter_add_ scatter_reduce searchsorted select selu _set_item sigmoid sigmoid_ sign
+    silu sin sinh size slice softmax softplus sort split split_with_sizes sqrt sqrt_ square square_
+    squeeze stack startswith std str strip sub sub_ sum t take_along_dim tan tanh tanh_ tensor
+    tensor_split tile to topk trace transpose tril triu type_as unbind unflatten unfold unsqueeze
+    unsqueeze_ update upper values var var_mean view view_as warn where zero_ zeros zeros_like
 """
 _DEEPMD = """
-    border_op tabulate_fusion_se_a tabulate_fusion_se_r tabulate_fusion_se_t tabulate_fusion_se_t_tebd
-    tabulate_fusion_se_atten
+    border_op tabulate_fusion_se_a tabulate_fusion_se_r tabulate_fusion_se_t
+    tabulate_fusion_se_t_tebd tabulate_fusion_se_atten
 """
 _PRIM = """
-    Constant CreateObject DictConstruct Enter EnumValue Exit GetAttr If ListConstruct ListUnpack Loop NumToTensor
-    RaiseException SetAttr TupleConstruct TupleIndex TupleSlice TupleUnpack Uninitialized abs device dtype is_cuda
-    isinstance max min requires_grad shape tolist unchecked_cast unchecked_unwrap_optional
+    Constant CreateObject DictConstruct Enter EnumValue Exit GetAttr If ListConstruct ListUnpack
+    Loop NumToTensor RaiseException SetAttr TupleConstruct TupleIndex TupleSlice TupleUnpack
+    Uninitialized abs device dtype is_cuda isinstance max min requires_grad shape tolist
+    unchecked_cast unchecked_unwrap_optional
 """
 _ALLOWED = frozenset(
     [f"aten::{name}" for name in _ATEN.split()]
     + [f"deepmd::{name}" for name in _DEEPMD.split()]
     + [f"prim::{name}" for name in _PRIM.split()]
 )
-# torch evaluates default arguments and class attributes when it loads a program; these nodes call nothing.
+# torch evaluates default arguments and class attributes when it loads a program; these nodes call
+# nothing.
 _PASSIVE_NODES = (
     ast.Constant,
     ast.UnaryOp,
@@ -74,7 +79,10 @@ _PASSIVE_NODES = (
 
 
 def manifest_of(content: bytes) -> str:
-    """Return the SHA-256 of every member of an archive, except torch's descriptions of it, as JSON."""
+    """Return the SHA-256 of every member of an archive as JSON.
+
+    torch's descriptions of the archive are omitted.
+    """
     return _manifest(_members(content))
 
 

@@ -1,7 +1,9 @@
-"""Frozen files as models of metatomic (`metatomic-torch`), whose energies have our forces as gradients."""
+"""Frozen files as models of metatomic (`metatomic-torch`)."""
 
 import os
-from typing import Any, Dict, List, Optional  # noqa: UP035 (metatomic compares annotations with these)
+
+# metatomic compares annotations with these.
+from typing import Any, Dict, List, Optional  # noqa: UP035
 
 import torch
 
@@ -52,12 +54,13 @@ class MetatomicPotential(torch.nn.Module):
     ) -> Dict[str, TensorMap]:  # noqa: UP006
         """Return "energy" of every system [eV], with gradients by positions and cell.
 
-        The program returns the energy E, forces F and virial W as values, without a graph. The expression
+        The program returns the energy E, forces F and virial W as values, without a graph. The
+        expression
 
             E − F·δx + δh·h⁻ᵀ(xᵀF − W)
 
-        with changes δx of positions and δh of the cell h, both 0, has the value and the gradients of the
-        energy.
+        with changes δx of positions and δh of the cell h, both 0, has the value and the gradients
+        of the energy.
         """
         results: dict[str, TensorMap] = {}
         if "energy" not in outputs:
@@ -74,7 +77,8 @@ class MetatomicPotential(torch.nn.Module):
             periodic = bool(system.pbc.all())
             if bool(system.pbc.any()) and not periodic:
                 raise ValueError(
-                    "systems that are periodic along some axes only are not supported: widen the cell"
+                    "systems that are periodic along some axes only are not supported: widen the "
+                    "cell"
                 )
             # `x` and `h` are constants; their differences from the inputs are 0 but have gradients.
             x = system.positions.detach()

@@ -39,7 +39,8 @@ class DeviationSettings:
     real_error
         Root mean square error against the labels instead of the spread between models.
     relative
-        Divide the deviation of a force by its magnitude plus this level [eV/Å]; None does not divide.
+        Divide the deviation of a force by its magnitude plus this level [eV/Å]; None does not
+        divide.
     relative_virial
         The same for the virial [eV/atom].
     """
@@ -58,7 +59,10 @@ class Labels(NamedTuple):
 
 
 def _spread(values: np.ndarray, label: np.ndarray | None) -> np.ndarray:
-    """Return the standard deviation over the first axis, or the root mean square error of a label."""
+    """Return the standard deviation over the first axis.
+
+    With a label, return the root mean square error.
+    """
     if label is None:
         return np.asarray(np.std(values, axis=0))
     return np.asarray(np.sqrt(np.mean((values - label) ** 2, axis=0)))
@@ -112,9 +116,9 @@ def model_deviation(
     Returns
     -------
     table : ndarray, (nframes, 7)
-        `COLUMNS`: largest, smallest and root mean square deviation of the nine virial components [eV/atom];
-        largest, smallest and mean deviation of the forces on atoms [eV/Å]; deviation of the energy
-        [eV/atom].
+        `COLUMNS`: largest, smallest and root mean square deviation of the nine virial components
+        [eV/atom]; largest, smallest and mean deviation of the forces on atoms [eV/Å]; deviation of
+        the energy [eV/atom].
     force_deviation : ndarray, (nframes, natoms)
         Deviation of the force on every atom [eV/Å].
 
@@ -131,7 +135,7 @@ def model_deviation(
 def deviations(
     predictions: Sequence[Prediction], settings: DeviationSettings, labels: Labels | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the results of `model_deviation` from predictions of several models for the same frames."""
+    """Return the results of `model_deviation` from predictions for the same frames."""
     if labels is None:
         labels = Labels()
     natoms = predictions[0].force.shape[1]
@@ -168,8 +172,8 @@ def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
         if other != first:
             raise PredictionInputError(
                 f"the models read different parameters: the first {first.fparam} of a frame and "
-                f"{first.aparam} of an atom (default {first.default_fparam}), another {other.fparam} "
-                f"and {other.aparam} (default {other.default_fparam})"
+                f"{first.aparam} of an atom (default {first.default_fparam}), another "
+                f"{other.fparam} and {other.aparam} (default {other.default_fparam})"
             )
     return first
 

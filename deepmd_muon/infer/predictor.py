@@ -91,8 +91,8 @@ def _take_averages(
             if not fits or not average.isfinite().all():
                 raise CheckpointError(
                     f"{path}: the average of {name} must be finite numbers of shape "
-                    f"{tuple(parameter.shape)}; found {average.dtype} of shape {tuple(average.shape)}: "
-                    "take another checkpoint, or the plain weights"
+                    f"{tuple(parameter.shape)}; found {average.dtype} of shape "
+                    f"{tuple(average.shape)}: take another checkpoint, or the plain weights"
                 )
             parameter.copy_(average)
 
@@ -111,16 +111,17 @@ class Predictor:
     head
         Name or alias of the branch of a multi-task checkpoint.
     batch_atoms
-        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. If a GPU
-        runs out of memory, this is halved, for later calls too.
+        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. If
+        a GPU runs out of memory, this is halved, for later calls too.
     trust
-        Run a frozen file even if it calls operators that no potential needs. It may then do anything.
+        Run a frozen file even if it calls operators that no potential needs. It may then do
+        anything.
 
     Attributes
     ----------
     resident
-        The model that a GPU evaluates with lists and positions in its memory: that of the checkpoint, or the
-        one that a frozen file was made from. None if the host finds neighbours.
+        The model that a GPU evaluates with lists and positions in its memory: that of the
+        checkpoint, or the one that a frozen file was made from. None if the host finds neighbours.
     """
 
     def __init__(
@@ -190,8 +191,8 @@ class Predictor:
         fparam : array, (nframes, numb_fparam) or (numb_fparam,), optional
             Frame parameters, if the model reads some; by default those of the model.
         aparam : array, optional
-            Atomic parameters (nframes, natoms, numb_aparam), (natoms, numb_aparam) or (numb_aparam,), if
-            the model reads some.
+            Atomic parameters (nframes, natoms, numb_aparam), (natoms, numb_aparam) or
+            (numb_aparam,), if the model reads some.
 
         Raises
         ------
@@ -210,8 +211,8 @@ class Predictor:
             types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms)).copy()
         except ValueError as error:
             raise PredictionInputError(
-                f"atype must be indices into type_map {self.type_map}, of shape (nframes, natoms) or "
-                f"(natoms,) with {natoms} atoms; found {np.asarray(atype).dtype} of shape "
+                f"atype must be indices into type_map {self.type_map}, of shape (nframes, natoms) "
+                f"or (natoms,) with {natoms} atoms; found {np.asarray(atype).dtype} of shape "
                 f"{np.shape(atype)}"
             ) from error
         widths = self.parameters
@@ -316,8 +317,8 @@ def _build_neighbors(model: EnergyModel, frames: Frames, k: int) -> FrameNeighbo
 def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
     """Add the name of the system, and the frame's number `numbers[k]` there, to a NeighborError.
 
-    A cell of zeros is an error here. `Predictor.predict` reads it as no cell, but a system without a cell has
-    a file `nopbc`.
+    A cell of zeros is an error here. `Predictor.predict` reads it as no cell, but a system without
+    a cell has a file `nopbc`.
     """
     try:
         if frames.box is not None:

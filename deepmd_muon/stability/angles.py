@@ -14,8 +14,8 @@ from deepmd_muon.data import Frames, System
 from deepmd_muon.data.neighbors.lists import Pairs
 from deepmd_muon.stability.coverage import Coverage, sampled_pairs
 
-#: A neighbour is near within this many times the shortest distance of its pair in the data: bonds, and
-#: first shells of dense crystals.
+#: A neighbour is near within this many times the shortest distance of its pair in the data: bonds,
+#: and first shells of dense crystals.
 SHELL = 1.3
 # Atoms looked at: angles need fewer frames than distances.
 _MAX_ATOMS = 50_000

@@ -35,13 +35,14 @@ log = logging.getLogger(__name__)
 
 #: Dynamics start so many times hotter than the data.
 HOTTER = 1.5
-#: Lighter atoms weigh this much in the dynamics [u]. Hydrogen then allows twice the time step, and no
-#: average of positions depends on masses (Feenstra, Hess and Berendsen, J. Comput. Chem. 20, 786 (1999)).
+#: Lighter atoms weigh this much in the dynamics [u]. Hydrogen then allows twice the time step, and
+#: no average of positions depends on masses (Feenstra, Hess and Berendsen, J. Comput. Chem. 20, 786
+#: (1999)).
 LIGHTEST = 4.0
 #: Assumed temperature of data whose forces tell none [K].
 ROOM_TEMPERATURE = 300.0
-#: Hotter dynamics need a temperature from the user [K]: the forces of rattled or strained frames look
-#: like thousands of kelvins.
+#: Hotter dynamics need a temperature from the user [K]: the forces of rattled or strained frames
+#: look like thousands of kelvins.
 HOTTEST_ASSUMED = 2000.0
 #: Angles farther beyond those of the data are new [degrees].
 WIDER = 10.0
@@ -49,8 +50,8 @@ WIDER = 10.0
 CPU_TIME = 2.0
 GPU_TIME = 5.0
 
-# Ratio of a distance to the shortest of the data below which dynamics left the data. Hotter atoms come
-# closer in a sound potential, too: bonds of 300 K by 3 % at 450 K.
+# Ratio of a distance to the shortest of the data below which dynamics left the data. Hotter atoms
+# come closer in a sound potential, too: bonds of 300 K by 3 % at 450 K.
 _CLOSER = 0.9
 # The same, far from the data.
 _FAR_CLOSER = 0.75
@@ -161,8 +162,8 @@ def check_models(
     Raises
     ------
     StabilityError
-        When the data hold nothing to check, a model predicts numbers that are not finite for them or
-        needs frame or atomic parameters, or the data look so hot that the user has to give a
+        When the data hold nothing to check, a model predicts numbers that are not finite for them
+        or needs frame or atomic parameters, or the data look so hot that the user has to give a
         temperature.
     NeighborError
         When neighbours of a frame cannot be found.
@@ -170,8 +171,8 @@ def check_models(
     for name, predictor in zip(names, predictors, strict=True):
         if predictor.parameters.required:
             raise StabilityError(
-                f"{name} reads frame or atomic parameters (numb_fparam, numb_aparam), which scans and "
-                "dynamics have no values for: dp check takes models without them, or with a "
+                f"{name} reads frame or atomic parameters (numb_fparam, numb_aparam), which scans "
+                "and dynamics have no values for: dp check takes models without them, or with a "
                 "default_fparam"
             )
     rcut = max(float(predictor.model.rcut) for predictor in predictors)
@@ -234,8 +235,9 @@ def _disagreement_on_data(
         prediction = predictor.evaluate(frames)
         if prediction.not_finite:
             raise StabilityError(
-                f"{' and '.join(prediction.not_finite)} that {name} predicts for frames of the data "
-                "are not finite: the weights of the model are spoiled; check an earlier checkpoint"
+                f"{' and '.join(prediction.not_finite)} that {name} predicts for frames of the "
+                "data are not finite: the weights of the model are spoiled; check an earlier "
+                "checkpoint"
             )
         forces.append(prediction.force)
     return float(deviation_of_force(np.stack(forces)).max())
@@ -263,8 +265,8 @@ def data_temperature(predictor: Predictor, systems: Sequence[System], setting: s
     elif HOTTER * kelvin > HOTTEST_ASSUMED:
         raise StabilityError(
             f"the forces of the data look like {kelvin:.0f} K, and dynamics would start at "
-            f"{HOTTER * kelvin:.0f} K; rattled or strained frames look as hot as that without being "
-            f"so: give the highest temperature [K] that you need with {setting}"
+            f"{HOTTER * kelvin:.0f} K; rattled or strained frames look as hot as that without "
+            f"being so: give the highest temperature [K] that you need with {setting}"
         )
     return kelvin
 
@@ -318,7 +320,8 @@ def _judge_coverage(coverage: Coverage, run: Trajectories) -> Item:
         reason = f"{came} ({coverage.used} of {coverage.nframes} frames)"
         return Item(name, verdict, reason, _LABEL_FRAMES)
 
-    # Pairs that dynamics met and the data do not hold; else pairs that no frame has near each other.
+    # Pairs that dynamics met and the data do not hold; else pairs that no frame has near each
+    # other.
     unknown = [event.pair for event in run.departures if not np.isfinite(event.shortest)]
     unknown = unknown or _absent_pairs(coverage)
     if unknown:
@@ -408,8 +411,8 @@ def _judge_dynamics(run: Trajectories) -> Item:
         first = min(run.blow_ups, key=lambda blow_up: blow_up.time)
         rate = len(run.blow_ups) / max(run.followed, 1e-3)
         reason = (
-            f"{len(run.blow_ups)} of {run.copies} copies blew up ({rate:.2g} a ps), the first after "
-            f"{first.time:.3f} ps at {first.element} (atom {first.atom}): {first.reason}"
+            f"{len(run.blow_ups)} of {run.copies} copies blew up ({rate:.2g} a ps), the first "
+            f"after {first.time:.3f} ps at {first.element} (atom {first.atom}): {first.reason}"
         )
         advice = (
             "label frames from before the blow-ups, train on them, check again; or a shorter "
@@ -418,8 +421,8 @@ def _judge_dynamics(run: Trajectories) -> Item:
         return Item("dynamics", Verdict.fails, reason, advice)
     kt = BOLTZMANN * run.temperature
     reason = (
-        f"{run.copies} copies ran {run.followed:.3g} ps in all at {run.temperature:.0f} K without a "
-        f"blow-up; energy drifted by {1000.0 * run.drift:.2g} meV/atom"
+        f"{run.copies} copies ran {run.followed:.3g} ps in all at {run.temperature:.0f} K without "
+        f"a blow-up; energy drifted by {1000.0 * run.drift:.2g} meV/atom"
     )
     if run.drift > _DRIFT * kt:
         verdict = Verdict.fails if run.drift > _WILD_DRIFT * kt else Verdict.doubtful

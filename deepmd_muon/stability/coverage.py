@@ -68,7 +68,8 @@ class Coverage:
         closest : float
             The smallest ratio of a distance to the shortest of its pair of types; see `expected`.
         worst : int or None
-            The number of the pair that is farthest from the data; None if the data hold all of them.
+            The number of the pair that is farthest from the data; None if the data hold all of
+            them.
         """
         type_i = pairs.types[pairs.i]
         type_j = pairs.types[pairs.j]
@@ -80,7 +81,10 @@ class Coverage:
 
     @cached_property
     def expected(self) -> np.ndarray:
-        """The shortest distances; for pairs that the data do not hold, the sums of covalent radii [Å]."""
+        """The shortest distances.
+
+        For pairs that the data do not hold, the sums of covalent radii [Å].
+        """
         radii = np.array([COVALENT_RADII.get(name, 0.7) for name in self.type_map])
         return np.where(np.isfinite(self.shortest), self.shortest, radii[:, None] + radii)
 

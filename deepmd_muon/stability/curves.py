@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 #: A path must cross a barrier of this many kT before a hole. At a rate of 1e13/s · exp(−10), a pair
-#: crosses it every two nanoseconds. At two thirds of the temperature, where the potential is to be used,
-#: the factor is exp(−15), and a pair crosses it every 300.
+#: crosses it every two nanoseconds. At two thirds of the temperature, where the potential is to be
+#: used, the factor is exp(−15), and a pair crosses it every 300.
 BARRIER = 10.0
 # A minimum behind this many kT is only listed.
 _SAFE = 30.0
@@ -152,7 +152,7 @@ def _minimum(path: _Path) -> list[Feature]:
 
 
 def _kinks(path: _Path) -> list[Feature]:
-    """Return the largest jump of the energy that the forces do not explain, where dynamics comes."""
+    """Return the largest jump of the energy within reach that the forces do not explain."""
     if len(path.distance) < 2:
         return []
     kt = path.kt

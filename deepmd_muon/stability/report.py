@@ -99,18 +99,22 @@ def _events(model: ModelCheck) -> Iterator[str]:
             known = f"{event.shortest:.2f} Å is the shortest in the data"
         yield (
             f"  first departure from the data: copy {event.copy} after {event.time:.3f} ps, "
-            f"{event.pair} (atoms {event.atoms[0]} and {event.atoms[1]}) at {event.distance:.2f} Å; "
-            f"{known}"
+            f"{event.pair} (atoms {event.atoms[0]} and {event.atoms[1]}) at {event.distance:.2f} "
+            f"Å; {known}"
         )
     for blow_up in model.dynamics.blow_ups:
         place = f"{blow_up.element} (atom {blow_up.atom})"
         yield (
-            f"  copy {blow_up.copy} blew up after {blow_up.time:.3f} ps at {place}: {blow_up.reason}"
+            f"  copy {blow_up.copy} blew up after {blow_up.time:.3f} ps at {place}: "
+            f"{blow_up.reason}"
         )
 
 
 def values_of(check: Check) -> dict[str, Any]:
-    """Return the check as dictionaries, lists, numbers and text; what is not finite becomes None."""
+    """Return the check as dictionaries, lists, numbers and text.
+
+    What is not finite becomes None.
+    """
     coverage = check.coverage
     plain: dict[str, Any] = _plain(
         {

@@ -1,7 +1,7 @@
-"""Energies along paths: dimers in vacuum, and atoms or molecules of the data moved towards a neighbour.
+"""Energies along paths: dimers in vacuum, and atoms or molecules of the data in place.
 
-In place, an atom or a rigid molecule of a frame of the data moves towards a neighbour; a bond is also
-stretched.
+In place, an atom or a rigid molecule of a frame of the data moves towards a neighbour; a bond is
+also stretched.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def scan_dimers(
 ) -> list[Curve]:
     """Scan a dimer of each pair of elements of the data from the cut-off to 0.5 Å.
 
-    An isolated dimer tells what the model has learnt of two atoms alone. Unless the data hold dimers
-    (`in_data`), its faults make the check doubtful at most.
+    An isolated dimer tells what the model has learnt of two atoms alone. Unless the data hold
+    dimers (`in_data`), its faults make the check doubtful at most.
     """
     curves = []
     distance = np.arange(coverage.rcut - STEP, SHORTEST - 1e-9, -STEP)
@@ -111,7 +111,10 @@ def scan_in_place(
     probes: int,
     seed: int,
 ) -> list[Curve]:
-    """Move atoms and molecules of frames of the data, at most `probes` times for each pair and kind."""
+    """Move atoms and molecules of frames of the data.
+
+    There are at most `probes` moves for each pair and kind.
+    """
     random = np.random.default_rng(seed)
     probed: Counter[tuple[tuple[int, int], Kind]] = Counter()
     curves: list[Curve] = []
@@ -149,7 +152,7 @@ def _moves(
     probed: Counter[tuple[tuple[int, int], Kind]],
     probes: int,
 ) -> Iterator[_Move]:
-    """Yield one move of each pair and kind that has fewer than `probes`, and count it in `probed`."""
+    """Yield one move of each pair and kind that has fewer than `probes`; count it in `probed`."""
     if not len(pairs.i):
         return
     molecule = molecules(pairs, coverage.type_map)
@@ -263,7 +266,10 @@ def _curve(predictor: Predictor, path: _Path, kt: float) -> Curve:
 
 
 def molecules(pairs: Pairs, type_map: Sequence[str]) -> np.ndarray:
-    """Return the number of each atom's molecule `(nreal,)`; covalent radii tell which atoms are bonded."""
+    """Return the number of each atom's molecule `(nreal,)`.
+
+    Covalent radii tell which atoms are bonded.
+    """
     radii = np.array([COVALENT_RADII.get(name, 0.7) for name in type_map])[pairs.types]
     bonded = pairs.distance < _BOND * (radii[pairs.i] + radii[pairs.j])
     i = pairs.i[bonded]

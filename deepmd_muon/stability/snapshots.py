@@ -14,8 +14,8 @@ from deepmd_muon.dynamics.systems import Systems
 from deepmd_muon.stability.angles import Angles, angles_between
 from deepmd_muon.stability.coverage import WIDTH, Coverage
 
-# Atoms whose pairs the device holds at once: 2 GB with a few hundred neighbours each. It searches no
-# larger structure.
+# Atoms whose pairs the device holds at once: 2 GB with a few hundred neighbours each. It searches
+# no larger structure.
 _MAX_ATOMS = 16384
 
 
@@ -26,8 +26,9 @@ class Compared:
     Attributes
     ----------
     closest
-        Smallest ratio of a distance to the shortest of its pair of types in the data `(nsystems,)`, as by
-        `Coverage.compare`. NaN if atoms lie at the same place, or the structure was not asked for.
+        Smallest ratio of a distance to the shortest of its pair of types in the data `(nsystems,)`,
+        as by `Coverage.compare`. NaN if atoms lie at the same place, or the structure was not asked
+        for.
     departs
         Whether some distance lies outside the data, bool `(nsystems,)`.
     bends

@@ -117,9 +117,9 @@ def estimate_temperature(
 ) -> float | None:
     """Estimate the temperature of data by their forces [K]; None if the forces tell none.
 
-    The configurational temperature is kT = ⟨|F|²⟩ / ⟨tr H⟩ (Rugh, Phys. Rev. Lett. 78, 772 (1997)). F are
-    the forces of the labels, or of the potential for frames without. The trace of the Hessian H is that of
-    the potential, by finite differences along random directions.
+    The configurational temperature is kT = ⟨|F|²⟩ / ⟨tr H⟩ (Rugh, Phys. Rev. Lett. 78, 772
+    (1997)). F are the forces of the labels, or of the potential for frames without. The trace of
+    the Hessian H is that of the potential, by finite differences along random directions.
     """
     type_map = force_field.predictor.type_map
     generator = torch.Generator().manual_seed(0)
