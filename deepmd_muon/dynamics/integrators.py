@@ -318,16 +318,16 @@ class _Run:
     def advance(self, max_steps: int) -> None:
         """Do at least one and at most `max_steps` steps, on the device alone if possible."""
         barostat = self._barostat
+        all_done = False
         if self._force_field.launchable(self.systems.box, self.systems.atype):
             steps = max_steps
-            if barostat is not None:
+            if barostat is not None:  # the host changes cells, between stretches
                 steps = min(steps, barostat.every - self.step % barostat.every)
             steps = min(steps, self._max_device_steps())
             all_done = self._do_on_device(steps) == steps
-        else:
-            all_done = False
         if not all_done:
-            # On the host the failing step is repeated: it drops the structures that fail.
+            # If a step failed on the device, the host repeats it and drops the structures that
+            # fail.
             self._do_on_host()
         if barostat is not None and self.step % barostat.every == 0 and len(self.systems):
             self._scale_cells(barostat)
@@ -430,8 +430,8 @@ class _Run:
             self._barostat = _rows(self._barostat, remaining)
         self._copies = self._copies[remaining]
         self._drawn = [noise[remaining] for noise in self._drawn]
-        self._stretch = None
-        self._force_field.reset()
+        self._stretch = None  # its graph contains the addresses of the old tensors
+        self._force_field.reset()  # so do its lists
 
     def _draw(self, steps: int) -> Tensor:
         """Return the noise of some steps `(steps, nsystems, natoms, 3)`."""
@@ -467,6 +467,7 @@ class _Run:
         """Do `steps` steps, or those before a structure fails; return their number."""
         if self._stretch is None:
             self._stretch = self._new_stretch()
+        # In place, because the graph contains the addresses.
         self._row.zero_()
         self._valid.fill_(True)
         self._valid_steps.zero_()
@@ -476,7 +477,7 @@ class _Run:
                 self._drawn.extend(self._draw(missing).unbind())
             torch.stack(self._drawn[:steps], out=self._noise[:steps])
         done = self._stretch(steps)
-        self._drawn = self._drawn[done:]
+        self._drawn = self._drawn[done:]  # a run does not depend on where stretches end
         self.step += done
         return done
 
@@ -504,6 +505,7 @@ class _Run:
 
     def _note_fast(self) -> None:
         square = self.systems.velocity.square().sum(-1).amax() * self._time_step**2
+        # NaN fails the comparison, too.
         self._valid.logical_and_(square <= FARTHEST**2)
 
     def _take_row_of_noise(self) -> Tensor:
@@ -513,7 +515,7 @@ class _Run:
 
     def _launch_forces(self) -> None:
         forces = self._force_field.launch(self.systems.coord)
-        self._forces.take(forces)
+        self._forces.take(forces)  # the next launch overwrites the results
         finite = forces.force.isfinite().all() & forces.energy.isfinite().all()
         self._valid.logical_and_(finite)
         self._valid_steps.add_(self._valid)

@@ -50,7 +50,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Known:
+class TrainingData:
     """The training data, as candidates are compared with them."""
 
     systems: Sequence[System]
@@ -81,7 +81,7 @@ class _Conditions:
 
 def draw(
     predictors: Sequence[Predictor],
-    known: Known,
+    data: TrainingData,
     *,
     dynamics: DynamicsSettings,
     selection: SelectionSettings,
@@ -96,15 +96,15 @@ def draw(
         spoiled.
     """
     predictor = predictors[0]
-    conditions = _conditions(predictor, known.systems, dynamics)
+    conditions = _conditions(predictor, data.systems, dynamics)
     copies = len(conditions.temperature)
     kelvin = torch.tensor(conditions.temperature)
     start = Systems.from_frames(
-        starts(known.systems, copies, seed), predictor.type_map, predictor.device
+        starts(data.systems, copies, seed), predictor.type_map, predictor.device
     )
     start = _strained(start, conditions.strain)
     start = start.heated(kelvin, torch.Generator().manual_seed(seed))
-    elements = {predictor.type_map[k] for pair in known.coverage.pairs for k in pair}
+    elements = {predictor.type_map[k] for pair in data.coverage.pairs for k in pair}
     time_step = dynamics.time_step or usual_time_step(elements)
     barostat = None
     if dynamics.pressures:
@@ -119,7 +119,7 @@ def draw(
         every=dynamics.every,
         seed=seed,
     )
-    watch = _Watch(predictors, known, conditions, selection, time_step)
+    watch = _Watch(predictors, data, conditions, selection, time_step)
     for snapshot in run:
         watch.add(snapshot)
         if len(watch.ended) == copies:
@@ -187,7 +187,7 @@ class _Watch:
     def __init__(
         self,
         predictors: Sequence[Predictor],
-        known: Known,
+        data: TrainingData,
         conditions: _Conditions,
         selection: SelectionSettings,
         time_step: float,
@@ -195,8 +195,8 @@ class _Watch:
         self.ended: set[int] = set()
         self.first_loss = ""
         self._predictors = predictors
-        self._known = known
-        self._snapshots = Snapshots(known.coverage, known.angles, predictors[0].device)
+        self._data = data
+        self._snapshots = Snapshots(data.coverage, data.angles, predictors[0].device)
         self._conditions = conditions
         self._selection = selection
         self._time_step = time_step
@@ -237,7 +237,7 @@ class _Watch:
 
     def _examine(self, frame: Frames, copy: int, time: float, deviation: float | None) -> None:
         """Collect a structure, unless it is too far from the data or its trajectory has many."""
-        coverage = self._known.coverage
+        coverage = self._data.coverage
         selection = self._selection
         try:
             pairs = pairs_of(frame, 0, coverage.rcut)
@@ -271,7 +271,7 @@ class _Watch:
             closest=closest,
             deviation=deviation,
             reason=reason,
-            fingerprint=self._known.fingerprints.of(pairs),
+            fingerprint=self._data.fingerprints.of(pairs),
         )
         collected.add(candidate, limit=_SPARE * selection.per_copy)
 
@@ -280,18 +280,18 @@ class _Watch:
 
         Empty if the data hold all angles.
         """
-        known = self._known.angles
-        reached = known.empty()
+        angles = self._data.angles
+        reached = angles.empty()
         reached.add(frame, 0, pairs)
-        excess = known.excess(reached)
+        excess = angles.excess(reached)
         if excess is None or excess[0] <= WIDER:
             return ""
         _, triple = excess
         low = reached.smallest[triple]
         high = reached.largest[triple]
-        below = known.smallest[triple] - low
-        above = high - known.largest[triple]
-        return f"{known.name(triple)} at {low if below >= above else high:.0f}°"
+        below = angles.smallest[triple] - low
+        above = high - angles.largest[triple]
+        return f"{angles.name(triple)} at {low if below >= above else high:.0f}°"
 
     def drawn(self) -> Drawn:
         """Return the results."""

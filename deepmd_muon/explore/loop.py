@@ -24,7 +24,7 @@ from deepmd_muon.checkpoint_file.file import checkpoint_path
 from deepmd_muon.data import System, open_systems
 from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.data.writing import write_images
-from deepmd_muon.explore.candidates import Candidate, Known, choose, draw
+from deepmd_muon.explore.candidates import Candidate, TrainingData, choose, draw
 from deepmd_muon.explore.fingerprints import Fingerprints
 from deepmd_muon.explore.labelling import calculator_of, label_all, read_xyz, try_calculator
 from deepmd_muon.explore.records import (
@@ -102,6 +102,7 @@ class Explorer:
             for number in range(1, self.settings.rounds + 1):
                 current = self._round(number)
                 finished = current.done().check is not None
+                # Finished rounds are walked through, too: their settings may have changed since.
                 if self._enough(number - 1) and not finished:
                     break
                 if not self._draw(current, models):
@@ -232,7 +233,7 @@ class Explorer:
             )
         coverage = coverage_of(systems, type_map, float(predictors[0].model.rcut))
         fingerprints = Fingerprints(coverage, systems)
-        known = Known(
+        data = TrainingData(
             systems=systems,
             coverage=coverage,
             angles=angles_of(systems, coverage),
@@ -241,7 +242,7 @@ class Explorer:
         self.say(f"round {current.number}: dynamics with {models[0]}")
         drawn = draw(
             predictors,
-            known,
+            data,
             dynamics=settings.dynamics,
             selection=settings.selection,
             seed=settings.dynamics.seed + current.number,
@@ -342,6 +343,7 @@ class Explorer:
             if status:
                 self.say("the training was stopped: run the command again to go on")
                 return status
+            # Without this file, the next command continues the training from its checkpoint.
             with whole_file(folder / "done") as file:
                 file.write(b"")
         error_after = _force_error(self._models(current.number)[0], current.labelled)
@@ -378,6 +380,7 @@ class Explorer:
             if item.verdict > Verdict.holds
         ]
         summary = ", ".join(faults) or "holds"
+        # After the files: a command that is killed before repeats the check.
         current.note("check", CheckRecord(verdict=result.verdict.name, summary=summary))
         self.say(f"round {current.number}: check: {summary} ({report})")
 

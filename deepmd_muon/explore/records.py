@@ -148,9 +148,8 @@ def differences(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list
             changes.append(f"{name} has another content")
         else:
             changes.append(f"{name} was {_shown(before)}, is {_shown(now)}")
-    more = len(changes) - _MAX_SHOWN
-    if more > 0:
-        return [*changes[:_MAX_SHOWN], f"and {more} more"]
+    if len(changes) > _MAX_SHOWN:
+        return [*changes[:_MAX_SHOWN], f"and {len(changes) - _MAX_SHOWN} more"]
     return changes
 
 

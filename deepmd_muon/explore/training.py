@@ -86,7 +86,7 @@ class BaseInput:
 
     def with_frames(self, added: Sequence[Path]) -> dict[str, Any]:
         """Return the input's content with absolute paths and more training data."""
-        data: dict[str, Any] = json.loads(json.dumps(self._data))
+        data: dict[str, Any] = json.loads(json.dumps(self._data))  # a deep copy
         for name in ("training_data", "validation_data"):
             section = data["training"].get(name)
             if section:

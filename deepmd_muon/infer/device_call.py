@@ -57,8 +57,8 @@ class _Results(NamedTuple):
         """Divide a row of `_Results.size` numbers."""
         shapes = ((nframes,), (nframes, 9), (nframes, natoms, 3), (nframes, natoms))
         sizes = [math.prod(shape) for shape in shapes]
-        parts = row.split(sizes)
-        return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        views = zip(row.split(sizes), shapes, strict=True)
+        return cls(*(numbers.view(shape) for numbers, shape in views))
 
     @staticmethod
     def size(nframes: int, natoms: int) -> int:
@@ -164,8 +164,8 @@ class DeviceCall:
         """
         self.lists.coord.copy_(coord)
         if box is not None:
-            known = self._device_box
-            if known is None or known[0] is not box or known[1] != box._version:
+            checked = self._device_box
+            if checked is None or checked[0] is not box or checked[1] != box._version:
                 self._check_cells(coord.cpu().numpy(), box.cpu().numpy())
                 self.lists.set_cells(box)
                 self._device_box = (box, box._version)

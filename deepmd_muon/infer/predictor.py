@@ -249,6 +249,7 @@ class Predictor:
                     raise
                 if self._device_calls is not None:
                     self._device_calls.clear()
+                # The same frames again, half as many at once.
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
@@ -268,7 +269,7 @@ class Predictor:
             periodic = frames.box is not None
             call = self._device_calls.of(frames.atype, self.device, periodic=periodic)
         if call is not None:
-            with contextlib.suppress(DenseError):
+            with contextlib.suppress(DenseError):  # the host finds more neighbours
                 return call.predict(frames.coord, frames.box, frames.fparam, frames.aparam)
         if isinstance(model, FrozenModel):
             return model.predict(

@@ -38,8 +38,8 @@ class Angles:
     @property
     def triples(self) -> list[tuple[int, int, int]]:
         """Triples of the angles that the data hold."""
-        known = np.nonzero(np.isfinite(self.smallest))
-        return [(int(c), int(a), int(b)) for c, a, b in zip(*known, strict=True)]
+        rows = np.argwhere(np.isfinite(self.smallest)).tolist()
+        return [(centre, low, high) for centre, low, high in rows]
 
     def name(self, triple: tuple[int, int, int]) -> str:
         """Return a triple in words with the centre in the middle, e.g. H-O-H."""

@@ -331,10 +331,10 @@ def _judge_coverage(coverage: Coverage, run: Trajectories) -> Item:
 
     in_gaps = [event for event in run.departures if event.distance > event.shortest]
     if 2 * len(in_gaps) > run.copies:
-        first = in_gaps[0]
+        event = in_gaps[0]
         reason = (
             f"{len(in_gaps)} of {run.copies} copies reached distances that no frame has, the first "
-            f"{first.pair} at {first.distance:.2f} Å after {first.time:.2f} ps"
+            f"{event.pair} at {event.distance:.2f} Å after {event.time:.2f} ps"
         )
         return Item(name, Verdict.doubtful, reason, _LABEL_FRAMES)
 
@@ -408,11 +408,11 @@ def _judge_paths(name: str, coverage: Coverage, curves: Sequence[Curve]) -> Item
 def _judge_dynamics(run: Trajectories) -> Item:
     """Judge blow-ups and drift."""
     if run.blow_ups:
-        first = min(run.blow_ups, key=lambda blow_up: blow_up.time)
+        event = min(run.blow_ups, key=lambda blow_up: blow_up.time)
         rate = len(run.blow_ups) / max(run.followed, 1e-3)
         reason = (
             f"{len(run.blow_ups)} of {run.copies} copies blew up ({rate:.2g} a ps), the first "
-            f"after {first.time:.3f} ps at {first.element} (atom {first.atom}): {first.reason}"
+            f"after {event.time:.3f} ps at {event.element} (atom {event.atom}): {event.reason}"
         )
         advice = (
             "label frames from before the blow-ups, train on them, check again; or a shorter "

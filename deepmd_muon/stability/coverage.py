@@ -90,11 +90,11 @@ class Coverage:
 
     def gaps(self, pair: tuple[int, int]) -> list[tuple[float, float]]:
         """Return the intervals between shortest and largest distance that no frame has [Å]."""
-        known = self.known[pair]
-        ends = np.flatnonzero(np.diff(known.astype(np.int8))) + 1
+        is_known = self.known[pair]  # (nbins,)
+        ends = np.flatnonzero(np.diff(is_known.astype(np.int8))) + 1
         edges = [float(end) * WIDTH for end in ends]
         # The first edge begins the known distances, unless these begin at 0.
-        inner = edges if known[0] else edges[1:]
+        inner = edges if is_known[0] else edges[1:]
         return list(zip(inner[0::2], inner[1::2], strict=False))
 
 
@@ -170,11 +170,11 @@ def coverage_of(systems: Sequence[System], type_map: Sequence[str], rcut: float)
 
 def _with_margin(occupied: np.ndarray) -> np.ndarray:
     """Return the bins within the margin of an occupied one, bool `(ntypes, ntypes, nbins)`."""
-    known = np.zeros_like(occupied)
+    within = np.zeros_like(occupied)
     for type_i, type_j, k in zip(*np.nonzero(occupied), strict=True):
         distance = (k + 0.5) * WIDTH
         margin = max(SHARE * distance, NEAR)
         start = max(0, int((distance - margin) / WIDTH))
         end = int((distance + margin) / WIDTH) + 1
-        known[type_i, type_j, start:end] = True
-    return known
+        within[type_i, type_j, start:end] = True
+    return within

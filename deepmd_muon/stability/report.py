@@ -94,13 +94,13 @@ def _feature_table(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
 def _events(model: ModelCheck) -> Iterator[str]:
     if model.dynamics.departures:
         event = min(model.dynamics.departures, key=lambda departure: departure.time)
-        known = "no data"
+        in_data = "no data"
         if math.isfinite(event.shortest):
-            known = f"{event.shortest:.2f} Å is the shortest in the data"
+            in_data = f"{event.shortest:.2f} Å is the shortest in the data"
         yield (
             f"  first departure from the data: copy {event.copy} after {event.time:.3f} ps, "
             f"{event.pair} (atoms {event.atoms[0]} and {event.atoms[1]}) at {event.distance:.2f} "
-            f"Å; {known}"
+            f"Å; {in_data}"
         )
     for blow_up in model.dynamics.blow_ups:
         place = f"{blow_up.element} (atom {blow_up.atom})"

@@ -123,7 +123,15 @@ def scan_in_place(
     for k in random.permutation(len(frames_of_data)):
         system, number, frames = frames_of_data[k]
         pairs = pairs_of(frames, 0, coverage.rcut)
-        for move in _moves(pairs, coverage, frames.box is not None, random, probed, probes):
+        moves = _moves(
+            pairs,
+            coverage,
+            periodic=frames.box is not None,
+            random=random,
+            probed=probed,
+            probes=probes,
+        )
+        for move in moves:
             place = f"{system.name}, frame {number}"
             for path in _paths(frames, coverage, pairs, move, place):
                 n_atoms = len(path.distance) * frames.natoms
@@ -147,6 +155,7 @@ class _Move:
 def _moves(
     pairs: Pairs,
     coverage: Coverage,
+    *,
     periodic: bool,
     random: np.random.Generator,
     probed: Counter[tuple[tuple[int, int], Kind]],

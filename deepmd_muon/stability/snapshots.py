@@ -149,5 +149,5 @@ class Snapshots:
 
     def _least(self, count: int, frame: Tensor, values: Tensor, start: float) -> Tensor:
         """Return the least value of each structure, at most `start`."""
-        least = torch.full((count,), start, dtype=torch.float64, device=self._device)
-        return least.scatter_reduce_(0, frame, values, "amin")
+        starts = torch.full((count,), start, dtype=torch.float64, device=self._device)
+        return starts.scatter_reduce_(0, frame, values, "amin")
