@@ -73,7 +73,7 @@ def evaluate_system(
         if not atomic:
             reference = replace(reference, atom_ener=None)
         for run in reference.runs():
-            part = reference.rows(run)
-            with naming(system.name, numbers[run], part):
-                prediction = predictor.evaluate(part)
-            yield ComparedFrames(system.name, part, prediction)
+            alike = reference.rows(run)  # frames with the same labels
+            with naming(system.name, numbers[run], alike):
+                prediction = predictor.evaluate(alike)
+            yield ComparedFrames(system.name, alike, prediction)

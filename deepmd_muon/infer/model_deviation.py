@@ -242,7 +242,7 @@ def system_deviation(
         numbers = np.arange(start, min(start + count, system.nframes))
         frames = system.frames(numbers)
         for run in frames.runs():
-            part = frames.rows(run)
-            with naming(system.name, numbers[run], part):
-                results = model_deviation(predictors, part, settings)
+            alike = frames.rows(run)  # frames with the same labels
+            with naming(system.name, numbers[run], alike):
+                results = model_deviation(predictors, alike, settings)
             yield results
