@@ -1,22 +1,28 @@
-"""Molecular dynamics and relaxations of many structures at once: one force call for all of them, on CPU and GPU."""
+"""Molecular dynamics and relaxations of many structures at once, on CPU and GPU.
+
+One force call evaluates all structures.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepmd_muon.dynamics.barostat import Barostat
     from deepmd_muon.dynamics.forces import ForceField
-    from deepmd_muon.dynamics.integrators import Langevin, Lost, Snapshot, simulate
+    from deepmd_muon.dynamics.integrators import Barostat, Langevin, Lost, Snapshot, simulate
     from deepmd_muon.dynamics.relaxation import Relaxed, relax
     from deepmd_muon.dynamics.systems import Systems
 
-_PLACES = {
-    "Barostat": "barostat",
+_MODULES = {
+    "Barostat": "integrators",
     "ForceField": "forces",
-    **dict.fromkeys(("Langevin", "Lost", "Snapshot", "simulate"), "integrators"),
-    **dict.fromkeys(("Relaxed", "relax"), "relaxation"),
+    "Langevin": "integrators",
+    "Lost": "integrators",
+    "Relaxed": "relaxation",
+    "Snapshot": "integrators",
     "Systems": "systems",
+    "relax": "relaxation",
+    "simulate": "integrators",
 }
 __all__ = [
     "Barostat",
@@ -33,11 +39,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch when the first name is accessed."""
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"deepmd_muon.dynamics.{_PLACES[name]}"), name)
+    return getattr(import_module(f"deepmd_muon.dynamics.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,13 +16,24 @@ from deepmd_muon.model.descriptor.settings import NeighborRequest
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
 from deepmd_muon.model.nn import triton_support
 
-# Width of the shell whose pairs are kept, so that few snapshots need a new search [Å].
+# Width of the shell whose pairs are stored, so that few snapshots need a new search [Å].
 _SKIN = 1.0
 
 
 def may_search(device: torch.device) -> bool:
-    """Return whether a device searches for pairs: without kernels it would hold all pairs of atoms at once."""
+    """Return whether a device searches for pairs.
+
+    Without kernels, it would hold all pairs of atoms at once.
+    """
     return triton_support.usable(device)
+
+
+class NearPairs(NamedTuple):
+    """Pairs of atoms, both ways; atoms are numbered through all structures."""
+
+    i: Tensor  # (npairs,)
+    j: Tensor  # (npairs,)
+    vector: Tensor  # (npairs, 3): from i to j [Å]
 
 
 class Distances:
@@ -37,37 +50,43 @@ class Distances:
     """
 
     def __init__(self, rcut: float, ntypes: int, *, on_device: bool) -> None:
-        self._rcut, self._ntypes, self._on_device = rcut, ntypes, on_device
+        self._rcut = rcut
+        self._ntypes = ntypes
+        self._on_device = on_device
         self._lists: SkinLists | None = None
-        self._atype: Tensor | None = None  # of the lists
+        self._atype: Tensor | None = None  # types of `_lists`
 
-    def of(self, systems: Systems, chosen: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the pairs of at least the structures that a mask `(nsystems,)` chooses.
+    def of(self, systems: Systems, mask: np.ndarray) -> NearPairs:
+        """Return the pairs of at least the structures of a mask `(nsystems,)`.
 
-        Returns
-        -------
-        tuple
-            Atoms i and j `(npairs,)`, numbered through all structures, both ways; vectors from i to j `(npairs, 3)`
-            [Å], which may be longer than the cut-off. Atoms at the same place have a vector of length 0 or nearly so.
+        Vectors may be longer than the cut-off. Atoms at the same place have a vector of length 0 or
+        nearly so.
         """
-        found = self._searched(systems) if self._on_device else None
-        i, j, shift = found or self._of_host(systems, chosen)
+        pairs = self._search(systems) if self._on_device else None
+        if pairs is None:
+            pairs = self._search_on_host(systems, mask)
+        i, j, shift = pairs
         flat = systems.coord.reshape(-1, 3)
         vector = flat[j] - flat[i]
         if shift is not None and systems.box is not None:
             cell = systems.box[i // systems.atype.shape[1]]
             vector = vector + (shift.double()[:, None] @ cell)[:, 0]
-        return i, j, vector
+        return NearPairs(i, j, vector)
 
-    def _searched(self, systems: Systems) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Search on the device; None where it cannot."""
+    def _search(self, systems: Systems) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return atoms and cell translations of pairs; None if the device cannot search."""
         if self._atype is None or not torch.equal(self._atype, systems.atype):
-            self._atype, self._lists = systems.atype, None
+            self._atype = systems.atype
+            self._lists = None
             if fits(systems.atype.cpu().numpy()):
-                # The pairs are those before they are sorted into sections.
-                wanted = NeighborRequest(self._rcut, (1,), by_type=False)
                 self._lists = SkinLists(
-                    wanted, self._ntypes, systems.atype, systems.box is not None, _SKIN
+                    # `pairs` are read before they are sorted into sections, so `sel` does not
+                    # matter.
+                    NeighborRequest(self._rcut, (1,), by_type=False),
+                    self._ntypes,
+                    systems.atype,
+                    systems.box is not None,
+                    _SKIN,
                 )
         lists = self._lists
         if lists is None:
@@ -77,27 +96,29 @@ class Distances:
             lists.set_cells(systems.box)
         return lists.pairs() if lists.prepare() else None
 
-    def _of_host(self, systems: Systems, chosen: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        frames, natoms = systems.frames(), systems.atype.shape[1]
-        nothing = np.zeros(0, dtype=np.int64)
-        parts = [(nothing, nothing, np.zeros((0, 3), dtype=np.int32))]
-        for k in np.flatnonzero(chosen).tolist():
-            first = k * natoms
+    def _search_on_host(self, systems: Systems, mask: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        frames = systems.frames()
+        natoms = systems.atype.shape[1]
+        # One empty array each, so that there is something to concatenate.
+        i = [np.zeros(0, dtype=np.int64)]
+        j = [np.zeros(0, dtype=np.int64)]
+        shift = [np.zeros((0, 3), dtype=np.int32)]
+        for k in np.flatnonzero(mask).tolist():
+            first_atom = k * natoms
             try:
                 pairs = find_pairs(frames.coord[k], frames.cell(k), frames.atype[k], self._rcut)
-            except NeighborError:  # an atom and itself stand for it
-                itself = np.array([first])
-                parts.append((itself, itself, np.zeros((1, 3), dtype=np.int32)))
+            except NeighborError:
+                # A pair of an atom with itself: a distance of 0 marks the structure.
+                i.append(np.array([first_atom]))
+                j.append(np.array([first_atom]))
+                shift.append(np.zeros((1, 3), dtype=np.int32))
                 continue
-            parts.append(
-                (
-                    pairs.real[pairs.i] + first,
-                    pairs.real[pairs.j] + first,
-                    pairs.shift.reshape(-1, 3),
-                )
-            )
-        i, j, shift = (
-            torch.from_numpy(np.concatenate(column)).to(systems.coord.device)
-            for column in zip(*parts, strict=True)
+            i.append(pairs.real[pairs.i] + first_atom)
+            j.append(pairs.real[pairs.j] + first_atom)
+            shift.append(pairs.shift.reshape(-1, 3))
+        device = systems.coord.device
+        return (
+            torch.from_numpy(np.concatenate(i)).to(device),
+            torch.from_numpy(np.concatenate(j)).to(device),
+            torch.from_numpy(np.concatenate(shift)).to(device),
         )
-        return i, j, shift

@@ -1,24 +1,46 @@
-"""Dynamics of many structures: velocity Verlet at constant energy, BAOAB Langevin at constant temperature."""
+"""Dynamics of many structures: velocity Verlet at constant energy, BAOAB with a thermostat.
+
+`simulate` yields snapshots of a run. `_Run` holds the structures and does the steps. A step of
+length Δt is
+
+    v ← v + (Δt/2)·f/m                       kick
+    x ← x + (Δt/2)·v                         drift
+    v ← c·v + √(1 − c²)·√(kT/m)·ξ            thermostat, c = exp(−γ·Δt), ξ normal
+    x ← x + (Δt/2)·v                         drift
+    f ← force at x
+    v ← v + (Δt/2)·f/m                       kick
+
+Without a thermostat the two drifts are one. The host does one step at a time and drops structures
+that fail. On a device that finds neighbours itself, up to 32 steps run without the host; see
+`Stretch`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.data.errors import NeighborError
-from deepmd_muon.dynamics.barostat import Barostat
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
 from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, DynamicsError, Systems
 
-#: Bound on the motion of an atom in one step [Å]; for comparison, hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
+#: One GPa in eV/Å³ (CODATA 2018).
+GIGAPASCAL = 1.0 / 160.2176634
+#: Bound on the motion of an atom in one step [Å]. Hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
 FARTHEST = 0.5
-# Largest number of steps that the device takes before the host checks them, and largest size of their noise [bytes].
-_MOST_STEPS, _NOISE_BYTES = 32, 1 << 26
+# Bound on the relative change of a volume in one step. Far from equilibrium, the linear law would
+# overshoot.
+_MAX_VOLUME_CHANGE = 0.1
+# Largest number of steps that the device does before the host checks them.
+_MAX_STEPS = 32
+# Largest size of the noise of these steps [bytes].
+_MAX_NOISE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -33,11 +55,71 @@ class Langevin:
         Decay rate of velocities [1/fs].
     """
 
-    temperature: float | torch.Tensor
+    temperature: float | Tensor
     friction: float = 0.01
 
 
-Settings = TypeVar("Settings", Langevin, Barostat)
+@dataclass(frozen=True)
+class Barostat:
+    """Isotropic stochastic cell rescaling (Bernetti and Bussi, J. Chem. Phys. 153, 114107 (2020)).
+
+    Attributes
+    ----------
+    pressure
+        One for all, or one per structure `(nsystems,)` [GPa].
+    temperature
+        Temperature of the thermostat, in the same form [K].
+    time
+        Time in which the pressure relaxes [fs].
+    compressibility
+        Compressibility of the material [1/GPa], by default that of water. It changes the speed of
+        the relaxation, not the distribution of volumes.
+    every
+        Steps between changes of the cell. Each change needs new neighbour lists.
+    """
+
+    pressure: float | Tensor
+    temperature: float | Tensor
+    time: float = 200.0
+    compressibility: float = 0.45
+    every: int = 10
+
+    def rescaled(
+        self, systems: Systems, virial: Tensor, time_step: float, generator: torch.Generator
+    ) -> Systems:
+        """Return the structures with other cells, positions and velocities.
+
+        The change is that of `every` steps of `time_step` [fs]:
+
+            Δε = r·(P_in − P) + √(2kT·r/V)·ξ,  r = compressibility · every · time_step / time
+
+        with ε = ln V, the volume V, the internal pressure P_in and a normal number ξ. `virial` is
+        −dE/dε `(nsystems, 9)` [eV]. Structures without a cell stay unchanged.
+        """
+        if systems.box is None:
+            return systems
+        volume = torch.linalg.det(systems.box).abs()  # (nsystems,) [Å³]
+        periodic = volume > 0.0
+        volume = torch.where(periodic, volume, 1.0)  # no division by zero in rows that are unused
+        trace = virial.view(-1, 3, 3).diagonal(dim1=1, dim2=2).sum(1)
+        inner_pressure = (2.0 * systems.kinetic + trace) / (3.0 * volume)  # [eV/Å³]
+        pressure = GIGAPASCAL * systems.of_each(self.pressure, "pressure")
+        kelvin = systems.of_each(self.temperature, "temperature")
+        rate = self.compressibility / GIGAPASCAL / self.time * self.every * time_step
+        noise = torch.randn(
+            len(systems), generator=generator, dtype=torch.float64, device=generator.device
+        )
+        spread = (2.0 * BOLTZMANN * kelvin * rate / volume).sqrt()
+        change = rate * (inner_pressure - pressure) + spread * noise.to(volume.device)
+        change = change.clamp(-_MAX_VOLUME_CHANGE, _MAX_VOLUME_CHANGE)
+        change = torch.where(periodic, change, 0.0)
+        scale = (change / 3.0).exp()[:, None, None]
+        return replace(
+            systems,
+            coord=scale * systems.coord,
+            box=scale * systems.box,
+            velocity=systems.velocity / scale,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +134,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The structures that are left in a run after some step.
+    """The structures that remain in a run after some step.
 
     Attributes
     ----------
@@ -69,262 +151,15 @@ class Snapshot:
     """
 
     step: int
-    copies: torch.Tensor
+    copies: Tensor
     systems: Systems
     forces: Forces
     lost: tuple[Lost, ...]
 
     @property
-    def total_energy(self) -> torch.Tensor:
+    def total_energy(self) -> Tensor:
         """Potential and kinetic energy `(n,)` [eV]."""
         return self.forces.energy + self.systems.kinetic
-
-
-class _Run:
-    """The structures that are left in a run, and their forces."""
-
-    def __init__(
-        self,
-        force_field: ForceField,
-        systems: Systems,
-        thermostat: Langevin | None,
-        barostat: Barostat | None,
-        generator: torch.Generator,
-    ) -> None:
-        self.force_field = force_field
-        self.systems = systems
-        self.thermostat = thermostat  # with one value per structure, like the barostat
-        self.barostat = barostat
-        self.generator = generator
-        self.copies = torch.arange(len(systems), device=systems.coord.device)
-        self.lost: list[Lost] = []
-        self.step = 0
-        self.noise: list[torch.Tensor] = []  # drawn in advance; each step takes the first
-        self._stretch: _DeviceSteps | None = None
-        self._recorded = 0
-        self.forces = self._evaluated()
-
-    def drop(self, gone: torch.Tensor, atoms: torch.Tensor, reason: str) -> None:
-        """Drop structures, given as a mask `(n,)`, and record atom and reason."""
-        for k in torch.nonzero(gone).flatten().tolist():
-            self.lost.append(Lost(int(self.copies[k]), self.step, int(atoms[k]), reason))
-        self._keep(~gone)
-
-    def _keep(self, mask: torch.Tensor) -> None:
-        self.systems = self.systems.rows(mask)
-        if hasattr(self, "forces") and len(self.forces.energy) == len(mask):
-            self.forces = Forces(*(x[mask] for x in self.forces.tensors))
-        self.thermostat = self.thermostat and _rows(self.thermostat, mask)
-        self.barostat = self.barostat and _rows(self.barostat, mask)
-        self.copies = self.copies[mask]
-        self.noise = [noise[mask] for noise in self.noise]
-        self._stretch = None
-        self.force_field.reset()
-
-    def _evaluated(self) -> Forces:
-        """Return the forces; drop structures with coinciding atoms, or with forces or energies that are not finite."""
-        while len(self.systems):
-            now = self.systems
-            try:
-                found = self.force_field(now.coord, now.box, now.atype)
-            except NeighborError as error:
-                if error.frame is None:
-                    raise
-                gone = torch.zeros(len(now), dtype=torch.bool, device=now.coord.device)
-                gone[error.frame] = True
-                fastest = now.velocity.square().sum(-1).argmax(1)
-                self.drop(gone, fastest, error.problem)
-                continue
-            bad = ~(found.force.flatten(1).isfinite().all(1) & found.energy.isfinite())
-            if not bad.any():
-                return found
-            self.forces = found
-            where = (~found.force.isfinite().all(-1)).int().argmax(1)
-            self.drop(bad, where, "the potential's energy or forces are not finite")
-        zero = self.systems.coord.new_zeros
-        return Forces(zero(0), torch.zeros_like(self.systems.coord), zero(0, 9))
-
-    def kick(self, time: float) -> None:
-        """Change velocities by the present forces."""
-        now = self.systems
-        change = (ACCELERATION * time) * self.forces.force / now.mass[..., None]
-        self.systems = replace(now, velocity=now.velocity + change)
-
-    def move(self, time: float) -> None:
-        """Change positions by the present velocities."""
-        self.systems = replace(
-            self.systems, coord=self.systems.coord + time * self.systems.velocity
-        )
-
-    def refuse_fast(self, time: float) -> None:
-        """Drop structures in which an atom would move by more than `FARTHEST`."""
-        far = self.systems.velocity.square().sum(-1).sqrt() * time
-        gone = ~(far.amax(1) <= FARTHEST)
-        if gone.any():
-            fastest = torch.nan_to_num(far, nan=math.inf).argmax(1)
-            self.drop(gone, fastest, f"an atom would move by more than {FARTHEST:g} Å in one step")
-
-    def thermalize(self, time: float) -> None:
-        """Apply friction and noise for some time [fs] by their exact solution."""
-        assert self.thermostat is not None
-        now = self.systems
-        noise = self.noise.pop(0) if self.noise else self.draw(1)[0]
-        self.systems = replace(
-            now, velocity=thermalized(now, self.thermostat, time, now.velocity, noise)
-        )
-
-    def draw(self, steps: int) -> torch.Tensor:
-        """Return the noise of some steps `(steps, nsystems, natoms, 3)`."""
-        shape, source = self.systems.coord.shape, self.generator
-        # Step by step, so that the numbers do not depend on how many steps are drawn together.
-        noise = [
-            torch.randn(shape, generator=source, dtype=torch.float64, device=source.device)
-            for _ in range(steps)
-        ]
-        return torch.stack(noise).to(self.systems.coord.device)
-
-    def go(self, steps: int, time_step: float) -> None:
-        """Do at least one and at most `steps` steps, on the device alone if possible."""
-        force_field = self.force_field
-        if not force_field.launchable(self.systems.box, self.systems.atype):
-            self.advance(time_step)
-            return
-        if self.barostat is not None:
-            steps = min(steps, self.barostat.every - self.step % self.barostat.every)
-        if self._stretch is None or self._recorded != force_field.version:
-            self._stretch = _DeviceSteps(self, time_step)
-        steps = min(steps, self._stretch.max_steps)
-        done = self._stretch(self, steps)
-        self._recorded = force_field.version
-        if done == steps:
-            self._scale_cells(time_step)
-        else:
-            self.advance(time_step)
-
-    def snapshot(self) -> Snapshot:
-        lost, self.lost = tuple(self.lost), []
-        return Snapshot(self.step, self.copies, self.systems, self.forces, lost)
-
-    def advance(self, time_step: float) -> None:
-        """Do one step: kick, drift (with the thermostat in its middle), kick."""
-        self.step += 1
-        self.kick(0.5 * time_step)
-        self.refuse_fast(time_step)
-        if self.thermostat is None:
-            self.move(time_step)
-        else:
-            self.move(0.5 * time_step)
-            self.thermalize(time_step)
-            self.move(0.5 * time_step)
-        self.forces = self._evaluated()
-        self.kick(0.5 * time_step)
-        self._scale_cells(time_step)
-
-    def _scale_cells(self, time_step: float) -> None:
-        if self.barostat is not None and self.step % self.barostat.every == 0 and len(self.systems):
-            self.systems = self.barostat.rescaled(
-                self.systems, self.forces.virial, time_step, self.generator
-            )
-            self.forces = self._evaluated()
-
-
-def _rows(settings: Settings, mask: torch.Tensor) -> Settings:
-    """Return a thermostat or barostat with the values of some structures."""
-    tensors: dict[str, Any] = {
-        name: x[mask] for name, x in vars(settings).items() if isinstance(x, torch.Tensor)
-    }
-    return replace(settings, **tensors)
-
-
-def thermalized(
-    systems: Systems, thermostat: Langevin, time: float, velocity: torch.Tensor, noise: torch.Tensor
-) -> torch.Tensor:
-    """Return velocities after friction and noise for some time [fs], by the exact solution."""
-    keep = math.exp(-thermostat.friction * time)
-    kelvin = systems.of_each(thermostat.temperature, "temperature")[:, None]
-    spread = (BOLTZMANN * kelvin * ACCELERATION / systems.mass).sqrt()[..., None]
-    return torch.where(
-        systems.real[..., None],
-        keep * velocity + math.sqrt(1.0 - keep * keep) * spread * noise,
-        0.0,
-    )
-
-
-class _DeviceSteps:
-    """Steps of a run by work of the device alone, with the same arithmetic as `_Run.advance`.
-
-    An instance is valid until the run drops structures or scales cells.
-    """
-
-    def __init__(self, run: _Run, time_step: float) -> None:
-        self._force_field, self._systems, self._time = run.force_field, run.systems, time_step
-        self._thermostat = run.thermostat
-        self._coord, self._velocity = run.systems.coord.clone(), run.systems.velocity.clone()
-        self._forces = run.forces.clone()
-        self._row = torch.zeros(1, dtype=torch.int64, device=self._coord.device)
-        self._valid, self._valid_steps = (
-            torch.ones_like(self._row, dtype=torch.bool),
-            torch.zeros_like(self._row),
-        )
-        each = self._coord.numel() * self._coord.element_size()
-        #: Most steps of a call.
-        self.max_steps = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
-        shape = (self.max_steps, *self._coord.shape) if self._thermostat is not None else (0,)
-        self._noise = torch.zeros(shape, dtype=torch.float64, device=self._coord.device)
-        state = (
-            self._coord,
-            self._velocity,
-            *self._forces.tensors,
-            self._row,
-            self._valid,
-            self._valid_steps,
-        )
-        self._stretch = Stretch(run.force_field, state, self._step, self._valid_steps)
-
-    def __call__(self, run: _Run, steps: int) -> int:
-        """Take `steps` steps, at most `max_steps`, or those before a structure has to be dropped; return how many."""
-        self._coord.copy_(run.systems.coord)
-        self._velocity.copy_(run.systems.velocity)
-        self._forces.take(run.forces)
-        self._row.zero_()
-        self._valid.fill_(True)
-        self._valid_steps.zero_()
-        if self._thermostat is not None:
-            while len(run.noise) < steps:
-                run.noise.extend(run.draw(steps - len(run.noise)).unbind())
-            torch.stack(run.noise[:steps], out=self._noise[:steps])
-        if done := self._stretch(steps):
-            run.noise = run.noise[done:]
-            run.step += done
-            run.systems = replace(
-                run.systems, coord=self._coord.clone(), velocity=self._velocity.clone()
-            )
-            run.forces = self._forces.clone()
-        return done
-
-    def _kick(self) -> None:
-        mass = self._systems.mass[..., None]
-        self._velocity.addcdiv_(self._forces.force, mass, value=0.5 * self._time * ACCELERATION)
-
-    def _step(self) -> None:
-        self._kick()
-        far = self._velocity.square().sum(-1).amax() * self._time**2
-        self._valid.logical_and_(far <= FARTHEST**2)
-        if self._thermostat is None:
-            self._coord.add_(self._velocity, alpha=self._time)
-        else:
-            self._coord.add_(self._velocity, alpha=0.5 * self._time)
-            noise = self._noise.index_select(0, self._row)[0]
-            self._velocity.copy_(
-                thermalized(self._systems, self._thermostat, self._time, self._velocity, noise)
-            )
-            self._coord.add_(self._velocity, alpha=0.5 * self._time)
-            self._row.add_(1)
-        found = self._force_field.launch(self._coord)
-        self._forces.take(found)
-        self._valid.logical_and_(found.force.isfinite().all() & found.energy.isfinite().all())
-        self._valid_steps.add_(self._valid)
-        self._kick()
 
 
 def simulate(
@@ -338,13 +173,15 @@ def simulate(
     every: int = 10,
     seed: int = 0,
 ) -> Iterator[Snapshot]:
-    """Run dynamics of many structures at once; yield a snapshot of the start and of every `every`-th step.
+    """Run dynamics of many structures at once; yield the start and every `every`-th step.
 
-    Without a thermostat this is velocity Verlet; with one, BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express
-    2013, 34), whose positions sample the temperature to second order in the step.
+    Without a thermostat this is velocity Verlet. With one it is BAOAB (Leimkuhler and Matthews,
+    Appl. Math. Res. Express 2013, 34); its positions sample the temperature to second order in the
+    step.
 
-    A structure is dropped if an atom would move by more than `FARTHEST` in one step, if atoms coincide, or if energy or
-    forces are not finite. The others go on; the run ends early when none is left.
+    A structure is dropped if an atom would move by more than `FARTHEST` in one step, if atoms
+    coincide, or if energy or forces are not finite. The other structures continue. The run ends
+    early when none remains.
 
     Parameters
     ----------
@@ -359,7 +196,7 @@ def simulate(
     thermostat
         None for constant energy.
     barostat
-        None for constant cells; else it needs a thermostat.
+        None for constant cells; otherwise a thermostat is required.
     every
         Steps between snapshots; the last step is always one.
     seed
@@ -372,48 +209,329 @@ def simulate(
     """
     if not (time_step > 0.0 and math.isfinite(time_step)) or steps < 0 or every < 1:
         raise DynamicsError(
-            f"a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or more; found "
-            f"{time_step} fs, {steps} and {every}"
+            "a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or "
+            f"more; found {time_step} fs, {steps} and {every}"
         )
-    thermostat, barostat = _of_each(systems, thermostat, barostat)
+    if barostat is not None:
+        if thermostat is None:
+            raise DynamicsError(f"constant pressure needs a thermostat; found {barostat}")
+        barostat = _barostat_of_each(systems, barostat)
+    if thermostat is not None:
+        thermostat = _thermostat_of_each(systems, thermostat)
     force_field.reset()
-    # A GPU draws its own noise, so a seed gives the same run only on devices of one kind.
     run = _Run(
         force_field,
         systems,
-        thermostat,
-        barostat,
-        torch.Generator(systems.coord.device).manual_seed(seed),
+        time_step=time_step,
+        thermostat=thermostat,
+        barostat=barostat,
+        # A GPU draws its own noise, so a seed gives the same run only on devices of one kind.
+        generator=torch.Generator(systems.coord.device).manual_seed(seed),
     )
     yield run.snapshot()
     while run.step < steps and len(run.systems):
-        run.go(min(every - run.step % every, steps - run.step), time_step)
+        run.advance(min(every - run.step % every, steps - run.step))
         if run.step % every == 0 or run.step == steps or not len(run.systems):
             yield run.snapshot()
 
 
-def _of_each(
-    systems: Systems, thermostat: Langevin | None, barostat: Barostat | None
-) -> tuple[Langevin | None, Barostat | None]:
-    """Return thermostat and barostat with one temperature and pressure per structure; refuse invalid numbers."""
-    if barostat is not None:
-        values = barostat.time, barostat.compressibility, float(barostat.every)
-        if thermostat is None or not all(value > 0.0 and math.isfinite(value) for value in values):
+def _barostat_of_each(systems: Systems, barostat: Barostat) -> Barostat:
+    """Return the barostat with a pressure and a temperature per structure."""
+    for value in (barostat.time, barostat.compressibility, barostat.every):
+        if not (value > 0.0 and math.isfinite(value)):
             raise DynamicsError(
-                "constant pressure needs a thermostat, and a relaxation time, a compressibility and an interval above "
-                f"0; found {thermostat} and {barostat}"
+                "constant pressure needs a relaxation time, a compressibility and an interval "
+                f"above 0; found {barostat}"
             )
-        pressure, kelvin = (
-            systems.of_each(getattr(barostat, x), x) for x in ("pressure", "temperature")
+    pressure = systems.of_each(barostat.pressure, "pressure")
+    if not pressure.isfinite().all():
+        raise DynamicsError(f"a pressure is a number of GPa; found {barostat.pressure}")
+    kelvin = systems.of_each(barostat.temperature, "temperature")
+    return replace(barostat, pressure=pressure, temperature=kelvin)
+
+
+def _thermostat_of_each(systems: Systems, thermostat: Langevin) -> Langevin:
+    """Return the thermostat with a temperature per structure."""
+    kelvin = systems.of_each(thermostat.temperature, "temperature")
+    if not ((kelvin >= 0.0) & kelvin.isfinite()).all() or not thermostat.friction >= 0.0:
+        raise DynamicsError(
+            f"a thermostat needs temperatures and a friction of 0 or more; found {thermostat}"
         )
-        if not pressure.isfinite().all():
-            raise DynamicsError(f"a pressure is a number of GPa; found {barostat.pressure}")
-        barostat = replace(barostat, pressure=pressure, temperature=kelvin)
-    if thermostat is not None:
-        kelvin = systems.of_each(thermostat.temperature, "temperature")
-        if not ((kelvin >= 0.0) & kelvin.isfinite()).all() or not thermostat.friction >= 0.0:
-            raise DynamicsError(
-                f"a thermostat needs temperatures and a friction of 0 or more; found {thermostat}"
+    return replace(thermostat, temperature=kelvin)
+
+
+class _Run:
+    """The structures that remain in a run, and their forces.
+
+    Steps change positions, velocities and forces in place, because captured graphs contain the
+    addresses. Dropping structures replaces these tensors, and the next stretch is captured again.
+    """
+
+    def __init__(
+        self,
+        force_field: ForceField,
+        systems: Systems,
+        *,
+        time_step: float,
+        thermostat: Langevin | None,
+        barostat: Barostat | None,
+        generator: torch.Generator,
+    ) -> None:
+        self.systems = _with_own_motion(systems)
+        self.step = 0
+        self._force_field = force_field
+        self._time_step = time_step
+        self._thermostat = thermostat  # with one value per structure, like the barostat
+        self._barostat = barostat
+        self._generator = generator
+        device = systems.coord.device
+        self._copies = torch.arange(len(systems), device=device)
+        self._lost: list[Lost] = []
+        self._drawn: list[Tensor] = []  # noise drawn in advance; each step takes the first
+        # What a stretch of steps on the device reads and writes next to positions, velocities and
+        # forces:
+        self._stretch: Stretch | None = None
+        self._noise = torch.empty(0, device=device)  # (steps, nsystems, natoms, 3)
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # the step's row of the noise
+        self._valid = torch.ones(1, dtype=torch.bool, device=device)  # whether no structure failed
+        self._valid_steps = torch.zeros(1, dtype=torch.int64, device=device)
+        zeros = systems.coord.new_zeros
+        self._forces = Forces(
+            energy=zeros(len(systems)),
+            force=torch.zeros_like(systems.coord),
+            virial=zeros(len(systems), 9),
+        )
+        self._evaluate()
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the structures, and those lost since the last call."""
+        lost = tuple(self._lost)
+        self._lost = []
+        return Snapshot(
+            step=self.step,
+            copies=self._copies,
+            systems=_with_own_motion(self.systems),
+            forces=self._forces.clone(),
+            lost=lost,
+        )
+
+    def advance(self, max_steps: int) -> None:
+        """Do at least one and at most `max_steps` steps, on the device alone if possible."""
+        barostat = self._barostat
+        all_done = False
+        if self._force_field.launchable(self.systems.box, self.systems.atype):
+            steps = max_steps
+            if barostat is not None:  # the host changes cells, between stretches
+                steps = min(steps, barostat.every - self.step % barostat.every)
+            steps = min(steps, self._max_device_steps())
+            all_done = self._do_on_device(steps) == steps
+        if not all_done:
+            # If a step failed on the device, the host repeats it and drops the structures that
+            # fail.
+            self._do_on_host()
+        if barostat is not None and self.step % barostat.every == 0 and len(self.systems):
+            self._scale_cells(barostat)
+
+    # ----- one step ------------------------------------------------------------------------------
+
+    def _do_step(
+        self,
+        *,
+        check_speed: Callable[[], None],
+        next_noise: Callable[[], Tensor],
+        evaluate: Callable[[], None],
+    ) -> None:
+        self._kick()
+        check_speed()
+        if self._thermostat is None:
+            self._drift(self._time_step)
+        else:
+            self._drift(0.5 * self._time_step)
+            self._thermalize(self._thermostat, next_noise())
+            self._drift(0.5 * self._time_step)
+        evaluate()
+        self._kick()
+
+    def _kick(self) -> None:
+        """Change velocities by half a step of the present forces."""
+        self.systems.velocity.addcdiv_(
+            self._forces.force,
+            self.systems.mass[..., None],
+            value=0.5 * self._time_step * ACCELERATION,
+        )
+
+    def _drift(self, time: float) -> None:
+        self.systems.coord.add_(self.systems.velocity, alpha=time)
+
+    def _thermalize(self, thermostat: Langevin, noise: Tensor) -> None:
+        """Apply friction and noise for one step by their exact solution."""
+        systems = self.systems
+        remaining = math.exp(-thermostat.friction * self._time_step)
+        kelvin = systems.of_each(thermostat.temperature, "temperature")[:, None]
+        spread = (BOLTZMANN * kelvin * ACCELERATION / systems.mass).sqrt()[..., None]
+        velocity = (
+            remaining * systems.velocity + math.sqrt(1.0 - remaining * remaining) * spread * noise
+        )
+        systems.velocity.copy_(torch.where(systems.real[..., None], velocity, 0.0))
+
+    # ----- on the host, which may drop structures in the step ------------------------------------
+
+    def _do_on_host(self) -> None:
+        self.step += 1
+        self._do_step(
+            check_speed=self._drop_fast,
+            next_noise=lambda: self._drawn.pop(0) if self._drawn else self._draw(1)[0],
+            evaluate=self._evaluate,
+        )
+
+    def _drop_fast(self) -> None:
+        """Drop structures in which an atom would move by more than `FARTHEST`."""
+        distance = self.systems.velocity.square().sum(-1).sqrt() * self._time_step
+        too_fast = ~(distance.amax(1) <= FARTHEST)  # also where it is NaN
+        if too_fast.any():
+            fastest = torch.nan_to_num(distance, nan=math.inf).argmax(1)
+            reason = f"an atom would move by more than {FARTHEST:g} Å in one step"
+            self._drop(too_fast, fastest, reason)
+
+    def _evaluate(self) -> None:
+        """Evaluate forces; drop structures with coinciding atoms or results that are not finite."""
+        while len(self.systems):
+            systems = self.systems
+            try:
+                forces = self._force_field(systems.coord, systems.box, systems.atype)
+            except NeighborError as error:
+                if error.frame is None:
+                    raise
+                at_fault = torch.zeros(len(systems), dtype=torch.bool, device=systems.coord.device)
+                at_fault[error.frame] = True
+                fastest = systems.velocity.square().sum(-1).argmax(1)
+                self._drop(at_fault, fastest, error.problem)
+                continue
+            self._forces.take(forces)
+            finite = forces.force.isfinite().all(-1)  # (nsystems, natoms)
+            failed = ~(finite.all(1) & forces.energy.isfinite())
+            if not failed.any():
+                return
+            reason = "the potential's energy or forces are not finite"
+            self._drop(failed, (~finite).int().argmax(1), reason)
+
+    def _drop(self, mask: Tensor, atoms: Tensor, reason: str) -> None:
+        """Drop the structures of a mask `(nsystems,)`; record reason and atom `(nsystems,)`."""
+        for k in torch.nonzero(mask).flatten().tolist():
+            self._lost.append(
+                Lost(copy=int(self._copies[k]), step=self.step, atom=int(atoms[k]), reason=reason)
             )
-        thermostat = replace(thermostat, temperature=kelvin)
-    return thermostat, barostat
+        remaining = ~mask
+        self.systems = self.systems.rows(remaining)
+        self._forces = Forces(*(x[remaining] for x in self._forces.tensors))
+        if self._thermostat is not None:
+            self._thermostat = _rows(self._thermostat, remaining)
+        if self._barostat is not None:
+            self._barostat = _rows(self._barostat, remaining)
+        self._copies = self._copies[remaining]
+        self._drawn = [noise[remaining] for noise in self._drawn]
+        self._stretch = None  # its graph contains the addresses of the old tensors
+        self._force_field.reset()  # so do its lists
+
+    def _draw(self, steps: int) -> Tensor:
+        """Return the noise of some steps `(steps, nsystems, natoms, 3)`."""
+        coord = self.systems.coord
+        generator = self._generator
+        # Step by step, so that the numbers do not depend on how many steps are drawn together.
+        noise = [
+            torch.randn(
+                coord.shape, generator=generator, dtype=torch.float64, device=generator.device
+            )
+            for _ in range(steps)
+        ]
+        return torch.stack(noise).to(coord.device)
+
+    def _scale_cells(self, barostat: Barostat) -> None:
+        scaled = barostat.rescaled(
+            self.systems, self._forces.virial, self._time_step, self._generator
+        )
+        self.systems.coord.copy_(scaled.coord)
+        self.systems.velocity.copy_(scaled.velocity)
+        # A new tensor, by which the force field notices that the cells have changed.
+        self.systems = replace(self.systems, box=scaled.box)
+        self._evaluate()
+
+    # ----- on the device, where failures are only noted ------------------------------------------
+
+    def _max_device_steps(self) -> int:
+        coord = self.systems.coord
+        step_bytes = max(1, coord.numel() * coord.element_size())
+        return max(1, min(_MAX_STEPS, _MAX_NOISE_BYTES // step_bytes))
+
+    def _do_on_device(self, steps: int) -> int:
+        """Do `steps` steps, or those before a structure fails; return their number."""
+        if self._stretch is None:
+            self._stretch = self._new_stretch()
+        # In place, because the graph contains the addresses.
+        self._row.zero_()
+        self._valid.fill_(True)
+        self._valid_steps.zero_()
+        if self._thermostat is not None:
+            missing = steps - len(self._drawn)
+            if missing > 0:
+                self._drawn.extend(self._draw(missing).unbind())
+            torch.stack(self._drawn[:steps], out=self._noise[:steps])
+        done = self._stretch(steps)
+        self._drawn = self._drawn[done:]  # a run does not depend on where stretches end
+        self.step += done
+        return done
+
+    def _new_stretch(self) -> Stretch:
+        coord = self.systems.coord
+        if self._thermostat is not None:
+            self._noise = coord.new_zeros(self._max_device_steps(), *coord.shape)
+        state = (
+            coord,
+            self.systems.velocity,
+            *self._forces.tensors,
+            self._row,
+            self._valid,
+            self._valid_steps,
+        )
+        return Stretch(self._force_field, state, self._launch_step, self._valid_steps)
+
+    def _launch_step(self) -> None:
+        """Launch one step; this work is captured, so it never waits for the device."""
+        self._do_step(
+            check_speed=self._note_fast,
+            next_noise=self._take_row_of_noise,
+            evaluate=self._launch_forces,
+        )
+
+    def _note_fast(self) -> None:
+        square = self.systems.velocity.square().sum(-1).amax() * self._time_step**2
+        # NaN fails the comparison, too.
+        self._valid.logical_and_(square <= FARTHEST**2)
+
+    def _take_row_of_noise(self) -> Tensor:
+        noise = self._noise.index_select(0, self._row)[0]
+        self._row.add_(1)
+        return noise
+
+    def _launch_forces(self) -> None:
+        forces = self._force_field.launch(self.systems.coord)
+        self._forces.take(forces)  # the next launch overwrites the results
+        finite = forces.force.isfinite().all() & forces.energy.isfinite().all()
+        self._valid.logical_and_(finite)
+        self._valid_steps.add_(self._valid)
+
+
+def _with_own_motion(systems: Systems) -> Systems:
+    """Return the structures with copies of the tensors that steps change in place."""
+    return replace(systems, coord=systems.coord.clone(), velocity=systems.velocity.clone())
+
+
+_Settings = TypeVar("_Settings", Langevin, Barostat)
+
+
+def _rows(settings: _Settings, mask: Tensor) -> _Settings:
+    """Return a thermostat or barostat with the values of some structures."""
+    tensors: dict[str, Any] = {
+        name: x[mask] for name, x in vars(settings).items() if isinstance(x, Tensor)
+    }
+    return replace(settings, **tensors)

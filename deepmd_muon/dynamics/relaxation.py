@@ -1,4 +1,8 @@
-"""FIRE relaxations of many structures at once."""
+"""FIRE relaxations of many structures at once.
+
+Constants are those of Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths;
+masses are 1.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
 from deepmd_muon.dynamics.systems import DynamicsError, Systems
 
-# Constants of Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths; masses are 1.
-_PATIENCE, _FASTER, _SLOWER, _MIXING, _LESS = 5, 1.1, 0.5, 0.1, 0.99
-_FIRST, _LONGEST, _FARTHEST = 0.1, 1.0, 0.2
-# Steps that a device takes before the host checks whether all structures are at rest.
-_LOOK = 10
+# Steps downhill before the step length grows.
+_PATIENCE = 5
+_STEP_GROWTH = 1.1
+_STEP_SHRINKAGE = 0.5
+_FIRST_MIXING = 0.1
+_MIXING_SHRINKAGE = 0.99
+_FIRST_STEP = 0.1
+_LONGEST_STEP = 1.0
+# Bound on the norm of all displacements of a structure in one step [Å].
+_LONGEST_DISPLACEMENT = 0.2
+# Steps that a device does before the host checks whether all structures are at rest.
+_STEPS_BETWEEN_CHECKS = 10
 
 
 @dataclass(frozen=True)
@@ -36,16 +48,17 @@ class Relaxed:
 
     systems: Systems
     forces: Forces
-    largest: torch.Tensor
-    steps: torch.Tensor
+    largest: Tensor
+    steps: Tensor
 
 
 def relax(
     force_field: ForceField, systems: Systems, *, fmax: float = 0.05, steps: int = 500
 ) -> Relaxed:
-    """Move atoms downhill in fixed cells until no force is larger than `fmax`; each structure has its own step length.
+    """Move atoms downhill in fixed cells until no force is larger than `fmax`.
 
-    A structure whose forces are not finite stays where it is, with `largest` NaN.
+    Each structure has its own step length. A structure whose forces are not finite stays where it
+    is, with `largest` NaN.
 
     Parameters
     ----------
@@ -70,76 +83,88 @@ def relax(
             f"a relaxation needs fmax above 0 eV/Å and 0 steps or more; found {fmax} and {steps}"
         )
     force_field.reset()
-    found = force_field(systems.coord, systems.box, systems.atype)
-    descent = _Descent(systems, found, fmax)
-    stretch, left = None, steps
-    while left and bool((descent.largest > fmax).any()):
-        taken = 0
+    descent = _Descent(systems, force_field(systems.coord, systems.box, systems.atype), fmax)
+    stretch = Stretch(force_field, descent.state, lambda: descent.step(force_field.launch))
+    steps_done = 0
+    while steps_done < steps and bool((descent.largest > fmax).any()):
+        done = 0
         if force_field.launchable(systems.box, systems.atype):
-            stretch = stretch or Stretch(
-                force_field, descent.state, lambda: descent.go(force_field.launch)
-            )
-            taken = stretch(min(left, _LOOK))
-        if not taken:
-            descent.go(lambda coord: force_field(coord, systems.box, systems.atype))
-            taken, stretch = 1, None
-        left -= taken
+            done = stretch(min(steps - steps_done, _STEPS_BETWEEN_CHECKS))
+        if done == 0:
+            descent.step(lambda coord: force_field(coord, systems.box, systems.atype))
+            done = 1
+        steps_done += done
     end = replace(systems, coord=descent.coord, velocity=torch.zeros_like(systems.coord))
-    return Relaxed(end, descent.found, descent.largest, descent.taken)
+    return Relaxed(
+        systems=end, forces=descent.forces, largest=descent.largest, steps=descent.n_steps
+    )
 
 
 class _Descent:
     """The state of all relaxations, in tensors that are updated in place."""
 
-    def __init__(self, systems: Systems, found: Forces, fmax: float) -> None:
+    def __init__(self, systems: Systems, forces: Forces, fmax: float) -> None:
+        self.coord = systems.coord.clone()
+        self.forces = forces.clone()
+        self.largest = forces.largest  # (nsystems,)
+        self.n_steps = torch.zeros(len(systems), dtype=torch.int64, device=self.coord.device)
         self._fmax = fmax
-        self.coord, self.found = systems.coord.clone(), found.clone()
         self._velocity = torch.zeros_like(self.coord)
         ones = self.coord.new_ones(len(systems), 1, 1)
-        self._step, self._mixing, self._downhill = (
-            _FIRST * ones,
-            _MIXING * ones,
-            torch.zeros_like(ones),
-        )
-        self.taken = torch.zeros(len(systems), dtype=torch.int64, device=ones.device)
-        self.largest = found.largest
+        self._step_length = _FIRST_STEP * ones
+        self._mixing = _FIRST_MIXING * ones
+        self._n_downhill = torch.zeros_like(ones)  # steps downhill in a row
 
     @property
-    def state(self) -> list[torch.Tensor]:
-        """All tensors that `go` changes."""
-        own = [
+    def state(self) -> list[Tensor]:
+        """All tensors that `step` changes."""
+        return [
             self.coord,
             self._velocity,
-            self._step,
+            self._step_length,
             self._mixing,
-            self._downhill,
-            self.taken,
+            self._n_downhill,
+            self.n_steps,
             self.largest,
+            *self.forces.tensors,
         ]
-        return [*own, *self.found.tensors]
 
-    def go(self, evaluate: Callable[[torch.Tensor], Forces]) -> None:
-        """Move all structures that are not at rest, and evaluate them."""
-        force, velocity, mixing = self.found.force, self._velocity, self._mixing
-        going = (self.largest > self._fmax)[:, None, None]
-        self.taken.add_(going.flatten())
+    def step(self, evaluate: Callable[[Tensor], Forces]) -> None:
+        """Move all structures that are not at rest, and evaluate them.
+
+        The work may be captured in a graph, so it never waits for the device.
+        """
+        force = self.forces.force
+        velocity = self._velocity
+        mixing = self._mixing
+        moving = (self.largest > self._fmax)[:, None, None]  # False where NaN
+        self.n_steps.add_(moving.flatten())
+
+        # Turn velocities towards the forces; stop structures that move uphill.
         power = (force * velocity).sum((1, 2), keepdim=True)
-        forward = power > 0.0
-        size = velocity.square().sum((1, 2), keepdim=True).sqrt()
+        downhill = power > 0.0
+        speed = velocity.square().sum((1, 2), keepdim=True).sqrt()
         direction = force / force.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
-        velocity.copy_(
-            torch.where(forward, (1.0 - mixing) * velocity + mixing * size * direction, 0.0)
-        )
-        patient = forward & (self._downhill > _PATIENCE)
-        longer, shorter = (_FASTER * self._step).clamp(max=_LONGEST), _SLOWER * self._step
-        step = torch.where(patient, longer, torch.where(forward, self._step, shorter))
-        self._step.copy_(torch.where(self.taken.view(-1, 1, 1) > 1, step, _FIRST))
-        mixing.copy_(torch.where(patient, _LESS * mixing, torch.where(forward, mixing, _MIXING)))
-        self._downhill.copy_(torch.where(forward, self._downhill + 1.0, 0.0))
-        velocity.add_(self._step * force)
-        change = self._step * velocity
+        turned = (1.0 - mixing) * velocity + mixing * speed * direction
+        velocity.copy_(torch.where(downhill, turned, 0.0))
+
+        # Lengthen steps after some steps downhill; shorten them and start over after a step uphill.
+        patient = downhill & (self._n_downhill > _PATIENCE)
+        longer = (_STEP_GROWTH * self._step_length).clamp(max=_LONGEST_STEP)
+        shorter = _STEP_SHRINKAGE * self._step_length
+        unless_patient = torch.where(downhill, self._step_length, shorter)
+        step_length = torch.where(patient, longer, unless_patient)
+        # At the first step velocities are zero, which is not a step uphill.
+        after_first = self.n_steps.view(-1, 1, 1) > 1
+        self._step_length.copy_(torch.where(after_first, step_length, _FIRST_STEP))
+        unless_patient = torch.where(downhill, mixing, _FIRST_MIXING)
+        mixing.copy_(torch.where(patient, _MIXING_SHRINKAGE * mixing, unless_patient))
+        self._n_downhill.copy_(torch.where(downhill, self._n_downhill + 1.0, 0.0))
+
+        velocity.add_(self._step_length * force)
+        change = self._step_length * velocity
         length = change.square().sum((1, 2), keepdim=True).sqrt()
-        change = change * (_FARTHEST / length.clamp(min=_FARTHEST))
-        self.coord.copy_(torch.where(going, self.coord + change, self.coord))
-        self.found.take(evaluate(self.coord))
-        self.largest.copy_(self.found.largest)
+        change = change * (_LONGEST_DISPLACEMENT / length.clamp(min=_LONGEST_DISPLACEMENT))
+        self.coord.copy_(torch.where(moving, self.coord + change, self.coord))
+        self.forces.take(evaluate(self.coord))
+        self.largest.copy_(self.forces.largest)

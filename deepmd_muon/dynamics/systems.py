@@ -1,4 +1,4 @@
-"""The state of many structures: positions, cells, types, masses and velocities as float64 tensors."""
+"""The state of many structures: positions, cells, types, masses and velocities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from deepmd_muon.data.elements import MASSES
 BOLTZMANN = 8.617333262e-5
 #: Acceleration [Å/fs²] of a mass of 1 u by a force of 1 eV/Å.
 ACCELERATION = 9.648533212e-3
-#: A structure has blown up if its temperature exceeds this multiple of the initial or the thermostat's temperature.
+#: A structure has blown up if its temperature exceeds this multiple of the initial or the
+#: thermostat's temperature.
 HOT = 3.0
 
 
@@ -25,7 +26,10 @@ class DynamicsError(ValueError):
 
 
 def usual_time_step(elements: Iterable[str]) -> float:
-    """Return the time step of dynamics at constant temperature [fs]: hydrogen needs a shorter one."""
+    """Return the time step of dynamics at constant temperature [fs].
+
+    Hydrogen needs a shorter one.
+    """
     return 0.5 if min(MASSES.get(name, math.inf) for name in elements) < 5.0 else 1.0
 
 
@@ -38,7 +42,8 @@ class Systems:
     coord
         Positions `(nsystems, natoms, 3)` [Å], float64, inside the cell or not.
     box
-        Cell vectors as rows `(nsystems, 3, 3)` [Å], zeros for a structure without cell; None when none has one.
+        Cell vectors as rows `(nsystems, 3, 3)` [Å], zeros for a structure without cell; None if no
+        structure has one.
     atype
         Types `(nsystems, natoms)`, int64.
     mass
@@ -85,29 +90,33 @@ class Systems:
         Raises
         ------
         DynamicsError
-            When there is no atom, an occurring type has no mass above 0, or the number of masses is wrong.
+            When there is no atom, an occurring type has no mass above 0, or the number of masses is
+            wrong.
         """
         if not frames.nframes or not (frames.atype >= 0).any():
             raise DynamicsError("there is no structure with an atom to start from")
-        of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
-        if len(of_type) != len(type_map):
+        type_masses = list(masses) or [MASSES.get(name, math.nan) for name in type_map]
+        if len(type_masses) != len(type_map):
             raise DynamicsError(
-                f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one per type"
+                f"{len(type_masses)} masses for {len(type_map)} types {tuple(type_map)}: "
+                "give one per type"
             )
-        mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
+        # The type −1 of padding reads the last mass, 1.
+        mass = np.array([*type_masses, 1.0])[frames.atype]
         if np.isnan(mass).any():
             unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
             raise DynamicsError(
                 f"the types {', '.join(unknown)} are not elements: give their masses"
             )
         if not (mass > 0.0).all():
-            raise DynamicsError(f"masses must be above 0 u; found {of_type}")
+            raise DynamicsError(f"masses must be above 0 u; found {type_masses}")
+        box = None
+        if frames.box is not None:
+            box = torch.tensor(frames.box, dtype=torch.float64, device=device)
         coord = torch.tensor(frames.coord, dtype=torch.float64, device=device)
         return cls(
             coord=coord,
-            box=None
-            if frames.box is None
-            else torch.tensor(frames.box, dtype=torch.float64, device=device),
+            box=box,
             atype=torch.tensor(frames.atype, dtype=torch.int64, device=device),
             mass=torch.tensor(mass, dtype=torch.float64, device=device),
             velocity=torch.zeros_like(coord),
@@ -115,28 +124,33 @@ class Systems:
 
     def rows(self, rows: torch.Tensor | slice) -> Systems:
         """Return some of the structures, chosen by number, mask or slice."""
-        box = None if self.box is None else self.box[rows]
         return Systems(
-            self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows]
+            coord=self.coord[rows],
+            box=None if self.box is None else self.box[rows],
+            atype=self.atype[rows],
+            mass=self.mass[rows],
+            velocity=self.velocity[rows],
         )
 
     def of_each(self, value: float | torch.Tensor, name: str) -> torch.Tensor:
-        """Return a quantity per structure `(nsystems,)`, given as one value for all or one per structure.
+        """Return one value per structure `(nsystems,)` from one value for all or one per structure.
 
         Raises
         ------
         DynamicsError
             When there is another number of values.
         """
-        found = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
-        if len(found) not in (1, len(self)):
+        values = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
+        if len(values) not in (1, len(self)):
             raise DynamicsError(
-                f"{len(found)} {name}s for {len(self)} structures: give one, or one per structure"
+                f"{len(values)} {name}s for {len(self)} structures: give one, or one per structure"
             )
-        return found.expand(len(self))
+        return values.expand(len(self))
 
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
-        """Return the structures with velocities from the Maxwell–Boltzmann distribution, and centres of mass at rest.
+        """Return the structures with velocities of a temperature, and centres of mass at rest.
+
+        Velocities follow the Maxwell–Boltzmann distribution.
 
         Parameters
         ----------
@@ -145,19 +159,18 @@ class Systems:
         generator
             Source of random numbers on the CPU, so that a seed gives the same run on every device.
         """
-        noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(
-            self.coord.device
-        )
         kelvin = self.of_each(temperature, "temperature")[:, None]
         if not ((kelvin >= 0.0) & kelvin.isfinite()).all():
             raise DynamicsError(f"a temperature is 0 K or more; found {temperature}")
-        spread = (BOLTZMANN * kelvin * ACCELERATION / self.mass).sqrt()
-        weight = torch.where(self.real, self.mass, 0.0)[..., None]
-        velocity = torch.where(self.real[..., None], spread[..., None] * noise, 0.0)
-        drift = (weight * velocity).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-        # A single atom would have no motion left.
-        alone = (self.real.sum(1) < 2)[:, None, None]
-        velocity = velocity - torch.where(alone | ~self.real[..., None], 0.0, drift)
+        noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64)
+        real = self.real[..., None]
+        spread = (BOLTZMANN * kelvin * ACCELERATION / self.mass).sqrt()[..., None]  # [Å/fs]
+        velocity = torch.where(real, spread * noise.to(self.coord.device), 0.0)
+        mass = torch.where(self.real, self.mass, 0.0)[..., None]
+        drift = (mass * velocity).sum(1, keepdim=True) / mass.sum(1, keepdim=True)
+        # A single atom moves with its centre of mass: without the drift it would be at rest.
+        single = (self.real.sum(1) < 2)[:, None, None]
+        velocity = velocity - torch.where(single | ~real, 0.0, drift)
         return replace(self, velocity=velocity)
 
     @property
@@ -167,25 +180,28 @@ class Systems:
 
     @property
     def temperature(self) -> torch.Tensor:
-        """Kinetic temperature `(nsystems,)` [K]; three degrees of freedom per atom, less three for the centre."""
+        """Kinetic temperature `(nsystems,)` [K].
+
+        Each atom has three degrees of freedom; the centre of mass has none.
+        """
         atoms = self.real.sum(1)
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
 
     def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
-        """Return whether each structure has blown up, bool `(nsystems,)`; `kelvin` is as in `heated`."""
+        """Return whether each structure has blown up, bool `(nsystems,)`.
+
+        `kelvin` is as in `heated`.
+        """
+        atoms = self.real.sum(1).double()
         # The temperature of few atoms fluctuates more.
-        limit = (
-            HOT
-            * self.of_each(kelvin, "temperature")
-            * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
-        )
+        fluctuation = 1.0 + 2.0 / (3.0 * atoms).sqrt()
+        limit = HOT * self.of_each(kelvin, "temperature") * fluctuation
         return (~(self.temperature <= limit)).cpu().numpy()
 
     def frames(self) -> Frames:
         """Return positions, cells and types as arrays."""
-        box = None if self.box is None else self.box.cpu().numpy().copy()
         return Frames(
             atype=self.atype.cpu().numpy().astype(np.int32),
             coord=self.coord.detach().cpu().numpy().copy(),
-            box=box,
+            box=None if self.box is None else self.box.cpu().numpy().copy(),
         )

@@ -1,4 +1,4 @@
-"""Potentials for TorchSim (`torch-sim-atomistic`): its `ModelInterface` by the batched force call."""
+"""Potentials as models of TorchSim (`torch-sim-atomistic`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 class DeepPotTorchSim(ModelInterface):
-    """A checkpoint or frozen file as a model of TorchSim, with energies, forces and stresses in float64.
+    """A checkpoint or frozen file as a model of TorchSim, in float64.
 
     Neighbour lists are reused as long as TorchSim evaluates the same atoms.
 
@@ -41,9 +41,13 @@ class DeepPotTorchSim(ModelInterface):
         super().__init__()
         predictor = model if isinstance(model, Predictor) else Predictor(model, device=device)
         self._force_field = ForceField(predictor, skin)
-        self._device, self._dtype = predictor.device, torch.float64
-        self._compute_stress = self._compute_forces = True
+        # Attributes of TorchSim's interface.
+        self._device = predictor.device
+        self._dtype = torch.float64
+        self._compute_stress = True
+        self._compute_forces = True
         self._memory_scales_with = "n_atoms_x_density"
+        # Type of each atomic number, −1 for elements that the potential does not know.
         types = torch.full((len(NUMBERS) + 1,), -1, dtype=torch.int64)
         for number, name in enumerate(predictor.type_map):
             if name in NUMBERS:
@@ -51,46 +55,58 @@ class DeepPotTorchSim(ModelInterface):
         self._types = types.to(self._device)
 
     def forward(self, state: Any, **_: Any) -> dict[str, torch.Tensor]:
-        """Return energy (nsystems,) [eV], forces (natoms, 3) [eV/Å] and stress (nsystems, 3, 3) [eV/Å³].
+        """Return energies, forces and stresses.
+
+        Shapes are (nsystems,) [eV], (natoms, 3) [eV/Å] and (nsystems, 3, 3) [eV/Å³].
 
         Raises
         ------
         DynamicsError
             When an element is not in the type map, or a system is periodic along some axes only.
         """
-        given = state if isinstance(state, Mapping) else vars(state) | {"pbc": state.pbc}
-        position, owner = given["positions"], given["system_idx"]
-        types = self._types[given["atomic_numbers"]]
-        if (types < 0).any():
-            unknown = sorted(set(given["atomic_numbers"][types < 0].tolist()))
-            names = {number: name for name, number in NUMBERS.items()}
-            raise DynamicsError(
-                f"the potential knows {', '.join(self._force_field.predictor.type_map)}; these atoms hold "
-                f"{', '.join(names[number] for number in unknown)}"
-            )
+        values = state if isinstance(state, Mapping) else vars(state) | {"pbc": state.pbc}
+        position = values["positions"]
+        system = values["system_idx"]  # of each atom
+        types = self._types_of(values["atomic_numbers"])
         # Cell vectors are columns in TorchSim.
-        cell = given.get("row_vector_cell", given["cell"].transpose(1, 2)).double()
-        periodic = torch.as_tensor(given.get("pbc", True)).reshape(-1)
-        if periodic.any() and not periodic.all():
+        cell = values.get("row_vector_cell", values["cell"].transpose(1, 2)).double()
+        periodic_axes = torch.as_tensor(values.get("pbc", True)).reshape(-1)
+        periodic = bool(periodic_axes.any())
+        if periodic and not periodic_axes.all():
             raise DynamicsError(
                 "systems that are periodic along some axes only are not supported: widen the cell"
             )
+
+        # One row of atoms a system, as in `Systems`; TorchSim has all atoms in one row.
         nsystems = cell.shape[0]
-        counts = torch.bincount(owner, minlength=nsystems)
-        within = (
-            torch.arange(len(owner), device=owner.device)
-            - (torch.cumsum(counts, 0) - counts)[owner]
-        )
+        counts = torch.bincount(system, minlength=nsystems)
+        start = torch.cumsum(counts, 0) - counts
+        column = torch.arange(len(system), device=system.device) - start[system]
         coord = position.new_zeros((nsystems, int(counts.max()), 3), dtype=torch.float64)
+        coord[system, column] = position.double()
         atype = torch.full(coord.shape[:2], -1, dtype=torch.int64, device=coord.device)
-        coord[owner, within], atype[owner, within] = position.double(), types
-        found = self._force_field(coord, cell.contiguous() if bool(periodic.any()) else None, atype)
-        out = {"energy": found.energy, "forces": found.force[owner, within]}
-        if bool(periodic.any()):
-            virial = found.virial.view(-1, 3, 3)
-            out["stress"] = (
-                -0.5 * (virial + virial.mT) / torch.linalg.det(cell).abs()[:, None, None]
-            )
+        atype[system, column] = types
+
+        results = self._force_field(coord, cell.contiguous() if periodic else None, atype)
+        if periodic:
+            virial = results.virial.view(-1, 3, 3)
+            volume = torch.linalg.det(cell).abs()[:, None, None]
+            stress = -0.5 * (virial + virial.mT) / volume
         else:
-            out["stress"] = torch.zeros_like(cell)
-        return {name: value.to(position.dtype) for name, value in out.items()}
+            stress = torch.zeros_like(cell)
+        return {
+            "energy": results.energy.to(position.dtype),
+            "forces": results.force[system, column].to(position.dtype),
+            "stress": stress.to(position.dtype),
+        }
+
+    def _types_of(self, atomic_numbers: torch.Tensor) -> torch.Tensor:
+        types = self._types[atomic_numbers]
+        if (types < 0).any():
+            unknown = sorted(set(atomic_numbers[types < 0].tolist()))
+            names = {number: name for name, number in NUMBERS.items()}
+            raise DynamicsError(
+                f"the potential knows {', '.join(self._force_field.predictor.type_map)}; these "
+                f"atoms hold {', '.join(names[number] for number in unknown)}"
+            )
+        return types

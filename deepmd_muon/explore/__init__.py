@@ -1,1 +1,1 @@
-"""`dp explore`: the potential's own dynamics draws structures, which are chosen, labelled and trained on, in rounds."""
+"""`dp explore`: rounds of drawing structures from dynamics, labelling them and training on."""

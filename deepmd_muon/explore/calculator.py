@@ -1,4 +1,7 @@
-"""The work of a labelling process: build an ASE calculator by name and label structures. No torch is imported."""
+"""The work of a labelling process: build an ASE calculator by name and label structures.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from deepmd_muon.setting import shown
 
 @dataclass(frozen=True)
 class Structure:
-    """A structure in plain arrays: symbols, positions `(natoms, 3)` [Å], cell `(3, 3)` [Å] or None."""
+    """A structure in plain arrays."""
 
     symbols: tuple[str, ...]
-    positions: np.ndarray
-    cell: np.ndarray | None
+    positions: np.ndarray  # (natoms, 3) [Å]
+    cell: np.ndarray | None  # (3, 3) [Å]
 
     def atoms(self) -> Any:
         """Return it as `ase.Atoms`."""
@@ -42,7 +45,8 @@ class Structure:
 class CalculatorChoice:
     """An ASE calculator as module:Class, its keyword arguments, and the settings that errors name.
 
-    These settings are `calculator` and `arguments` behind `prefix`: "labels/" in a file, "--" on a command line.
+    These settings are `calculator` and `arguments` behind `prefix`: "labels/" in a file, "--" on a
+    command line.
     """
 
     name: str
@@ -69,7 +73,8 @@ def make_calculator(choice: CalculatorChoice) -> Any:
     Raises
     ------
     ExploreError
-        When module or class do not exist, the class is not a calculator, or it refuses the arguments.
+        When module or class do not exist, the class is not a calculator, or it refuses the
+        arguments.
     """
     module, _, name = choice.name.partition(":")
     setting = f"{choice.prefix}calculator"
@@ -79,7 +84,8 @@ def make_calculator(choice: CalculatorChoice) -> Any:
         imported = import_module(module)
     except (Exception, SystemExit) as error:  # a module may raise anything, or end its program
         raise ExploreError(
-            f"{setting}: {module} cannot be imported ({_said(error)}): install it in this environment, or name another"
+            f"{setting}: {module} cannot be imported ({_describe(error)}): install it in this "
+            "environment, or name another"
         ) from error
     try:
         kind = getattr(imported, name)
@@ -89,14 +95,16 @@ def make_calculator(choice: CalculatorChoice) -> Any:
         ) from error
     if not (_is_calculator(kind) or _returns_calculator(kind)):
         raise ExploreError(
-            f"{setting}: {choice.name} is not an ASE calculator class, so it is not called; name a class that derives "
-            "from ase.calculators.calculator.Calculator, or a function annotated to return one"
+            f"{setting}: {choice.name} is not an ASE calculator class, so it is not called; name a "
+            "class that derives from ase.calculators.calculator.Calculator, or a function "
+            "annotated to return one"
         )
     try:
         calculator = kind(**choice.arguments)
     except (Exception, SystemExit) as error:
+        arguments = shown(str(dict(choice.arguments)))
         raise ExploreError(
-            f"{choice.prefix}arguments: {name} refuses {shown(str(dict(choice.arguments)))}: {_said(error)}"
+            f"{choice.prefix}arguments: {name} refuses {arguments}: {_describe(error)}"
         ) from error
     if not callable(getattr(calculator, "calculate", None)):
         raise ExploreError(
@@ -126,7 +134,7 @@ def _returns_calculator(function: object) -> bool:
         return False
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Return kind and message of an error of another package, on one line and shortened."""
     message = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {message[:500]}"
@@ -154,20 +162,21 @@ def _answer(job: Job) -> Answer:
 
 
 def _prepare() -> None:
-    """Lead a group of processes, end it with the parent, and use one thread a library unless the user says otherwise.
+    """Lead a group of processes, and end it with the parent; use one thread a library by default.
 
-    A calculator may start programs: they are in the group, and the parent can end them with the calculator.
+    A calculator may start programs. They are in the group, so the parent can end them with the
+    calculator.
     """
     os.setsid()  # Without a terminal: a program that reads from it gets an error and does not stop.
 
-    def follow() -> None:
+    def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:
             wait([parent.sentinel])
             with suppress(ProcessLookupError):
                 os.killpg(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
@@ -175,7 +184,7 @@ def _prepare() -> None:
 def label(choice: CalculatorChoice, structure: Structure, *, stress: bool) -> dict[str, Any] | str:
     """Return energy [eV], forces [eV/Å] and stress [eV/Å³] of a structure, or why there are none.
 
-    Every structure has a calculator of its own, so that no label depends on the structure before.
+    Every structure gets a new calculator, so that no label depends on the structure before.
 
     Raises
     ------
@@ -190,11 +199,13 @@ def label(choice: CalculatorChoice, structure: Structure, *, stress: bool) -> di
         if stress and structure.cell is not None:
             results["stress"] = np.array(atoms.get_stress(), dtype=float)
     except Exception as error:  # a calculator may raise anything
-        return _said(error)
+        return _describe(error)
     if len(atoms) != len(structure.symbols) or results["forces"].shape != structure.positions.shape:
         return (
             f"positions of shape {structure.positions.shape} went in, "
             f"forces of shape {results['forces'].shape} came back"
         )
-    wrong = [key for key, value in results.items() if not np.isfinite(value).all()]
-    return f"{' and '.join(wrong)} not finite" if wrong else results
+    not_finite = [key for key, value in results.items() if not np.isfinite(value).all()]
+    if not_finite:
+        return f"{' and '.join(not_finite)} not finite"
+    return results

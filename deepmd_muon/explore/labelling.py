@@ -1,4 +1,7 @@
-"""Label structures in several processes, one file a structure, so that a kill or a failure loses no label."""
+"""Label structures in several processes.
+
+Each label has a file, so that a kill or a failure loses none.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from deepmd_muon.explore.settings import ExploreError, LabelSettings
 log = logging.getLogger(__name__)
 
 # Time between two looks at the clock while processes compute [s].
-_TICK = 1.0
-# Time after which a structure that is still computed is reported, again and again [s].
-_LONG = 600.0
+_POLL_INTERVAL = 1.0
+# Time between reports of a structure that is still computed [s].
+_REPORT_INTERVAL = 600.0
 # Time for a process to end by itself, so that its calculator can close files and programs [s].
-_TO_END = 10.0
+_GRACE = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Labelled:
     """The outcome of labelling, by the structures' numbers."""
 
     done: Mapping[int, Any]  # labelled `ase.Atoms`
-    too_large: tuple[int, ...]  # those whose forces are too large
+    too_large: tuple[int, ...]  # structures with too large forces
     failed: Mapping[int, str]  # reasons
 
 
@@ -61,7 +64,7 @@ def calculator_of(settings: LabelSettings) -> CalculatorChoice:
 
 
 def try_calculator(choice: CalculatorChoice, time_limit: float) -> None:
-    """Make a calculator in a process of its own, as the labelling processes do, and end it.
+    """Make a calculator in another process, as for labelling, and end it.
 
     Raises
     ------
@@ -76,18 +79,18 @@ def try_calculator(choice: CalculatorChoice, time_limit: float) -> None:
 def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> Labelled:
     """Label structures that have no file in `folder` yet, and write `NNNN.xyz` for each.
 
-    `images` are `ase.Atoms` without labels, whose `info` is kept. Structures that failed are tried again by the next
-    call.
+    `images` are `ase.Atoms` without labels; the files keep their `info`. The next call tries
+    structures that failed again.
 
     Raises
     ------
     ExploreError
-        When more than `most_failed` of the structures could not be labelled, or a file in `folder` does not hold
-        labels of its structure. Labels that were made stay.
+        When more than `most_failed` of the structures could not be labelled, or a file in `folder`
+        does not hold labels of its structure. Labels that were made stay.
     """
     from ase.calculators.singlepoint import SinglePointCalculator
 
-    labels = {k: _read_label(_place(folder, k), atoms) for k, atoms in enumerate(images)}
+    labels = {k: _read_label(_label_file(folder, k), atoms) for k, atoms in enumerate(images)}
     waiting = [k for k, atoms in labels.items() if atoms is None]
     if len(waiting) < len(images):
         log.info(
@@ -99,32 +102,35 @@ def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> L
         if isinstance(answer, str):
             failed[k] = answer
             log.warning("structure %d has no label: %s", k, answer)
-            if _hung(failed) > settings.most_failed * len(images):
+            timed_out = sum(isinstance(reason, _TimeOut) for reason in failed.values())
+            if timed_out > settings.most_failed * len(images):
                 break  # each of the others could take as long
             continue
         atoms = images[k].copy()
         atoms.calc = SinglePointCalculator(atoms, **answer)
-        write_images([atoms], _place(folder, k))
-        labels[k] = _read_label(_place(folder, k), atoms)
+        write_images([atoms], _label_file(folder, k))
+        labels[k] = _read_label(_label_file(folder, k), atoms)
     if len(failed) > settings.most_failed * len(images):
         number, reason = next(iter(sorted(failed.items())))
         raise ExploreError(
-            f"{settings.calculator} failed for {len(failed)} of {len(images)} structures (structure {number}: "
-            f"{reason}); other labels stay in {folder}: mend the calculator and run the command again, or raise "
-            "labels/most_failed"
+            f"{settings.calculator} failed for {len(failed)} of {len(images)} structures "
+            f"(structure {number}: {reason}); other labels stay in {folder}: mend the calculator "
+            "and run the command again, or raise labels/most_failed"
         )
-    done, large = {}, []
+    done = {}
+    too_large = []
     for k, atoms in labels.items():
         if atoms is None:
             continue
-        if np.linalg.norm(atoms.get_forces(), axis=1).max(initial=0.0) > settings.largest_force:
-            large.append(k)
+        force = np.linalg.norm(atoms.get_forces(), axis=1).max(initial=0.0)
+        if force > settings.largest_force:
+            too_large.append(k)
         else:
             done[k] = atoms
-    return Labelled(done, tuple(large), dict(sorted(failed.items())))
+    return Labelled(done, tuple(too_large), dict(sorted(failed.items())))
 
 
-def _place(folder: Path, k: int) -> Path:
+def _label_file(folder: Path, k: int) -> Path:
     return folder / f"{k:04d}.xyz"
 
 
@@ -148,17 +154,16 @@ def _read_label(path: Path, image: Any) -> Any | None:
     if len(images) != 1:
         raise ExploreError(f"{path} holds {len(images)} structures, not one: {remedy}")
     (atoms,) = images
-    same = atoms.get_chemical_symbols() == image.get_chemical_symbols() and np.allclose(
-        atoms.positions, image.positions, atol=1e-6
-    )
-    if not same:
+    same_symbols = atoms.get_chemical_symbols() == image.get_chemical_symbols()
+    if not same_symbols or not np.allclose(atoms.positions, image.positions, atol=1e-6):
         raise ExploreError(f"{path} holds another structure than candidates.xyz: {remedy}")
     try:
-        energy, forces = map(np.asarray, (atoms.get_potential_energy(), atoms.get_forces()))
+        energy = np.asarray(atoms.get_potential_energy())
+        forces = np.asarray(atoms.get_forces())
     except (PropertyNotImplementedError, RuntimeError) as error:  # the latter without a calculator
         raise ExploreError(f"{path} lacks energy or forces: {remedy}") from error
-    numbers = all(value.dtype.kind in "fiu" for value in (energy, forces))
-    if not numbers or energy.ndim or forces.shape != atoms.positions.shape:
+    are_numbers = energy.dtype.kind in "fiu" and forces.dtype.kind in "fiu"
+    if not are_numbers or energy.ndim or forces.shape != atoms.positions.shape:
         raise ExploreError(f"{path} has labels that are not numbers of the right shape: {remedy}")
     if not np.isfinite(energy + forces).all():
         raise ExploreError(f"{path} has an energy or a force that is not finite: {remedy}")
@@ -177,16 +182,15 @@ class _TimeOut(str):
     __slots__ = ()
 
 
-def _hung(failed: Mapping[int, str]) -> int:
-    return sum(isinstance(reason, _TimeOut) for reason in failed.values())
-
-
 def answers_of(
     jobs: Mapping[int, Job], *, workers: int, time_limit: float
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Do jobs in several processes; yield their numbers with labels, or why there are none, as they come.
+    """Do jobs in several processes.
 
-    If a process crashes, or takes longer than `time_limit` [s] for a job, it is replaced and the others go on.
+    Yield their numbers with labels or the reasons why there are none.
+
+    A process that crashes, or takes longer than `time_limit` [s] for a job, is replaced. The others
+    continue.
 
     Raises
     ------
@@ -199,7 +203,8 @@ def answers_of(
         for lane in lanes:
             lane.take(next(queue, None))
         while busy := [lane for lane in lanes if lane.number is not None]:
-            wait([handle for lane in busy for handle in lane.handles], timeout=_TICK)
+            handles = [handle for lane in busy for handle in lane.handles]
+            wait(handles, timeout=_POLL_INTERVAL)
             for lane in busy:
                 answer = lane.answer()
                 if answer is None:
@@ -218,23 +223,22 @@ class _Lane:
     """A process that does one job after another, and its replacement after a crash."""
 
     def __init__(self, time_limit: float) -> None:
-        self._limit = time_limit
+        self._time_limit = time_limit
         self.number: int | None = None  # of the job that is done; None for an idle process
         self._begin = 0.0
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # not forked: this process may hold threads and a GPU
-        self._jobs, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other,))
+        # Not forked: this process may hold threads and a GPU.
+        context = multiprocessing.get_context("spawn")
+        self._jobs, far_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(far_end,))
         self._process.start()
-        other.close()
+        far_end.close()  # so that the pipe ends with the process
 
     @property
     def handles(self) -> tuple[Any, int]:
-        """What becomes ready when the process answers or ends."""
+        """Handles to wait on: one becomes ready when the process answers or ends."""
         return self._jobs, self._process.sentinel
 
     def take(self, job: tuple[int, Job] | None) -> None:
@@ -243,7 +247,8 @@ class _Lane:
         if job is None:
             return
         self.number, content = job
-        self._begin = self._reported = monotonic()
+        self._begin = monotonic()
+        self._reported = self._begin
         with suppress(BrokenPipeError):  # it has just crashed, which `answer` finds
             self._jobs.send(content)
 
@@ -259,11 +264,11 @@ class _Lane:
             self._kill()
             self._start()
             return f"the process that computed it crashed (exit status {status})"
-        if now - self._begin > self._limit:
+        if now - self._begin > self._time_limit:
             self._kill()
             self._start()
-            return _TimeOut(f"no label after {self._limit:g} s; its process was stopped")
-        if now - self._reported > _LONG:
+            return _TimeOut(f"no label after {self._time_limit:g} s; its process was stopped")
+        if now - self._reported > _REPORT_INTERVAL:
             self._reported = now
             log.info(
                 "structure %d has been computed for %.0f min", self.number, (now - self._begin) / 60
@@ -283,5 +288,5 @@ class _Lane:
         """End the process: an idle one by itself, a busy one at once."""
         if self.number is None:
             self._jobs.close()
-            self._process.join(_TO_END)
+            self._process.join(_GRACE)
         self._kill()

@@ -1,4 +1,8 @@
-"""The rounds of `dp explore`: draw, choose, label, train on, check."""
+"""The rounds of `dp explore`.
+
+Each round draws structures from dynamics, chooses some, labels them, trains the models on, and
+checks the first model. A stage that is done is not repeated: its `Round` records it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from deepmd_muon.checkpoint_file.file import checkpoint_path
 from deepmd_muon.data import System, open_systems
 from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.data.writing import write_images
-from deepmd_muon.explore.candidates import Candidate, choose, draw
+from deepmd_muon.explore.candidates import Candidate, TrainingData, choose, draw
 from deepmd_muon.explore.fingerprints import Fingerprints
 from deepmd_muon.explore.labelling import calculator_of, label_all, read_xyz, try_calculator
 from deepmd_muon.explore.records import (
@@ -74,54 +78,58 @@ class Explorer:
     say: Callable[[str], None] = print  # takes the lines of the report
 
     def run(self) -> int:
-        """Do all rounds that are left.
+        """Do all rounds that remain.
 
         Returns
         -------
         int
-            0 when the last check is good enough (or with "never"), 1 when it is not, `WAITS` when labels are awaited;
-            otherwise the status of a training that was stopped by a signal.
+            0 if the last check is good enough (or with "never"), 1 if it is not, `WAITS` if labels
+            are awaited; otherwise the status of a training that was stopped by a signal.
 
         Raises
         ------
         ExploreError
-            When a round cannot be done; what is done stays, and the next command goes on.
+            When a round cannot be done. Finished work stays, and the next command continues.
         """
         self.base = BaseInput(self.place / self.settings.input)
         self.folder = (self.place / self.settings.folder).absolute()
-        if (labels := self.settings.labels) is not None:  # before the long work begins
+        labels = self.settings.labels
+        if labels is not None:  # before the long work begins
             try_calculator(calculator_of(labels), labels.time_limit)
         models = [checkpoint_path(self.place / name).absolute() for name in self.settings.models]
         with held(self.folder):
-            self._checked(self._round(0), models)
+            self._check(self._round(0), models)
             for number in range(1, self.settings.rounds + 1):
-                here = self._round(number)
-                finished = here.done().check is not None
+                current = self._round(number)
+                finished = current.done().check is not None
+                # Finished rounds are walked through, too: their settings may have changed since.
                 if self._enough(number - 1) and not finished:
                     break
-                if not self._draw(here, models):
+                if not self._draw(current, models):
                     break
-                if status := self._label(here) or self._train(here, models):
+                status = self._label(current) or self._train(current, models)
+                if status:
                     return status
                 models = self._models(number)
-                self._checked(here, models)
+                self._check(current, models)
             return self._end()
 
     def _end(self) -> int:
-        rounds = (self._round(number).done() for number in range(self.settings.rounds + 1))
-        begun = list(itertools.takewhile(lambda done: done.begun, rounds))
+        records = (self._round(number).done() for number in range(self.settings.rounds + 1))
+        begun = list(itertools.takewhile(lambda record: record.begun, records))
         lines = table_of(begun)
         with whole_file(self.folder / "rounds.txt") as file:
             file.write(("\n".join(lines) + "\n").encode())
         for line in lines:
             self.say(line)
-        last = max(number for number, done in enumerate(begun) if done.check is not None)
+        last = max(number for number, record in enumerate(begun) if record.check is not None)
         models = ", ".join(map(str, self._models(last) if last else self.settings.models))
         if self.settings.check.enough == "never" or self._enough(last):
             self.say(f"done after round {last}: {models}")
             return 0
         self.say(
-            f"the check of {models} is not good enough after {last} rounds: raise rounds and run the command again"
+            f"the check of {models} is not good enough after {last} rounds: raise rounds and run "
+            "the command again"
         )
         return 1
 
@@ -139,45 +147,50 @@ class Explorer:
         return [self._round(k).labelled for k in range(1, number)]
 
     def _enough(self, number: int) -> bool:
-        wanted = self.settings.check.enough
+        """Return whether the check of a round is good enough to end."""
+        enough = self.settings.check.enough
         check = self._round(number).done().check
-        return wanted != "never" and check is not None and Verdict[check.verdict] <= Verdict[wanted]
+        if enough == "never" or check is None:
+            return False
+        return Verdict[check.verdict] <= Verdict[enough]
 
     def _systems(self, number: int, type_map: Sequence[str]) -> list[System]:
         """Open the data of the models that round `number` begins with."""
-        own, new = self.base.systems(self._added(number), type_map)
-        return own + new
+        of_input, new = self.base.systems(self._added(number), type_map)
+        return of_input + new
 
-    def _origin_of_draw(self, here: Round, models: Sequence[Path]) -> dict[str, Any]:
+    # ----- what the results of each stage depend on ----------------------------------------------
+
+    def _origin_of_draw(self, current: Round, models: Sequence[Path]) -> dict[str, Any]:
         return {
             **_of_models(models),
-            **self._of_data(here.number),
+            **self._of_data(current.number),
             **flat(thaw(self.settings.dynamics), "dynamics"),
             **flat(thaw(self.settings.selection), "selection"),
         }
 
-    def _origin_of_labels(self, here: Round, settings: LabelSettings) -> dict[str, Any]:
+    def _origin_of_labels(self, current: Round, settings: LabelSettings) -> dict[str, Any]:
         return {
-            _name(here.candidates): hash_of(here.candidates),
+            _name(current.candidates): hash_of(current.candidates),
             "labels/calculator": settings.calculator,
             **flat(thaw(settings.arguments or {}), "labels/arguments"),
             "labels/stress": settings.stress,
             "labels/largest_force": settings.largest_force,
         }
 
-    def _origin_of_training(self, here: Round, models: Sequence[Path]) -> dict[str, Any]:
+    def _origin_of_training(self, current: Round, models: Sequence[Path]) -> dict[str, Any]:
         return {
             **_of_models(models),
-            **self._of_data(here.number + 1),
+            **self._of_data(current.number + 1),
             **self.base.origin(),
             **flat(thaw(self.settings.training), "training"),
         }
 
-    def _origin_of_check(self, here: Round, models: Sequence[Path]) -> dict[str, Any]:
+    def _origin_of_check(self, current: Round, models: Sequence[Path]) -> dict[str, Any]:
         check = self.settings.check
         return {
             **_of_models(models[:1]),
-            **self._of_data(here.number + 1),
+            **self._of_data(current.number + 1),
             "check/temperature": check.temperature,
             "check/time": check.time,
             "check/copies": check.copies,
@@ -192,14 +205,19 @@ class Explorer:
 
     @functools.cached_property
     def _data_hash(self) -> str:
-        own, _ = self.base.systems((), self.base.type_map)
-        return hash_of_words(content_digest(own).systems)
+        of_input, _ = self.base.systems((), self.base.type_map)
+        return hash_of_words(content_digest(of_input).systems)
 
-    def _draw(self, here: Round, models: Sequence[Path]) -> bool:
-        """Write the structures that the round labels, if that is not done; return whether there are any."""
+    # ----- the stages ----------------------------------------------------------------------------
+
+    def _draw(self, current: Round, models: Sequence[Path]) -> bool:
+        """Write the structures that the round labels, if that is not done.
+
+        Return whether there are any.
+        """
         settings = self.settings
-        here.begin("draw", self._origin_of_draw(here, models))
-        if here.done().draw is not None:
+        current.begin("draw", self._origin_of_draw(current, models))
+        if current.done().draw is not None:
             return True
         predictors = [Predictor(path) for path in models]
         type_map = predictors[0].type_map
@@ -208,141 +226,163 @@ class Explorer:
                 raise ExploreError(
                     f"{path} has types {predictor.type_map}, {models[0]} has {type_map}"
                 )
-        systems = self._systems(here.number, type_map)
+        systems = self._systems(current.number, type_map)
         if settings.dynamics.pressures and not any(system.pbc for system in systems):
             raise ExploreError(
                 "dynamics/pressures need cells, and no frame of the data has one: leave them out"
             )
         coverage = coverage_of(systems, type_map, float(predictors[0].model.rcut))
-        angles, fingerprints = angles_of(systems, coverage), Fingerprints(coverage, systems)
-        self.say(f"round {here.number}: dynamics with {models[0]}")
-        seed = settings.dynamics.seed + here.number
+        fingerprints = Fingerprints(coverage, systems)
+        data = TrainingData(
+            systems=systems,
+            coverage=coverage,
+            angles=angles_of(systems, coverage),
+            fingerprints=fingerprints,
+        )
+        self.say(f"round {current.number}: dynamics with {models[0]}")
         drawn = draw(
             predictors,
-            systems,
-            coverage,
-            angles,
-            fingerprints,
-            settings.dynamics,
-            settings.selection,
-            seed,
+            data,
+            dynamics=settings.dynamics,
+            selection=settings.selection,
+            seed=settings.dynamics.seed + current.number,
         )
-        chosen = choose(drawn.candidates, fingerprints.known, settings.selection)
-        if not chosen:
+        candidates = choose(drawn.candidates, fingerprints.known, settings.selection)
+        if not candidates:
             self.say(
-                f"round {here.number}: {drawn.copies} trajectories ({drawn.followed:.3g} ps in all, {drawn.blow_ups} "
-                f"blew up) have no structure to label; {drawn.departed} left the data, all of them too far. Other "
-                "dynamics (temperatures, time, copies) or a smaller selection/closest would find more"
+                f"round {current.number}: {drawn.copies} trajectories ({drawn.followed:.3g} ps in "
+                f"all, {drawn.blow_ups} blew up) have no structure to label; {drawn.departed} left "
+                "the data, all of them too far. Other dynamics (temperatures, time, copies) or a "
+                "smaller selection/closest would find more"
             )
             return False
-        write_images(
-            [_atoms(candidate, type_map, here.number) for candidate in chosen], here.candidates
+        images = [_atoms(candidate, type_map, current.number) for candidate in candidates]
+        write_images(images, current.candidates)
+        record = DrawRecord(
+            copies=drawn.copies,
+            blow_ups=drawn.blow_ups,
+            followed=drawn.followed,
+            candidates=drawn.departed,
+            chosen=len(candidates),
         )
-        here.note(
-            "draw",
-            DrawRecord(
-                copies=drawn.copies,
-                blow_ups=drawn.blow_ups,
-                followed=drawn.followed,
-                candidates=drawn.departed,
-                chosen=len(chosen),
-            ),
-        )
+        current.note("draw", record)
         self.say(
-            f"round {here.number}: {drawn.blow_ups} of {drawn.copies} trajectories blew up; {len(chosen)} of "
-            f"{drawn.departed} structures that left the data are chosen: {here.candidates}"
+            f"round {current.number}: {drawn.blow_ups} of {drawn.copies} trajectories blew up; "
+            f"{len(candidates)} of {drawn.departed} structures that left the data are chosen: "
+            f"{current.candidates}"
         )
         return True
 
-    def _label(self, here: Round) -> int:
+    def _label(self, current: Round) -> int:
         """Label the structures, or wait for labels, if that is not done; return the exit status."""
         settings = self.settings.labels
-        done = here.done().labels is not None
+        done = current.done().labels is not None
         if settings is None:
-            if not done and not here.labelled.exists():
+            if not done and not current.labelled.exists():
                 self.say(
-                    f"label the structures of {here.candidates} with the method of your data, write them to "
-                    f"{here.labelled} (extended XYZ with energy and forces, or any form that training reads), and run "
-                    "the command again"
+                    f"label the structures of {current.candidates} with the method of your data, "
+                    f"write them to {current.labelled} (extended XYZ with energy and forces, or "
+                    "any form that training reads), and run the command again"
                 )
                 return WAITS
-            here.begin("labels", {_name(here.labelled): hash_of(here.labelled)})
+            current.begin("labels", {_name(current.labelled): hash_of(current.labelled)})
             if not done:
-                here.note("labels", _counted(here))
+                current.note("labels", _count_labels(current))
             return 0
-        here.begin("labels", self._origin_of_labels(here, settings))
+        current.begin("labels", self._origin_of_labels(current, settings))
         if done:
             return 0
-        images = read_xyz(here.candidates)
-        self.say(f"round {here.number}: {settings.calculator} labels {len(images)} structures")
-        found = label_all(images, settings, here.labels)
-        listed = [f"{k:04d}: force above {settings.largest_force:g} eV/Å" for k in found.too_large]
-        listed += [f"{k:04d}: {reason}" for k, reason in found.failed.items()]
-        with whole_file(here.folder / "failed.txt") as file:
-            file.write("".join(f"{line}\n" for line in sorted(listed)).encode())
-        if not found.done:
+        images = read_xyz(current.candidates)
+        self.say(f"round {current.number}: {settings.calculator} labels {len(images)} structures")
+        labelled = label_all(images, settings, current.labels)
+        problems = [
+            f"{k:04d}: force above {settings.largest_force:g} eV/Å" for k in labelled.too_large
+        ]
+        problems += [f"{k:04d}: {reason}" for k, reason in labelled.failed.items()]
+        with whole_file(current.folder / "failed.txt") as file:
+            file.write("".join(f"{line}\n" for line in sorted(problems)).encode())
+        if not labelled.done:
             raise ExploreError(
-                f"no structure is left to train on: {len(found.too_large)} have forces above "
-                f"{settings.largest_force:g} eV/Å, {len(found.failed)} failed "
-                f"({here.folder / 'failed.txt'}): raise labels/largest_force or selection/closest"
+                f"no structure is left to train on: {len(labelled.too_large)} have forces above "
+                f"{settings.largest_force:g} eV/Å, {len(labelled.failed)} failed "
+                f"({current.folder / 'failed.txt'}): raise labels/largest_force or "
+                "selection/closest"
             )
-        write_images(list(found.done.values()), here.labelled)
-        here.note("labels", LabelsRecord(labelled=len(found.done), failed=len(listed)))
+        write_images(list(labelled.done.values()), current.labelled)
+        record = LabelsRecord(labelled=len(labelled.done), failed=len(problems))
+        current.note("labels", record)
         return 0
 
-    def _train(self, here: Round, models: Sequence[Path]) -> int:
-        """Train every model on, from the weights of the round before, if that is not done; return the exit status."""
-        here.begin("training", self._origin_of_training(here, models))
-        if here.done().training is not None:
+    def _train(self, current: Round, models: Sequence[Path]) -> int:
+        """Train every model on, from the weights of the round before, if that is not done.
+
+        Return the exit status.
+        """
+        settings = self.settings.training
+        current.begin("training", self._origin_of_training(current, models))
+        if current.done().training is not None:
             return 0
-        before = _force_error(models[0], here.labelled)
-        added = self._added(here.number + 1)
-        own, new = self.base.systems(added, Predictor(models[0]).type_map)
+        error_before = _force_error(models[0], current.labelled)
+        added = self._added(current.number + 1)
+        of_input, new = self.base.systems(added, Predictor(models[0]).type_map)
+        nframes = sum(system.nframes for system in of_input + new)
         for member, source in enumerate(models):
-            if (here.model(member) / "done").exists():
+            folder = current.model(member)
+            if (folder / "done").exists():
                 continue
-            self.say(
-                f"round {here.number}: training model_{member} on {sum(s.nframes for s in own + new)} frames"
-            )
+            self.say(f"round {current.number}: training model_{member} on {nframes} frames")
             content = write_input(
-                self.base, added, (len(own), len(new)), self.settings.training, member, here.number
+                self.base,
+                added,
+                (len(of_input), len(new)),
+                settings,
+                member=member,
+                round_=current.number,
             )
-            if status := train_on(
-                here.model(member), content, self.settings.training.start, source
-            ):
+            status = train_on(folder, content, settings.start, source)
+            if status:
                 self.say("the training was stopped: run the command again to go on")
                 return status
-            with whole_file(here.model(member) / "done") as file:
+            # Without this file, the next command continues the training from its checkpoint.
+            with whole_file(folder / "done") as file:
                 file.write(b"")
-        after = _force_error(self._models(here.number)[0], here.labelled)
-        here.note("training", TrainingRecord(error_before=before, error_after=after))
+        error_after = _force_error(self._models(current.number)[0], current.labelled)
+        record = TrainingRecord(error_before=error_before, error_after=error_after)
+        current.note("training", record)
         return 0
 
-    def _checked(self, here: Round, models: Sequence[Path]) -> None:
-        """Check the first model on all data, if that is not done; keep the report."""
-        current = here.begin("check", self._origin_of_check(here, models))
-        if current and here.done().check is not None:
+    def _check(self, current: Round, models: Sequence[Path]) -> None:
+        """Check the first model on all data, if that is not done; write the report."""
+        up_to_date = current.begin("check", self._origin_of_check(current, models))
+        if up_to_date and current.done().check is not None:
             return
         settings = self.settings.check
         predictor = Predictor(models[0])
         if isinstance(predictor.model, FrozenModel):
             raise ExploreError(
-                f"{models[0]} is a frozen file, which cannot be trained on: name its checkpoint (models)"
+                f"{models[0]} is a frozen file, which cannot be trained on: name its checkpoint "
+                "(models)"
             )
-        systems = self._systems(here.number + 1, predictor.type_map)
-        chosen = CheckSettings(settings.temperature, time=settings.time, copies=settings.copies)
-        found = check_models([str(models[0])], [predictor], systems, chosen)
-        here.folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(here.folder / "check.txt") as file:
-            file.write(("\n".join(text_of(found)) + "\n").encode())
-        with whole_file(here.folder / "check.json") as file:
-            file.write(json.dumps(values_of(found), allow_nan=False).encode())
-        (model,) = found.models
-        worst = ", ".join(
-            f"{item.name} {item.verdict.name}" for item in model.items if item.verdict
+        systems = self._systems(current.number + 1, predictor.type_map)
+        check_settings = CheckSettings(
+            settings.temperature, time=settings.time, copies=settings.copies
         )
-        here.note("check", CheckRecord(verdict=found.verdict.name, summary=worst or "holds"))
-        self.say(f"round {here.number}: check: {worst or 'holds'} ({here.folder / 'check.txt'})")
+        result = check_models([str(models[0])], [predictor], systems, check_settings)
+        current.folder.mkdir(parents=True, exist_ok=True)
+        report = current.folder / "check.txt"
+        with whole_file(report) as file:
+            file.write(("\n".join(text_of(result)) + "\n").encode())
+        with whole_file(current.folder / "check.json") as file:
+            file.write(json.dumps(values_of(result), allow_nan=False).encode())
+        faults = [
+            f"{item.name} {item.verdict.name}"
+            for item in result.models[0].items
+            if item.verdict > Verdict.holds
+        ]
+        summary = ", ".join(faults) or "holds"
+        # After the files: a command that is killed before repeats the check.
+        current.note("check", CheckRecord(verdict=result.verdict.name, summary=summary))
+        self.say(f"round {current.number}: check: {summary} ({report})")
 
 
 def _of_models(models: Sequence[Path]) -> dict[str, Any]:
@@ -355,40 +395,45 @@ def _name(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def _counted(here: Round) -> LabelsRecord:
-    """Return how many structures another program labelled, and how many it left out; warn of lost atoms."""
-    labelled, sizes = 0, set()
-    for system in open_systems(str(here.labelled)):
+def _count_labels(current: Round) -> LabelsRecord:
+    """Count the structures that another program labelled and left out; warn of lost atoms."""
+    n_labelled = 0
+    sizes: set[int] = set()
+    for system in open_systems(str(current.labelled)):
         frames = system.frames(np.arange(system.nframes))
-        labelled += int((frames.present("energy") | frames.present("force")).sum())
+        n_labelled += int((frames.present("energy") | frames.present("force")).sum())
         sizes |= set((frames.atype >= 0).sum(1).tolist())
-    if not labelled:
+    if not n_labelled:
         raise ExploreError(
-            f"{here.labelled} holds no frame with labels: label the structures and try again"
+            f"{current.labelled} holds no frame with labels: label the structures and try again"
         )
-    if others := sorted(sizes - {len(atoms) for atoms in read_xyz(here.candidates)}):
+    unexpected = sorted(sizes - {len(atoms) for atoms in read_xyz(current.candidates)})
+    if unexpected:
         log.warning(
-            "%s holds frames of %s atoms, and no structure of %s has as many: label each with all its atoms",
-            here.labelled,
-            ", ".join(map(str, others)),
-            here.candidates,
+            "%s holds frames of %s atoms, and no structure of %s has as many: label each with all "
+            "its atoms",
+            current.labelled,
+            ", ".join(map(str, unexpected)),
+            current.candidates,
         )
-    draw = here.done().draw
+    draw = current.done().draw
     assert draw is not None  # the stage before this one
-    return LabelsRecord(labelled=labelled, failed=max(0, draw.chosen - labelled))
+    return LabelsRecord(labelled=n_labelled, failed=max(0, draw.chosen - n_labelled))
 
 
 def _force_error(path: Path, labelled: Path) -> float | None:
-    """Return the root mean square error of a force component [eV/Å]; None where frames have no forces."""
+    """Return the root mean square error of a force component [eV/Å]; None without forces."""
     predictor = Predictor(path)
-    square, count = 0.0, 0
+    square = 0.0
+    count = 0
     for system in open_systems(str(labelled), predictor.type_map):
         frames = system.frames(np.arange(system.nframes))
         if frames.force is None:
             continue
-        known = frames.present("force")[:, None] & (frames.atype >= 0)
-        difference = (predictor.evaluate(frames).force - frames.force)[known]
-        square, count = square + float((difference**2).sum()), count + difference.size
+        has_force = frames.present("force")[:, None] & (frames.atype >= 0)
+        difference = (predictor.evaluate(frames).force - frames.force)[has_force]
+        square += float((difference**2).sum())
+        count += difference.size
     return (square / count) ** 0.5 if count else None
 
 
@@ -397,7 +442,7 @@ def _atoms(candidate: Candidate, type_map: Sequence[str], number: int) -> Any:
     from ase import Atoms
 
     frame = candidate.frame
-    real = frame.atype[0] >= 0
+    real = frame.atype[0] >= 0  # no padding
     box = frame.cell(0)
     atoms = Atoms(
         [type_map[k] for k in frame.atype[0][real]],

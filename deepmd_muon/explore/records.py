@@ -1,4 +1,8 @@
-"""The contents of `round.json`: what the stages of a round found. This module imports no numpy and no torch."""
+"""The contents of `round.json` and `made_from.json`.
+
+They hold the results of the stages of a round, and what these depend on. This module imports
+neither numpy nor torch.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ class RoundRecord(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Origins(Section):
-    """The content of `made_from.json`: what each stage that has begun depends on, by setting or file.
+    """The content of `made_from.json`: what each stage depends on, by setting or file.
 
     The content of a file is recorded as its hash, which begins with `HASH`.
     """
@@ -81,14 +85,16 @@ class Origins(Section):
 
 
 def flat(value: Any, name: str) -> dict[str, Any]:
-    """Return nested settings as one map from paths, such as model/descriptor/rcut; lists stay whole."""
+    """Return nested settings as one map from paths, such as model/descriptor/rcut.
+
+    Lists stay whole.
+    """
     if not isinstance(value, Mapping):
         return {name: value}
-    return {
-        path: one
-        for key, inner in value.items()
-        for path, one in flat(inner, f"{name}/{key}").items()
-    }
+    paths: dict[str, Any] = {}
+    for key, inner in value.items():
+        paths |= flat(inner, f"{name}/{key}")
+    return paths
 
 
 def hash_of(path: Path) -> str | None:
@@ -101,7 +107,9 @@ def hash_of(path: Path) -> str | None:
     """
     if not path.exists():
         return None
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
     digest = hashlib.sha256()
     for file in files:
         with open_regular(file) as content:
@@ -124,22 +132,25 @@ def _digest(content: BinaryIO) -> str:
 #: First characters of the hash of a file's content.
 HASH = "sha256:"
 # Differences that a message lists.
-_SHOWN = 6
+_MAX_SHOWN = 6
 
 
 def differences(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return in words how two origins of a stage differ; files that are gone are not compared."""
-    found = []
+    changes = []
     for name in dict.fromkeys([*recorded, *present]):
-        before, now = recorded.get(name), present.get(name)
-        if before == now or (name in present and now is None and _is_hash(before)):
+        before = recorded.get(name)
+        now = present.get(name)
+        file_is_gone = name in present and now is None and _is_hash(before)
+        if before == now or file_is_gone:
             continue
         if _is_hash(before) or _is_hash(now):
-            found.append(f"{name} has another content")
+            changes.append(f"{name} has another content")
         else:
-            found.append(f"{name} was {_shown(before)}, is {_shown(now)}")
-    more = len(found) - _SHOWN
-    return [*found[:_SHOWN], f"and {more} more"] if more > 0 else found
+            changes.append(f"{name} was {_shown(before)}, is {_shown(now)}")
+    if len(changes) > _MAX_SHOWN:
+        return [*changes[:_MAX_SHOWN], f"and {len(changes) - _MAX_SHOWN} more"]
+    return changes
 
 
 def _is_hash(value: object) -> bool:

@@ -1,4 +1,8 @@
-"""Rounds on disk: one folder a round, which records the finished stages, so that a killed command can go on."""
+"""Rounds on disk.
+
+Each round has a folder, which records the finished stages, so that a command can continue after a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ R = TypeVar("R", bound=Section)
 
 @dataclass(frozen=True)
 class Round:
-    """The folder of a round; number 0 is the check of the models that were given.
+    """The folder of a round; round 0 is the check of the first models.
 
-    `round.json` holds a part for each stage that is done: "draw", "labels", "training", "check". `made_from.json` holds
-    what each stage depends on, from its beginning on.
+    `round.json` holds the results of each stage that is done: "draw", "labels", "training",
+    "check". `made_from.json` holds what each stage depends on, once it has begun.
     """
 
     folder: Path
@@ -83,7 +87,7 @@ class Round:
         self._write(self.record, dataclasses.replace(self.done(), **change))
 
     def begin(self, stage: Stage, origin: Mapping[str, Any]) -> bool:
-        """Record what a stage depends on, before its work begins, or compare it with what was recorded.
+        """Record what a stage depends on, before its work begins, or compare it with the record.
 
         Returns
         -------
@@ -99,24 +103,25 @@ class Round:
         origins = self._read(self.origins, Origins, remedy)
         origin = json.loads(json.dumps(origin))  # as the file returns it
         recorded = getattr(origins, stage)
-        made = self._has_results(stage)
-        if made and recorded is None:
+        has_results = self._has_results(stage)
+        if has_results and recorded is None:
             log.warning(
                 "%s does not say what its stage %s was made from; its results are kept as they are",
                 self.folder,
                 stage,
             )
             return True
-        changes = differences(recorded, origin) if made else []
+        changes = differences(recorded, origin) if has_results else []
         # A check of other settings is repeated: it takes minutes, and nothing else depends on it.
         if not all(change.startswith("check/") for change in changes):
             partly = stage == "labels" and self.done().labels is None
-            again = self.labels if partly else f"{self.folder} and the folders of later rounds"
+            outdated = self.labels if partly else f"{self.folder} and the folders of later rounds"
             raise ExploreError(
-                f"{self.folder} was made otherwise: {'; '.join(changes)}. Undo the change or give another folder; to "
-                f"repeat the work, remove {again}; to keep it, remove {self.origins}"
+                f"{self.folder} was made otherwise: {'; '.join(changes)}. Undo the change or give "
+                f"another folder; to repeat the work, remove {outdated}; to keep it, remove "
+                f"{self.origins}"
             )
-        if not made or changes:
+        if not has_results or changes:
             update: dict[str, Any] = {stage: origin}
             self._write(self.origins, dataclasses.replace(origins, **update))
         if changes:
@@ -124,7 +129,7 @@ class Round:
         return not changes
 
     def _has_results(self, stage: Stage) -> bool:
-        """Return whether a stage is done, or has written results that the next command would take."""
+        """Return whether a stage is done, or has written results for the next command."""
         if getattr(self.done(), stage) is not None:
             return True
         if stage == "labels":
@@ -151,17 +156,19 @@ class Round:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the folder of the rounds: one command at a time. The system releases the lock however the process ends.
+    """Lock the folder of the rounds: one command at a time.
+
+    The system releases the lock however the process ends.
 
     Raises
     ------
     ExploreError
         When another process holds it.
     """
-    place = folder / ".lock"
-    make_folder_of(place)
-    with writing(place):
-        handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    lock = folder / ".lock"
+    make_folder_of(lock)
+    with writing(lock):
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,7 +183,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def table_of(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the rounds as lines of a table; the given models come first."""
-    head = (
+    head = [
         "round",
         "blew up",
         "candidates",
@@ -185,25 +192,30 @@ def table_of(rounds: Sequence[RoundRecord]) -> list[str]:
         "failed",
         "force error on them",
         "check",
-    )
-    rows = [head, *(_row(number, done) for number, done in enumerate(rounds))]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+    ]
+    rows = [head, *(_row(number, record) for number, record in enumerate(rounds))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
 
 
-def _row(number: int, done: RoundRecord) -> tuple[str, ...]:
+def _row(number: int, record: RoundRecord) -> list[str]:
     """Return the cells of a round."""
-    draw, labels, training = done.draw, done.labels, done.training
     cells = [str(number)]
-    cells += [f"{draw.blow_ups} of {draw.copies}"] if draw else ["-"]
-    cells += [str(draw.candidates), str(draw.chosen)] if draw else ["-", "-"]
-    cells += [str(labels.labelled), str(labels.failed)] if labels else ["-", "-"]
-    if training:
+    if draw := record.draw:
+        cells += [f"{draw.blow_ups} of {draw.copies}", str(draw.candidates), str(draw.chosen)]
+    else:
+        cells += ["-", "-", "-"]
+    if labels := record.labels:
+        cells += [str(labels.labelled), str(labels.failed)]
+    else:
+        cells += ["-", "-"]
+    if training := record.training:
         errors = (training.error_before, training.error_after)
         cells.append(" -> ".join("-" if error is None else f"{error:.3f}" for error in errors))
     else:
         cells.append("-")
-    return (*cells, done.check.summary if done.check else "-")
+    cells.append(record.check.summary if record.check else "-")
+    return cells

@@ -38,22 +38,23 @@ class BaseInput:
     """
 
     def __init__(self, path: Path) -> None:
-        given = load(path)
-        if given.multi_task:
+        run_input = load(path)
+        if run_input.multi_task:
             raise ExploreError(
                 f"{path} trains several models; dp explore follows one: give the input of one model"
             )
-        section = given.branches["Default"].data.training_data
+        section = run_input.branches["Default"].data.training_data
         for name, value in (("sys_probs", section.sys_probs), ("batch_size", section.batch_size)):
             if isinstance(value, tuple):
                 raise ExploreError(
-                    f"{path}: training/training_data/{name} is a list, which says nothing of the systems that rounds "
-                    "add: give one value that holds for all"
+                    f"{path}: training/training_data/{name} is a list, which says nothing of the "
+                    "systems that rounds add: give one value that holds for all"
                 )
         if ";" in section.auto_prob:
             raise ExploreError(
-                f"{path}: training/training_data/auto_prob has blocks of systems, which rounds replace by their own: "
-                "leave them out (training/share of the explore input weighs new frames)"
+                f"{path}: training/training_data/auto_prob has blocks of systems, which rounds "
+                "replace by their own: leave them out (training/share of the explore input weighs "
+                "new frames)"
             )
         if section.rglob_patterns is not None:
             raise ExploreError(
@@ -61,17 +62,21 @@ class BaseInput:
             )
         if section.label_keys != LabelKeys():
             raise ExploreError(
-                f"{path}: training/training_data/label_keys would be looked for in new frames, too: convert your data "
-                "to npy folders first (dp convert-data) and leave the names out"
+                f"{path}: training/training_data/label_keys would be looked for in new frames, "
+                "too: convert your data to npy folders first (dp convert-data) and leave the names "
+                "out"
             )
         self.path = path
-        self.steps = given.settings.training.numb_steps
-        self.type_map = given.branches["Default"].model.type_map
+        self.steps = run_input.settings.training.numb_steps
+        self.type_map = run_input.branches["Default"].model.type_map
         self._data: dict[str, Any] = upgrade(read(path)).data
         self._section = section
 
     def origin(self) -> dict[str, Any]:
-        """Return every setting of the input but the names of its training data, whose content counts."""
+        """Return every setting of the input but the names of its training data.
+
+        Their content counts instead.
+        """
         settings = flat(self._data, "input")
         return {
             name: value
@@ -81,7 +86,7 @@ class BaseInput:
 
     def with_frames(self, added: Sequence[Path]) -> dict[str, Any]:
         """Return the input's content with absolute paths and more training data."""
-        data: dict[str, Any] = json.loads(json.dumps(self._data))
+        data: dict[str, Any] = json.loads(json.dumps(self._data))  # a deep copy
         for name in ("training_data", "validation_data"):
             section = data["training"].get(name)
             if section:
@@ -96,13 +101,12 @@ class BaseInput:
     ) -> tuple[list[System], list[System]]:
         """Open the training data: first those of the input, then new frames."""
         names = tuple(str(self._absolute(system)) for system in self._section.systems)
-        own, new = (
-            open_section(dataclasses.replace(self._section, systems=place), type_map)
-            if place
-            else []
-            for place in (names, tuple(map(str, added)))
-        )
-        return own, new
+        return self._open(names, type_map), self._open(tuple(map(str, added)), type_map)
+
+    def _open(self, names: tuple[str, ...], type_map: Sequence[str]) -> list[System]:
+        if not names:
+            return []
+        return open_section(dataclasses.replace(self._section, systems=names), type_map)
 
     def _absolute(self, system: str) -> str:
         return os.path.join(self.path.parent.absolute(), system)
@@ -113,12 +117,26 @@ def write_input(
     added: Sequence[Path],
     counts: tuple[int, int],
     settings: TrainOnSettings,
+    *,
     member: int,
     round_: int,
 ) -> dict[str, Any]:
-    """Return the content of the input of one model of a round, whose seed differs from that of others.
+    """Return the content of the input of one model of a round; each model has another seed.
 
-    `counts` are the systems of the input's data and of new frames, which lie in the files `added`.
+    Parameters
+    ----------
+    base
+        The input of the models.
+    added
+        Files of new frames.
+    counts
+        Numbers of systems of the input's data and of new frames.
+    settings
+        How a round trains on.
+    member
+        Number of the model.
+    round_
+        Number of the round.
     """
     data = base.with_frames(added)
     training = data["training"]
@@ -126,16 +144,17 @@ def write_input(
     if settings.start == "restart":
         if base.steps is None or steps is None:
             raise ExploreError(
-                f'training/start "restart" adds steps to those of {base.path}, which has training/numb_epoch: give '
-                "numb_steps there"
+                f'training/start "restart" adds steps to those of {base.path}, which has '
+                "training/numb_epoch: give numb_steps there"
             )
         steps = base.steps + round_ * steps
     if settings.steps or settings.start == "restart":
         training.pop("numb_epoch", None)
         _put(training, "numb_steps", steps)
     if settings.share is not None and added:
-        own, new = counts
-        blocks = f"0:{own}:{1.0 - settings.share:g};{own}:{own + new}:{settings.share:g}"
+        start, n_new = counts
+        end = start + n_new
+        blocks = f"0:{start}:{1.0 - settings.share:g};{start}:{end}:{settings.share:g}"
         _put(training["training_data"], "auto_prob", f"prob_sys_size;{blocks}", "training_data")
     if "seed" in training:
         training["seed"] = int(training["seed"]) + 1000 * round_ + member
@@ -145,28 +164,34 @@ def write_input(
     return data
 
 
-def _put(section: dict[str, Any], name: str, value: Any, *inside: str) -> None:
-    """Set a key of section `training`, or of one inside it, whatever spelling the file has; None removes it."""
-    key = tree(Settings).keys["training"]
-    for part in inside:
-        key = key.keys[part]
-    for spelling in (name, *key.keys[name].alias):
+def _put(section: dict[str, Any], name: str, value: Any, subsection: str | None = None) -> None:
+    """Set a key of section `training` or of a subsection, in any spelling of the file.
+
+    None removes it.
+    """
+    keys = tree(Settings).keys["training"].keys
+    if subsection is not None:
+        keys = keys[subsection].keys
+    for spelling in (name, *keys[name].alias):
         section.pop(spelling, None)
     if value is not None:
         section[name] = value
 
 
 def train_on(folder: Path, content: dict[str, Any], start: str, source: Path) -> int:
-    """Train in a folder, or go on with a training there that was stopped; return the exit status of `dp train`.
+    """Train in a folder, or continue a training there that was stopped.
 
-    `start` and `source` are the option of `dp train` and its checkpoint.
+    `start` and `source` are the option of `dp train` and its checkpoint. Return the exit status of
+    `dp train`.
     """
-    place = folder / "input.json"
-    make_folder_of(place)
-    with whole_file(place) as file:
+    input_file = folder / "input.json"
+    make_folder_of(input_file)
+    with whole_file(input_file) as file:
         file.write(json.dumps(content, indent=2).encode())
-    begun = (folder / f"{CHECKPOINT}.pt").exists()
-    option = "restart" if begun else start.replace("-", "_")
+    way: dict[str, Any]
+    if (folder / f"{CHECKPOINT}.pt").exists():
+        way = {"restart": f"{CHECKPOINT}.pt"}
+    else:
+        way = {start.replace("-", "_"): str(source)}
     with working_folder(folder):
-        way: dict[str, Any] = {option: f"{CHECKPOINT}.pt" if begun else str(source)}
         return run(load("input.json"), **way)

@@ -1,4 +1,4 @@
-"""Using a trained potential: predictions, an ASE calculator, tests against reference data and pictures."""
+"""Uses of a trained potential: predictions, an ASE calculator, errors on reference data."""
 
 from __future__ import annotations
 

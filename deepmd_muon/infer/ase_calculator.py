@@ -1,11 +1,11 @@
-"""An ASE calculator: molecular dynamics, relaxations and everything else in ASE with a trained potential."""
+"""An ASE calculator for trained potentials."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,41 +40,51 @@ _COMMITTEE = ("energy_comm", "forces_comm", "stress_comm")
 class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
 
-    A model that reads frame or atomic parameters gets them from `fparam` and `aparam` in `atoms.info`, as in
-    deepmd-kit; atomic ones also from an array `aparam` of the atoms; else from the arguments below. Results are
-    recomputed when these values change.
+    A model that reads frame or atomic parameters gets them from `fparam` and `aparam` in
+    `atoms.info`, as in deepmd-kit. Atomic ones may also be an array `aparam` of the atoms. Without
+    these, the arguments below are taken. Results are recomputed when the values change.
 
-    A system that is periodic along some axes only is computed in a cell that is widened along the others until no atom
-    has an image within the cut-off there. Only systems with three periodic axes have a stress.
+    A system that is periodic along some axes only is computed in a cell that is wider along the
+    others, so that no atom has an image within the cut-off there. Only systems with three periodic
+    axes have a stress.
 
-    Several models are a committee. Results are their means, and `results` also has the values of every model under
-    MACE's names, and their disagreement under the names of `model_devi.out` and by deepmd-kit's definitions
-    (`deepmd_muon.infer.model_deviation`; standard deviations divide by the number of models):
+    Several models are a committee. Results are their means. `results` also has the values of every
+    model under MACE's names, and their disagreement under the names of `model_devi.out` and by
+    deepmd-kit's definitions (`deepmd_muon.infer.model_deviation`; standard deviations divide by the
+    number of models):
 
-    - `energy_comm` (nmodels,) [eV], `forces_comm` (nmodels, natoms, 3) [eV/Å], `stress_comm` (nmodels, 6) [eV/Å³];
-    - `devi_f` (natoms,): standard deviation of the force on each atom, the square root of the summed variances of its
-      components [eV/Å]; `max_devi_f`, `min_devi_f` and `avg_devi_f`, its largest, smallest and mean value;
-    - `max_devi_v`, `min_devi_v`, `avg_devi_v`: largest, smallest and root mean square standard deviation of the nine
-      components of the virial [eV/atom];
+    - `energy_comm` (nmodels,) [eV], `forces_comm` (nmodels, natoms, 3) [eV/Å], `stress_comm`
+      (nmodels, 6) [eV/Å³];
+    - `devi_f` (natoms,): standard deviation of the force on each atom, the square root of the
+      summed variances of its components [eV/Å]; `max_devi_f`, `min_devi_f` and `avg_devi_f`, its
+      largest, smallest and mean value;
+    - `max_devi_v`, `min_devi_v`, `avg_devi_v`: largest, smallest and root mean square standard
+      deviation of the nine components of the virial [eV/atom];
     - `devi_e`: standard deviation of the energy [eV/atom].
 
     Parameters
     ----------
     model
-        A `Predictor`, or the path of a checkpoint or frozen file; several of them in a list for a committee.
+        A `Predictor`, or the path of a checkpoint or frozen file; a list of them for a committee.
     device
         Where to compute, when `model` is a path.
     trust
         As in `Predictor`, when `model` is a path.
     fparam, aparam
-        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or (numb_aparam,) of atoms that
-        carry none.
+        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or
+        (numb_aparam,) for atoms that carry none.
     **kwargs
         Options of ASE's `Calculator`.
     """
 
     # ASE declares a list and never changes it.
-    implemented_properties = ["energy", "free_energy", "forces", "stress", "energies"]  # noqa: RUF012
+    implemented_properties = [  # noqa: RUF012
+        "energy",
+        "free_energy",
+        "forces",
+        "stress",
+        "energies",
+    ]
 
     def __init__(
         self,
@@ -87,14 +97,15 @@ class DeepPotCalculator(Calculator):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.fparam, self.aparam = fparam, aparam
-        self._used: tuple[np.ndarray | None, ...] = ()
+        self.fparam = fparam
+        self.aparam = aparam
+        self._used_parameters: _Parameters | None = None  # in the last calculation
         models = [model] if isinstance(model, (Predictor, str, os.PathLike)) else list(model)
         if not models:
             raise PredictionInputError("DeepPotCalculator needs a model; found an empty list")
         self.predictors = [
-            one if isinstance(one, Predictor) else Predictor(one, device=device, trust=trust)
-            for one in models
+            model if isinstance(model, Predictor) else Predictor(model, device=device, trust=trust)
+            for model in models
         ]
         if len(models) > 1:
             committee = [*_COMMITTEE, "devi_f", *COLUMNS]
@@ -116,51 +127,64 @@ class DeepPotCalculator(Calculator):
         atoms = self.atoms  # the copy that ASE compares with at the next call
         assert atoms is not None
         cell = self._cell(atoms)
-        self._used = self._given(atoms)
-        found = [
-            each.predict(atoms.positions, cell, _types(atoms, each), *self._used)
-            for each in self.predictors
+        parameters = self._parameters(atoms)
+        self._used_parameters = parameters
+        predictions = [
+            predictor.predict(
+                atoms.positions,
+                cell,
+                _types(atoms, predictor),
+                fparam=parameters.fparam,
+                aparam=parameters.aparam,
+            )
+            for predictor in self.predictors
         ]
-        every = {
-            "energy": np.stack([prediction.energy[0] for prediction in found]),
-            "forces": np.stack([prediction.force[0] for prediction in found]),
+        committee = {
+            "energy": np.stack([prediction.energy[0] for prediction in predictions]),
+            "forces": np.stack([prediction.force[0] for prediction in predictions]),
         }
         if atoms.pbc.all():
-            every["stress"] = np.stack(
-                [_stress(prediction, atoms.get_volume()) for prediction in found]
-            )
-        self.results = {name: values.mean(axis=0) for name, values in every.items()}
-        self.results["energy"] = self.results["free_energy"] = float(self.results["energy"])
-        self.results["energies"] = np.mean(
-            [prediction.atom_energy[0] for prediction in found], axis=0
-        )
-        if len(found) > 1:
-            self.results |= {f"{name}_comm": values for name, values in every.items()}
-            (table,), (of_force,) = deviations(found, DeviationSettings())
-            self.results |= dict(zip(COLUMNS, table.tolist(), strict=True))
-            self.results["devi_f"] = of_force
+            volume = atoms.get_volume()
+            stresses = [_stress(prediction, volume) for prediction in predictions]
+            committee["stress"] = np.stack(stresses)
+        self.results = {name: values.mean(axis=0) for name, values in committee.items()}
+        energy = float(self.results["energy"])
+        self.results["energy"] = energy
+        self.results["free_energy"] = energy
+        atom_energies = [prediction.atom_energy[0] for prediction in predictions]
+        self.results["energies"] = np.mean(atom_energies, axis=0)
+        if len(predictions) > 1:
+            self.results |= {f"{name}_comm": values for name, values in committee.items()}
+            table, force_deviation = deviations(predictions, DeviationSettings())
+            self.results |= dict(zip(COLUMNS, table[0].tolist(), strict=True))
+            self.results["devi_f"] = force_deviation[0]
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Return what has changed since the last calculation, including parameters, which ASE does not compare."""
+        """Return the changes since the last calculation.
+
+        They include those of parameters, which ASE does not compare.
+        """
         changes: list[str] = super().check_state(atoms, tol)
-        if self._used and not all(map(_same, self._used, self._given(atoms))):
-            changes.append("parameters")
+        if self._used_parameters is not None:
+            parameters = self._parameters(atoms)
+            if not all(map(_equal, self._used_parameters, parameters)):
+                changes.append("parameters")
         return changes
 
-    def _given(self, atoms: Atoms) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return frame and atomic parameters, None where the models read none or none are given."""
-        wanted = common_parameters(self.predictors)
-        fparam = atoms.info.get("fparam", self.fparam) if wanted.fparam else None
-        aparam = (
-            atoms.info.get("aparam", atoms.arrays.get("aparam", self.aparam))
-            if wanted.aparam
-            else None
-        )
-        given = [
-            None if values is None else np.array(values, dtype=np.float64)
-            for values in (fparam, aparam)
-        ]
-        return given[0], given[1]
+    def _parameters(self, atoms: Atoms) -> _Parameters:
+        """Return the parameters of atoms that the models read.
+
+        None for parameters without values.
+        """
+        needed = common_parameters(self.predictors)
+        fparam = None
+        if needed.fparam:
+            fparam = _as_array(atoms.info.get("fparam", self.fparam))
+        aparam = None
+        if needed.aparam:
+            default = atoms.arrays.get("aparam", self.aparam)
+            aparam = _as_array(atoms.info.get("aparam", default))
+        return _Parameters(fparam, aparam)
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
         """Return the cell (3, 3) [Å] to compute in, or None without any periodic axis."""
@@ -170,47 +194,64 @@ class DeepPotCalculator(Calculator):
         if np.linalg.matrix_rank(cell[atoms.pbc]) < atoms.pbc.sum():
             periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
             raise PredictionInputError(
-                f'these atoms are periodic (pbc="{periodic}"), but the vectors of the cell {cell.tolist()} do not span '
-                "the periodic axes: set the cell, or pbc to False"
+                f'these atoms are periodic (pbc="{periodic}"), but the vectors of the cell '
+                f"{cell.tolist()} do not span the periodic axes: set the cell, or pbc to False"
             )
         if atoms.pbc.all():
             return cell
         cell[~atoms.pbc] = 0.0
         cell = complete_cell(cell)
         # A completed vector is perpendicular to the periodic ones and has length 1.
+        rcut = max(predictor.model.rcut for predictor in self.predictors)
         for axis in np.flatnonzero(~atoms.pbc):
             extent = np.ptp(atoms.positions @ cell[axis])
-            cell[axis] *= extent + 2.0 * max(each.model.rcut for each in self.predictors)
+            cell[axis] *= extent + 2.0 * rcut
         return cell
 
 
-def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    return one is other if one is None or other is None else np.array_equal(one, other)
+class _Parameters(NamedTuple):
+    fparam: np.ndarray | None
+    aparam: np.ndarray | None
+
+
+def _as_array(values: ArrayLike | None) -> np.ndarray | None:
+    # A copy: a caller may change its array, and `check_state` must notice.
+    return None if values is None else np.array(values, dtype=np.float64)
+
+
+def _equal(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(a, b)
 
 
 def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:
     """Return the types (natoms,) of atoms as one model numbers them."""
-    types: np.ndarray = _kinds(predictor.type_map)[atoms.numbers]
+    types: np.ndarray = _types_of_numbers(predictor.type_map)[atoms.numbers]
     if (types < 0).any():
-        known, unknown = ", ".join(predictor.type_map), sorted(set(atoms[types < 0].symbols))
+        unknown = sorted(set(atoms[types < 0].symbols))
         raise PredictionInputError(
-            f"the potential knows {known}; these atoms hold {', '.join(unknown)}"
+            f"the potential knows {', '.join(predictor.type_map)}; these atoms hold "
+            f"{', '.join(unknown)}"
         )
     return types
 
 
 @cache
-def _kinds(type_map: tuple[str, ...]) -> np.ndarray:
+def _types_of_numbers(type_map: tuple[str, ...]) -> np.ndarray:
     """Return the type of every atomic number, −1 for an element that has none."""
-    kinds = np.full(max(atomic_numbers.values()) + 1, -1)
-    for kind, name in enumerate(type_map):
+    types = np.full(max(atomic_numbers.values()) + 1, -1)
+    for number, name in enumerate(type_map):
         if name in atomic_numbers:
-            kinds[atomic_numbers[name]] = kind
-    return kinds
+            types[atomic_numbers[name]] = number
+    return types
 
 
 def _stress(prediction: Prediction, volume: float) -> np.ndarray:
-    """Return the stress (6,) [eV/Å³] of a single frame; tension is positive in ASE and a negative virial in DeePMD."""
+    """Return the stress of a single frame (6,) [eV/Å³].
+
+    Tension is positive in ASE, and a negative virial in DeePMD.
+    """
     virial = prediction.virial[0].reshape(3, 3)
     stress: np.ndarray = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / volume)
     return stress

@@ -1,4 +1,7 @@
-"""The detail files of `dp test -d PREFIX`: reference and prediction side by side, in deepmd-kit's formats."""
+"""The detail files of `dp test -d PREFIX`, in deepmd-kit's formats.
+
+They hold reference and prediction in the same row.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ _PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
 class DetailFiles:
     """Write `PREFIX.e.out`, `.e_peratom.out`, `.f.out`, `.v.out`, `.v_peratom.out` and `.s.out`.
 
-    Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding left out). Each
-    system begins with a `#` line that names it and the columns. A file is written only if some system has its label.
+    Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding
+    left out). Each system begins with a `#` line that names it and the columns. A file is written
+    only if some system has its label.
 
     Parameters
     ----------
@@ -29,7 +33,7 @@ class DetailFiles:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._begun: dict[str, str] = {}
+        self._titles: dict[str, str] = {}  # of the last rows of each file that has been begun
         make_folder_of(Path(prefix))
 
     @staticmethod
@@ -59,11 +63,10 @@ class DetailFiles:
     def _write(self, kind: str, title: str, columns: tuple[str, ...], rows: np.ndarray) -> None:
         names = [f"{source}_{column}" for source in ("data", "pred") for column in columns]
         path = self.paths(self._prefix)[_KINDS.index(kind)]
-        begun = kind in self._begun
-        heading = f"{title}: {' '.join(names)}".encode(
-            errors="backslashreplace"
-        ).decode()  # of paths that are not UTF-8
-        header = "" if self._begun.get(kind) == title else heading
-        self._begun[kind] = title
+        # A title holds a path, which may not be UTF-8.
+        heading = f"{title}: {' '.join(names)}".encode(errors="backslashreplace").decode()
+        header = "" if self._titles.get(kind) == title else heading
+        begun = kind in self._titles
+        self._titles[kind] = title
         with append_to(path) if begun else fresh_file(path) as file:
             np.savetxt(file, rows, header=header, encoding="utf-8")

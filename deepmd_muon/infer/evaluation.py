@@ -44,7 +44,9 @@ def evaluate_system(
     atomic: bool = False,
     chunk_atoms: int = 1 << 18,
 ) -> Iterator[ComparedFrames]:
-    """Predict the frames of a system, in chunks that bound the memory; the frames of a chunk have the same labels.
+    """Predict the frames of a system, in chunks that bound the memory.
+
+    The frames of a chunk have the same labels.
 
     Parameters
     ----------
@@ -57,7 +59,7 @@ def evaluate_system(
     shuffle
         Draw the order of the frames from this generator; None keeps the system's order.
     atomic
-        Compare atomic energies, where the system has them.
+        Compare atomic energies, if the system has them.
     chunk_atoms
         Atoms read at once, at least one frame.
     """
@@ -71,7 +73,7 @@ def evaluate_system(
         if not atomic:
             reference = replace(reference, atom_ener=None)
         for run in reference.runs():
-            part = reference.rows(run)
-            with naming(system.name, numbers[run], part):
-                prediction = predictor.evaluate(part)
-            yield ComparedFrames(system.name, part, prediction)
+            alike = reference.rows(run)  # frames with the same labels
+            with naming(system.name, numbers[run], alike):
+                prediction = predictor.evaluate(alike)
+            yield ComparedFrames(system.name, alike, prediction)

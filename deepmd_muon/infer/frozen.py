@@ -23,17 +23,20 @@ from deepmd_muon.model.deepmd_kit import from_deepmd_kit
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"
-_LONGEST = 100.0  # cut-off [Å], as in inputs
+_MAX_RCUT = 100.0  # [Å], as in inputs
 # Exceptions of a program, and of results in another form.
 _PROGRAM_ERRORS = (RuntimeError, AttributeError, LookupError, TypeError, ValueError)
 # Operators that deepmd-kit's files name; only its compressed models call them.
 TABULATED = (
-    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
+    "Tensor[]",
     "tabulate_fusion_se_r(Tensor table, Tensor info, Tensor em, int width) -> Tensor[]",
-    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
-    "tabulate_fusion_se_t_tebd(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
-    "tabulate_fusion_se_atten(Tensor table, Tensor info, Tensor em_x, Tensor em, Tensor two_embed, int width, "
-    "bool sorted) -> Tensor[]",
+    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
+    "Tensor[]",
+    "tabulate_fusion_se_t_tebd(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) "
+    "-> Tensor[]",
+    "tabulate_fusion_se_atten(Tensor table, Tensor info, Tensor em_x, Tensor em, Tensor two_embed, "
+    "int width, bool sorted) -> Tensor[]",
 )
 
 
@@ -52,7 +55,7 @@ class FrozenModel:
     device
         Where to compute.
     trust
-        Run the program even if it calls operators that no potential needs: it may then do anything.
+        Run the program even if it calls operators that no potential needs. It may then do anything.
 
     Attributes
     ----------
@@ -89,11 +92,11 @@ class FrozenModel:
             raise CheckpointError(
                 f"{path} cannot be read as a frozen potential: {reason}"
             ) from error
-        if not 0 < self.rcut <= _LONGEST or not all(
-            isinstance(name, str) for name in self.type_map
-        ):
+        named_types = all(isinstance(name, str) for name in self.type_map)
+        if not 0 < self.rcut <= _MAX_RCUT or not named_types:
             raise CheckpointError(
-                f"{path} cannot be read as a frozen potential: cut-off {self.rcut:g} Å, types {self.type_map}"
+                f"{path} cannot be read as a frozen potential: cut-off {self.rcut:g} Å, types "
+                f"{self.type_map}"
             )
 
     @property
@@ -102,7 +105,9 @@ class FrozenModel:
         return self._program
 
     def restored(self) -> EnergyModel | None:
-        """Return the model that the file was frozen from; None for a file that does not hold its weights.
+        """Return the model that the file was frozen from.
+
+        None for a file that does not hold its weights.
 
         Raises
         ------
@@ -140,7 +145,10 @@ class FrozenModel:
         return section
 
     def observed_types(self) -> list[str] | None:
-        """Return the types whose energy bias is not 0; None for a file without `get_observed_type_list`."""
+        """Return the types whose energy bias is not 0.
+
+        None for a file without `get_observed_type_list`.
+        """
         if not hasattr(self._program, "get_observed_type_list"):
             return None
         return list(self._program.get_observed_type_list())
@@ -155,51 +163,46 @@ class FrozenModel:
     ) -> Prediction:
         """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""
         nframes, natoms = atype.shape
-        out = Prediction.zeros(nframes, natoms)
+        prediction = Prediction.zeros(nframes, natoms)
         for frame in range(nframes):
             cell = None if box is None or not box[frame].any() else box[frame]
             try:
                 ghosted = with_ghosts(coord[frame], cell, atype[frame], self.rcut)
             except NeighborError as error:
                 raise NeighborError(str(error), frame) from error
-            owner, nloc = ghosted.owner, len(ghosted.neighbor)
+            owner = ghosted.owner
+            nloc = len(ghosted.neighbor)
             if not nloc:
                 continue
             real = owner[:nloc]
-            local = np.empty(natoms, dtype=np.int64)
+            local = np.empty(natoms, dtype=np.int64)  # number of each atom among the real ones
             local[real] = np.arange(nloc)
-            given = (
-                ghosted.coord,
-                atype[frame, owner].astype(np.int64),
-                ghosted.neighbor,
-                local[owner],
+            output = self.forward_lower(
+                self._on_device(ghosted.coord),
+                self._on_device(atype[frame, owner].astype(np.int64)),
+                self._on_device(ghosted.neighbor),
+                self._on_device(local[owner]),
+                fparam=None if fparam is None else self._on_device(fparam[frame]),
+                aparam=None if aparam is None else self._on_device(aparam[frame, real]),
             )
-            tensors = (torch.from_numpy(array).to(self.device) for array in given)
-            parameters = [
-                None
-                if values is None
-                else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-                for values in (
-                    None if fparam is None else fparam[frame],
-                    None if aparam is None else aparam[frame, real],
-                )
-            ]
-            found = self.forward_lower(*tensors, *parameters)
             try:
                 values = {
-                    name: value.to("cpu", torch.float64).numpy() for name, value in found.items()
+                    name: value.to("cpu", torch.float64).numpy() for name, value in output.items()
                 }
-                out.energy[frame] = values["energy"].item()
-                out.atom_energy[frame, real] = values["atom_energy"][:, 0]
-                out.virial[frame] = values["virial"]
-                force = values["extended_force"]
+                prediction.energy[frame] = values["energy"].item()
+                prediction.atom_energy[frame, real] = values["atom_energy"][:, 0]
+                prediction.virial[frame] = values["virial"]
+                # Forces on images act on their atoms.
                 for axis in range(3):
-                    out.force[frame, :, axis] = np.bincount(
-                        owner, weights=force[:, axis], minlength=natoms
+                    prediction.force[frame, :, axis] = np.bincount(
+                        owner, weights=values["extended_force"][:, axis], minlength=natoms
                     )
             except _PROGRAM_ERRORS as error:
                 raise self._failed(error) from error
-        return out
+        return prediction
+
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     def forward_lower(
         self,
@@ -219,29 +222,32 @@ class FrozenModel:
         atype
             Their types `(nall,)`, int64.
         neighbor
-            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; it may list more.
+            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; it may
+            list more.
         mapping
             Real atom of each `(nall,)`, int64.
         fparam
-            Frame parameters `(numb_fparam,)`, where the model reads some and has no default.
+            Frame parameters `(numb_fparam,)`, if the model reads some and has no default.
         aparam
-            Atomic parameters of the real atoms `(nloc, numb_aparam)`, where the model reads some.
+            Atomic parameters of the real atoms `(nloc, numb_aparam)`, if the model reads some.
 
         Raises
         ------
         CheckpointError
             When the program fails.
         """
+        # By name, and only if present: other programs may not have these arguments.
+        parameters = {}
+        if fparam is not None:
+            parameters["fparam"] = fparam[None]
+        if aparam is not None:
+            parameters["aparam"] = aparam[None]
         try:
             with torch.enable_grad():  # a program may differentiate
-                structure = coord[None], atype[None], neighbor[None], mapping[None]
-                # By name, and only if given: other programs may not have these arguments.
-                given = {"fparam": fparam, "aparam": aparam}
-                parameters = {
-                    name: values[None] for name, values in given.items() if values is not None
-                }
-                found = self._program.forward_lower(*structure, **parameters)
-            return {name: value[0].detach() for name, value in found.items()}
+                output = self._program.forward_lower(
+                    coord[None], atype[None], neighbor[None], mapping[None], **parameters
+                )
+            return {name: value[0].detach() for name, value in output.items()}
         except torch.OutOfMemoryError:
             raise
         except _PROGRAM_ERRORS as error:
@@ -257,8 +263,12 @@ def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
     default = None
     if hasattr(program, "has_default_fparam") and program.has_default_fparam():
         default = tuple(program.get_default_fparam().double().cpu().tolist())
-    names = ("get_dim_fparam", "get_dim_aparam")
-    fparam, aparam = (
-        int(getattr(program, name)()) if hasattr(program, name) else 0 for name in names
+    return Parameters(
+        fparam=_width(program, "get_dim_fparam"),
+        aparam=_width(program, "get_dim_aparam"),
+        default_fparam=default,
     )
-    return Parameters(fparam, aparam, default)
+
+
+def _width(program: torch.jit.ScriptModule, method: str) -> int:
+    return int(getattr(program, method)()) if hasattr(program, method) else 0

@@ -1,7 +1,9 @@
-"""Frozen files as models of metatomic (`metatomic-torch`), whose energies have our forces as gradients."""
+"""Frozen files as models of metatomic (`metatomic-torch`)."""
 
 import os
-from typing import Any, Dict, List, Optional  # noqa: UP035 (metatomic compares annotations with these)
+
+# metatomic compares annotations with these.
+from typing import Any, Dict, List, Optional  # noqa: UP035
 
 import torch
 
@@ -24,7 +26,7 @@ except ImportError as error:
 
 
 class MetatomicPotential(torch.nn.Module):
-    """The energy of whole systems; neighbours are found by comparing all pairs.
+    """The energy of whole systems; it finds neighbours by comparing all pairs.
 
     Parameters
     ----------
@@ -40,8 +42,8 @@ class MetatomicPotential(torch.nn.Module):
         super().__init__()
         self.program: Any = program
         types = torch.full((len(NUMBERS) + 1,), -1, dtype=torch.int64)
-        for kind, name in enumerate(type_map):
-            types[NUMBERS[name]] = kind
+        for number, name in enumerate(type_map):
+            types[NUMBERS[name]] = number
         self.register_buffer("types", types)
 
     def forward(
@@ -52,44 +54,51 @@ class MetatomicPotential(torch.nn.Module):
     ) -> Dict[str, TensorMap]:  # noqa: UP006
         """Return "energy" of every system [eV], with gradients by positions and cell.
 
-        The program returns forces F and virial W as values, without a graph. E − F·δx + δh·h⁻ᵀ(xᵀF − W), evaluated at
-        changes δx of positions and δh of the cell that are 0, has the energy's value and gradients.
+        The program returns the energy E, forces F and virial W as values, without a graph. The
+        expression
+
+            E − F·δx + δh·h⁻ᵀ(xᵀF − W)
+
+        with changes δx of positions and δh of the cell h, both 0, has the value and the gradients
+        of the energy.
         """
-        found: dict[str, TensorMap] = {}
+        results: dict[str, TensorMap] = {}
         if "energy" not in outputs:
-            return found
+            return results
         if selected_atoms is not None:
             raise ValueError("this potential computes whole systems: selected_atoms cannot be used")
         energies: list[torch.Tensor] = []
         for system in systems:
-            kinds = self.types[system.types.to(torch.int64)]
-            if bool((kinds < 0).any()):
+            types = self.types[system.types.to(torch.int64)]
+            if bool((types < 0).any()):
                 raise ValueError(
                     "the system holds an element that is not in the potential's type map"
                 )
             periodic = bool(system.pbc.all())
             if bool(system.pbc.any()) and not periodic:
                 raise ValueError(
-                    "systems that are periodic along some axes only are not supported: widen the cell"
+                    "systems that are periodic along some axes only are not supported: widen the "
+                    "cell"
                 )
-            coord, cell = system.positions, system.cell
-            still, box = coord.detach(), cell.detach()
-            result = self.program.forward(
-                still.unsqueeze(0),
-                kinds.unsqueeze(0),
-                box.unsqueeze(0) if periodic else None,
+            # `x` and `h` are constants; their differences from the inputs are 0 but have gradients.
+            x = system.positions.detach()
+            h = system.cell.detach()
+            output = self.program.forward(
+                x.unsqueeze(0),
+                types.unsqueeze(0),
+                h.unsqueeze(0) if periodic else None,
                 None,
                 None,
                 False,
                 None,
             )
-            force = result["force"][0]
-            energy = result["energy"].view([]).to(coord.dtype) - ((coord - still) * force).sum()
+            force = output["force"][0]
+            energy = output["energy"].view([]).to(x.dtype)
+            energy = energy - ((system.positions - x) * force).sum()
             if periodic:
-                slope = torch.linalg.solve(
-                    box.t(), torch.mm(still.t(), force) - result["virial"].view(3, 3)
-                )
-                energy = energy + ((cell - box) * slope).sum()
+                moment = torch.mm(x.t(), force) - output["virial"].view(3, 3)
+                slope = torch.linalg.solve(h.t(), moment)
+                energy = energy + ((system.cell - h) * slope).sum()
             energies.append(energy)
         device = systems[0].positions.device
         block = TensorBlock(
@@ -102,8 +111,8 @@ class MetatomicPotential(torch.nn.Module):
             properties=Labels(["energy"], torch.zeros([1, 1], dtype=torch.int32, device=device)),
         )
         key = Labels(["_"], torch.zeros([1, 1], dtype=torch.int32, device=device))
-        found["energy"] = TensorMap(keys=key, blocks=[block])
-        return found
+        results["energy"] = TensorMap(keys=key, blocks=[block])
+        return results
 
 
 def export_metatomic(frozen: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
@@ -122,18 +131,15 @@ def export_metatomic(frozen: str | os.PathLike[str], output: str | os.PathLike[s
         When the file cannot be read as a potential.
     """
     model = FrozenModel(frozen, "cpu")
-    passes = bool(model.program.has_message_passing())
+    passes_messages = bool(model.program.has_message_passing())
     capabilities = ModelCapabilities(
         outputs={"energy": ModelOutput(unit="eV", sample_kind="system")},
         atomic_types=[NUMBERS[name] for name in model.type_map],
-        interaction_range=float("inf") if passes else model.rcut,
+        interaction_range=float("inf") if passes_messages else model.rcut,
         length_unit="angstrom",
         supported_devices=["cpu", "cuda"],
         dtype="float64",
     )
     potential = MetatomicPotential(model.program, model.type_map).eval()
-    AtomisticModel(
-        potential,
-        ModelMetadata(name=f"DeePMD potential of {' '.join(model.type_map)}"),
-        capabilities,
-    ).save(str(output))
+    metadata = ModelMetadata(name=f"DeePMD potential of {' '.join(model.type_map)}")
+    AtomisticModel(potential, metadata, capabilities).save(str(output))

@@ -40,7 +40,9 @@ class ErrorSum:
 
     def __add__(self, other: ErrorSum) -> ErrorSum:
         return ErrorSum(
-            self.absolute + other.absolute, self.square + other.square, self.weight + other.weight
+            absolute=self.absolute + other.absolute,
+            square=self.square + other.square,
+            weight=self.weight + other.weight,
         )
 
     @property
@@ -120,7 +122,8 @@ def report_lines(errors: Mapping[str, ErrorSum]) -> list[str]:
     """Return the table of errors, one line a figure: `Force  RMSE        : 1.234567e-02 eV/Å`."""
     lines = []
     for name, quantity in QUANTITIES.items():
-        if name in errors:
-            for kind, value in (("MAE", errors[name].mae), ("RMSE", errors[name].rmse)):
-                lines.append(f"{quantity.title.format(kind):19s}: {value:e} {quantity.unit}")
+        if name not in errors:
+            continue
+        for kind, value in (("MAE", errors[name].mae), ("RMSE", errors[name].rmse)):
+            lines.append(f"{quantity.title.format(kind):19s}: {value:e} {quantity.unit}")
     return lines

@@ -1,10 +1,14 @@
-"""Model deviation: the disagreement of several models, by which active learning selects structures."""
+"""Model deviation: the disagreement of several models.
+
+Active learning selects structures by it. Definitions and file format are those of deepmd-kit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +20,12 @@ from deepmd_muon.infer.predictor import Predictor, naming
 
 #: Columns of `model_devi.out`, in order.
 COLUMNS = (
-    *(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg")),
+    "max_devi_v",
+    "min_devi_v",
+    "avg_devi_v",
+    "max_devi_f",
+    "min_devi_f",
+    "avg_devi_f",
     "devi_e",
 )
 
@@ -30,7 +39,8 @@ class DeviationSettings:
     real_error
         Root mean square error against the labels instead of the spread between models.
     relative
-        Divide the deviation of a force by its magnitude plus this level [eV/Å]; None does not divide.
+        Divide the deviation of a force by its magnitude plus this level [eV/Å]; None does not
+        divide.
     relative_virial
         The same for the virial [eV/atom].
     """
@@ -40,43 +50,53 @@ class DeviationSettings:
     relative_virial: float | None = None
 
 
-def _spread(values: np.ndarray, real: np.ndarray | None) -> np.ndarray:
-    """Return the standard deviation over the first axis, or the root mean square error against `real`."""
-    spread: np.ndarray = (
-        np.std(values, axis=0) if real is None else np.sqrt(np.mean((values - real) ** 2, axis=0))
-    )
-    return spread
+class Labels(NamedTuple):
+    """Labels to compare with; None compares the models with their mean."""
+
+    energy: np.ndarray | None = None  # (nframes,) [eV/atom]
+    force: np.ndarray | None = None  # (nframes, natoms, 3) [eV/Å]
+    virial: np.ndarray | None = None  # (nframes, 9) [eV/atom]
+
+
+def _spread(values: np.ndarray, label: np.ndarray | None) -> np.ndarray:
+    """Return the standard deviation over the first axis.
+
+    With a label, return the root mean square error.
+    """
+    if label is None:
+        return np.asarray(np.std(values, axis=0))
+    return np.asarray(np.sqrt(np.mean((values - label) ** 2, axis=0)))
 
 
 def _relative(
-    deviation: np.ndarray, values: np.ndarray, real: np.ndarray | None, level: float | None
+    deviation: np.ndarray, values: np.ndarray, label: np.ndarray | None, level: float | None
 ) -> np.ndarray:
+    """Divide a deviation by the magnitude of the vectors plus a level."""
     if level is None:
         return deviation
-    reference = np.mean(values, axis=0) if real is None else real
+    reference = np.mean(values, axis=0) if label is None else label
     magnitude = np.linalg.norm(reference, axis=-1)
-    per_value = (
-        magnitude.reshape(magnitude.shape + (1,) * (deviation.ndim - magnitude.ndim)) + level
-    )
-    divided: np.ndarray = deviation / per_value
-    return divided
+    # Of forces, a deviation is one number a vector; of virials, it has their components.
+    trailing = (1,) * (deviation.ndim - magnitude.ndim)
+    return np.asarray(deviation / (magnitude.reshape(magnitude.shape + trailing) + level))
 
 
 def deviation_of_force(
-    forces: np.ndarray, real: np.ndarray | None = None, relative: float | None = None
+    forces: np.ndarray, label: np.ndarray | None = None, relative: float | None = None
 ) -> np.ndarray:
     """Return the deviation of the force on every atom (nframes, natoms) [eV/Å].
 
     Parameters
     ----------
     forces
-        Of every model (nmodels, nframes, natoms, 3) [eV/Å].
-    real
-        Labels (nframes, natoms, 3); None compares the models with their mean.
+        Forces of every model (nmodels, nframes, natoms, 3) [eV/Å].
+    label
+        Labels (nframes, natoms, 3) [eV/Å]; None compares the models with their mean.
     relative
         See `DeviationSettings`.
     """
-    return _relative(np.linalg.norm(_spread(forces, real), axis=-1), forces, real, relative)
+    deviation = np.linalg.norm(_spread(forces, label), axis=-1)
+    return _relative(deviation, forces, label, relative)
 
 
 def model_deviation(
@@ -95,50 +115,48 @@ def model_deviation(
 
     Returns
     -------
-    tuple
-        (nframes, 7): largest, smallest and root mean square deviation of the nine virial components [eV/atom], largest,
-        smallest and mean deviation of the forces on atoms [eV/Å], deviation of the energy [eV/atom]; and the deviation
-        of the force on every atom (nframes, natoms) [eV/Å].
+    table : ndarray, (nframes, 7)
+        `COLUMNS`: largest, smallest and root mean square deviation of the nine virial components
+        [eV/atom]; largest, smallest and mean deviation of the forces on atoms [eV/Å]; deviation of
+        the energy [eV/atom].
+    force_deviation : ndarray, (nframes, natoms)
+        Deviation of the force on every atom [eV/Å].
 
     Raises
     ------
     PredictionInputError
         When `real_error` lacks a label.
     """
-    found = [predictor.evaluate(frames) for predictor in predictors]
-    real = _labels(frames) if settings.real_error else (None, None, None)
-    return deviations(found, settings, real)
+    predictions = [predictor.evaluate(frames) for predictor in predictors]
+    labels = _labels(frames) if settings.real_error else Labels()
+    return deviations(predictions, settings, labels)
 
 
 def deviations(
-    found: Sequence[Prediction],
-    settings: DeviationSettings,
-    real: tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None] = (None, None, None),
+    predictions: Sequence[Prediction], settings: DeviationSettings, labels: Labels | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `model_deviation` describes from predictions of several models for the same frames.
-
-    Parameters
-    ----------
-    found
-        The predictions.
-    settings
-        The quantities to compute.
-    real
-        Labels of energy per atom (nframes,), force (nframes, natoms, 3) and virial per atom (nframes, 9) to compare
-        with instead of the mean of the models.
-    """
-    natoms = found[0].force.shape[1]
-    energy = np.stack([prediction.energy for prediction in found]) / natoms
-    force = np.stack([prediction.force for prediction in found])
-    virial = np.stack([prediction.virial for prediction in found]) / natoms
-    of_virial = _relative(_spread(virial, real[2]), virial, real[2], settings.relative_virial)
-    of_force = deviation_of_force(force, real[1], settings.relative)
-    columns = (
-        *(of_virial.max(axis=1), of_virial.min(axis=1), np.linalg.norm(of_virial, axis=1) / 3.0),
-        *(of_force.max(axis=1), of_force.min(axis=1), of_force.mean(axis=1)),
-        _spread(energy, real[0]),
+    """Return the results of `model_deviation` from predictions for the same frames."""
+    if labels is None:
+        labels = Labels()
+    natoms = predictions[0].force.shape[1]
+    energy = np.stack([prediction.energy for prediction in predictions]) / natoms
+    force = np.stack([prediction.force for prediction in predictions])
+    virial = np.stack([prediction.virial for prediction in predictions]) / natoms
+    energy_deviation = _spread(energy, labels.energy)
+    force_deviation = deviation_of_force(force, labels.force, settings.relative)
+    virial_deviation = _relative(
+        _spread(virial, labels.virial), virial, labels.virial, settings.relative_virial
     )
-    return np.stack(columns, axis=1), of_force
+    table = {
+        "max_devi_v": virial_deviation.max(axis=1),
+        "min_devi_v": virial_deviation.min(axis=1),
+        "avg_devi_v": np.linalg.norm(virial_deviation, axis=1) / 3.0,  # 3 = √9 components
+        "max_devi_f": force_deviation.max(axis=1),
+        "min_devi_f": force_deviation.min(axis=1),
+        "avg_devi_f": force_deviation.mean(axis=1),
+        "devi_e": energy_deviation,
+    }
+    return np.stack([table[name] for name in COLUMNS], axis=1), force_deviation
 
 
 def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
@@ -153,15 +171,15 @@ def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
     for other in others:
         if other != first:
             raise PredictionInputError(
-                f"the models read different parameters: the first {first.fparam} of a frame and {first.aparam} of an "
-                f"atom (default {first.default_fparam}), another {other.fparam} and {other.aparam} "
-                f"(default {other.default_fparam})"
+                f"the models read different parameters: the first {first.fparam} of a frame and "
+                f"{first.aparam} of an atom (default {first.default_fparam}), another "
+                f"{other.fparam} and {other.aparam} (default {other.default_fparam})"
             )
     return first
 
 
-def _labels(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return energy and virial per atom and forces; labels that a system lacks count as zero, as in deepmd-kit."""
+def _labels(frames: Frames) -> Labels:
+    """Return the labels of frames; missing ones count as zero, as in deepmd-kit."""
     if frames.energy is None and frames.force is None and frames.virial is None:
         raise PredictionInputError(
             "the errors of models need labels; the system has neither energy, force nor virial"
@@ -169,7 +187,11 @@ def _labels(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     energy = np.zeros(frames.nframes) if frames.energy is None else frames.energy
     force = np.zeros_like(frames.coord) if frames.force is None else frames.force
     virial = np.zeros((frames.nframes, 9)) if frames.virial is None else frames.virial
-    return energy / frames.natoms, force, virial.reshape(-1, 9) / frames.natoms
+    return Labels(
+        energy=energy / frames.natoms,
+        force=force,
+        virial=virial.reshape(-1, 9) / frames.natoms,
+    )
 
 
 class DeviationFile:
@@ -184,21 +206,24 @@ class DeviationFile:
     """
 
     def __init__(self, path: Path, *, atomic: bool = False) -> None:
-        self._path, self._atomic = path, atomic
+        self._path = path
+        self._atomic = atomic
         make_folder_of(path)
         fresh_file(path).close()
 
-    def add(self, system: str, steps: np.ndarray, table: np.ndarray, of_force: np.ndarray) -> None:
+    def add(
+        self, system: str, steps: np.ndarray, table: np.ndarray, force_deviation: np.ndarray
+    ) -> None:
         """Append the rows of one system; `steps` numbers them."""
         header = f"{system}\n{'step':10s}" + "".join(f"{name:19s}" for name in COLUMNS)
         rows = [steps[:, None], table]
         if self._atomic:
             header += f"{'atm_devi_f(N)':19s}"
-            rows.append(of_force)
-        joined = np.concatenate(rows, axis=1)
+            rows.append(force_deviation)
+        columns = np.concatenate(rows, axis=1)
+        formats = ["%12d"] + ["%19.6e"] * (columns.shape[1] - 1)
         with append_to(self._path) as file:
-            formats = ["%12d"] + ["%19.6e"] * (joined.shape[1] - 1)
-            np.savetxt(file, joined, fmt=formats, delimiter="", header=header)
+            np.savetxt(file, columns, fmt=formats, delimiter="", header=header)
 
 
 def system_deviation(
@@ -207,14 +232,17 @@ def system_deviation(
     settings: DeviationSettings,
     chunk_atoms: int = 1 << 16,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield `model_deviation` of runs of a system's frames, in order, in chunks that bound the memory."""
+    """Yield `model_deviation` of the frames of a system, in order, in chunks that bound the memory.
+
+    The frames of a chunk have the same labels.
+    """
     system = system.with_parameters(common_parameters(predictors))
     count = max(1, chunk_atoms // max(1, system.natoms))
     for start in range(0, system.nframes, count):
         numbers = np.arange(start, min(start + count, system.nframes))
         frames = system.frames(numbers)
         for run in frames.runs():
-            part = frames.rows(run)
-            with naming(system.name, numbers[run], part):
-                found = model_deviation(predictors, part, settings)
-            yield found
+            alike = frames.rows(run)  # frames with the same labels
+            with naming(system.name, numbers[run], alike):
+                results = model_deviation(predictors, alike, settings)
+            yield results

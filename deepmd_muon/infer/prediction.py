@@ -31,8 +31,12 @@ class Prediction:
     @classmethod
     def zeros(cls, nframes: int, natoms: int) -> Prediction:
         """Return zeros of all quantities."""
-        shapes = (nframes,), (nframes, natoms, 3), (nframes, 9), (nframes, natoms)
-        return cls(*map(np.zeros, shapes))
+        return cls(
+            energy=np.zeros(nframes),
+            force=np.zeros((nframes, natoms, 3)),
+            virial=np.zeros((nframes, 9)),
+            atom_energy=np.zeros((nframes, natoms)),
+        )
 
     @property
     def not_finite(self) -> list[str]:

@@ -1,4 +1,7 @@
-"""A trained model as a function of positions: energy, force, virial and atomic energies as NumPy arrays."""
+"""A trained model as a function of positions.
+
+`Predictor` returns energies, forces, virials and atomic energies as NumPy arrays.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def load_model(
 
 
 def load_min_distance(path: str | os.PathLike[str], *, head: str | None = None) -> float:
-    """Return the smallest distance in the training data of a checkpoint [Å], negative when it is unknown."""
+    """Return the smallest distance in the training data of a checkpoint [Å].
+
+    Negative if it is unknown.
+    """
     path = checkpoint_path(path)
     checkpoint = read_checkpoint(path)
     with understood(path):
@@ -81,14 +87,12 @@ def _take_averages(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             average = averages[prefix + name]
-            if (
-                average.shape != parameter.shape
-                or not average.is_floating_point()
-                or not average.isfinite().all()
-            ):
+            fits = average.shape == parameter.shape and average.is_floating_point()
+            if not fits or not average.isfinite().all():
                 raise CheckpointError(
-                    f"{path}: the average of {name} must be finite numbers of shape {tuple(parameter.shape)}; found "
-                    f"{average.dtype} of shape {tuple(average.shape)}: take another checkpoint, or the plain weights"
+                    f"{path}: the average of {name} must be finite numbers of shape "
+                    f"{tuple(parameter.shape)}; found {average.dtype} of shape "
+                    f"{tuple(average.shape)}: take another checkpoint, or the plain weights"
                 )
             parameter.copy_(average)
 
@@ -107,16 +111,17 @@ class Predictor:
     head
         Name or alias of the branch of a multi-task checkpoint.
     batch_atoms
-        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. If a GPU runs out of
-        memory, this is halved, for later calls too.
+        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. If
+        a GPU runs out of memory, this is halved, for later calls too.
     trust
-        Run a frozen file even if it calls operators that no potential needs: it may then do anything.
+        Run a frozen file even if it calls operators that no potential needs. It may then do
+        anything.
 
     Attributes
     ----------
     resident
-        The model whose lists and positions stay on a GPU: that of the checkpoint, or the one a frozen file was made
-        from; None where neighbours are found on the host.
+        The model that a GPU evaluates with lists and positions in its memory: that of the
+        checkpoint, or the one that a frozen file was made from. None if the host finds neighbours.
     """
 
     def __init__(
@@ -145,10 +150,11 @@ class Predictor:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
         self.resident: EnergyModel | None = None
         if triton_support.usable(self.device):
-            self.resident = (
-                self.model if isinstance(self.model, EnergyModel) else self.model.restored()
-            )
-        self._calls = None if self.resident is None else DeviceCalls(self.resident)
+            if isinstance(self.model, EnergyModel):
+                self.resident = self.model
+            else:
+                self.resident = self.model.restored()
+        self._device_calls = None if self.resident is None else DeviceCalls(self.resident)
         # A thousand atoms saturate a CPU; a GPU needs more.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 
@@ -160,12 +166,9 @@ class Predictor:
     @property
     def parameters(self) -> Parameters:
         """The frame and atomic parameters that the model reads."""
-        model = self.model
-        return (
-            model.parameters
-            if isinstance(model, FrozenModel)
-            else Parameters.of(model.settings.fitting_net)
-        )
+        if isinstance(self.model, FrozenModel):
+            return self.model.parameters
+        return Parameters.of(self.model.settings.fitting_net)
 
     def predict(
         self,
@@ -186,9 +189,10 @@ class Predictor:
         atype : array of int, (nframes, natoms) or (natoms,)
             Types as indices into `type_map`; one row serves all frames.
         fparam : array, (nframes, numb_fparam) or (numb_fparam,), optional
-            Frame parameters, where the model reads some; left out, they are the model's default.
-        aparam : array, (nframes, natoms, numb_aparam), (natoms, numb_aparam) or (numb_aparam,), optional
-            Atomic parameters, where the model reads some.
+            Frame parameters, if the model reads some; by default those of the model.
+        aparam : array, optional
+            Atomic parameters (nframes, natoms, numb_aparam), (natoms, numb_aparam) or
+            (numb_aparam,), if the model reads some.
 
         Raises
         ------
@@ -207,16 +211,19 @@ class Predictor:
             types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms)).copy()
         except ValueError as error:
             raise PredictionInputError(
-                f"atype must be indices into type_map {self.type_map}, of shape (nframes, natoms) or (natoms,) with "
-                f"{natoms} atoms; found {np.asarray(atype).dtype} of shape {np.shape(atype)}"
+                f"atype must be indices into type_map {self.type_map}, of shape (nframes, natoms) "
+                f"or (natoms,) with {natoms} atoms; found {np.asarray(atype).dtype} of shape "
+                f"{np.shape(atype)}"
             ) from error
-        cells = None if box is None else _cells(box, nframes)
-        wanted = self.parameters
-        of_frames = _broadcast("fparam", fparam, (nframes, wanted.fparam))
-        of_atoms = _broadcast("aparam", aparam, (nframes, natoms, wanted.aparam))
-        return self.evaluate(
-            Frames(atype=types, coord=coord, box=cells, fparam=of_frames, aparam=of_atoms)
+        widths = self.parameters
+        frames = Frames(
+            atype=types,
+            coord=coord,
+            box=None if box is None else _cells(box, nframes),
+            fparam=_broadcast("fparam", fparam, (nframes, widths.fparam)),
+            aparam=_broadcast("aparam", aparam, (nframes, natoms, widths.aparam)),
         )
+        return self.evaluate(frames)
 
     def evaluate(self, frames: Frames) -> Prediction:
         """Evaluate frames of the data room; their labels are ignored."""
@@ -226,13 +233,13 @@ class Predictor:
             raise PredictionInputError(
                 f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}"
             )
-        parts: list[Prediction] = []
+        predictions: list[Prediction] = []
         done = 0
         while done < frames.nframes:
             count = max(1, self.batch_atoms // max(1, frames.natoms))
             rows = slice(done, min(done + count, frames.nframes))
             try:
-                parts.append(self._evaluate_batch(frames, rows))
+                predictions.append(self._evaluate_batch(frames.rows(rows)))
             except NeighborError as error:
                 if error.frame is None:
                     raise
@@ -240,84 +247,88 @@ class Predictor:
             except torch.cuda.OutOfMemoryError:
                 if rows.stop - rows.start == 1:
                     raise
-                if self._calls is not None:
-                    self._calls.clear()
+                if self._device_calls is not None:
+                    self._device_calls.clear()
+                # The same frames again, half as many at once.
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
-        return _join(parts) if parts else Prediction.zeros(0, frames.natoms)
+        return _joined(predictions) if predictions else Prediction.zeros(0, frames.natoms)
 
     def _check_parameters(self, frames: Frames) -> None:
         """Refuse frames without the parameters that the model reads."""
-        wanted = self.parameters
-        for name, width, optional in (
-            ("fparam", wanted.fparam, wanted.default_fparam is not None),
-            ("aparam", wanted.aparam, False),
-        ):
-            values: np.ndarray | None = getattr(frames, name)
-            if width and (values.shape[-1] != width if values is not None else not optional):
-                whose = "of each frame" if name == "fparam" else "of each atom"
-                found = "none" if values is None else values.shape[-1]
-                raise PredictionInputError(
-                    f"the model reads {width} parameters {whose} ({name}); found {found}"
-                )
+        parameters = self.parameters
+        if not (frames.fparam is None and parameters.default_fparam is not None):
+            _check_width("fparam", "of each frame", frames.fparam, parameters.fparam)
+        _check_width("aparam", "of each atom", frames.aparam, parameters.aparam)
 
-    def _evaluate_batch(self, frames: Frames, rows: slice) -> Prediction:
+    def _evaluate_batch(self, frames: Frames) -> Prediction:
         model = self.model
-        coord, atype = frames.coord[rows], frames.atype[rows]
-        box = None if frames.box is None else frames.box[rows]
-        fparam, aparam = (
-            None if values is None else values[rows] for values in (frames.fparam, frames.aparam)
-        )
-        call = (
-            None
-            if self._calls is None
-            else self._calls.of(atype, self.device, periodic=box is not None)
-        )
+        call = None
+        if self._device_calls is not None:
+            periodic = frames.box is not None
+            call = self._device_calls.of(frames.atype, self.device, periodic=periodic)
         if call is not None:
-            with contextlib.suppress(DenseError):
-                return call.predict(coord, box, fparam, aparam)
+            with contextlib.suppress(DenseError):  # the host finds more neighbours
+                return call.predict(frames.coord, frames.box, frames.fparam, frames.aparam)
         if isinstance(model, FrozenModel):
-            return model.predict(coord, box, atype, fparam, aparam)
+            return model.predict(
+                frames.coord,
+                frames.box,
+                frames.atype,
+                fparam=frames.fparam,
+                aparam=frames.aparam,
+            )
         neighbors = stack_neighbors(
-            [self._neighbors(model, coord, box, atype, k) for k in range(len(coord))]
+            [_build_neighbors(model, frames, k) for k in range(frames.nframes)]
         )
-        batch = Frames(atype=atype, coord=coord, box=box, fparam=fparam, aparam=aparam)
-        structures = Structures.of(batch, neighbors, model.ntypes, self.device)
+        structures = Structures.of(frames, neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
         return Prediction(
             **{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)}
         )
 
-    @staticmethod
-    def _neighbors(
-        model: EnergyModel, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, k: int
-    ) -> FrameNeighbors:
-        # In a batch of frames with and without a cell, the latter have a cell of zeros.
-        cell = None if box is None or not box[k].any() else box[k]
-        ntypes, inner = len(model.type_map), model.neighbors.inner
-        try:
-            return build_neighbors(
-                coord[k], cell, atype[k], model.rcut, model.sel, model.by_type, ntypes, inner
-            )
-        except NeighborError as error:
-            raise NeighborError(str(error), k) from error
+
+def _check_width(name: str, owner: str, values: np.ndarray | None, width: int) -> None:
+    if width and (values is None or values.shape[-1] != width):
+        count = "none" if values is None else values.shape[-1]
+        raise PredictionInputError(
+            f"the model reads {width} parameters {owner} ({name}); found {count}"
+        )
+
+
+def _build_neighbors(model: EnergyModel, frames: Frames, k: int) -> FrameNeighbors:
+    try:
+        return build_neighbors(
+            frames.coord[k],
+            frames.cell(k),
+            frames.atype[k],
+            model.rcut,
+            model.sel,
+            model.by_type,
+            len(model.type_map),
+            model.neighbors.inner,
+        )
+    except NeighborError as error:
+        raise NeighborError(str(error), k) from error
 
 
 @contextlib.contextmanager
 def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
-    """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there.
+    """Add the name of the system, and the frame's number `numbers[k]` there, to a NeighborError.
 
-    A cell of zeros is an error here: `Predictor.predict` reads it as no cell, but a system without a cell has a file
-    `nopbc`.
+    A cell of zeros is an error here. `Predictor.predict` reads it as no cell, but a system without
+    a cell has a file `nopbc`.
     """
     try:
-        if frames.box is not None and not (some := frames.box.any(axis=(1, 2))).all():
-            raise NeighborError(
-                "the cell has volume 0 Å³; a system without a cell needs a file nopbc",
-                int(some.argmin()),
-            )
+        if frames.box is not None:
+            has_cell = frames.box.any(axis=(1, 2))
+            if not has_cell.all():
+                raise NeighborError(
+                    "the cell has volume 0 Å³; a system without a cell needs a file nopbc",
+                    int(has_cell.argmin()),
+                )
         yield
     except NeighborError as error:
         if error.frame is None:
@@ -329,35 +340,38 @@ def _cells(box: Any, nframes: int) -> np.ndarray:
     cells = np.asarray(box, dtype=np.float64)
     if cells.shape not in {(3, 3), (1, 3, 3), (nframes, 3, 3)}:
         raise PredictionInputError(
-            f"box must be (nframes, 3, 3) or (3, 3), cell vectors as rows, for {nframes} frames; found {cells.shape}"
+            f"box must be (nframes, 3, 3) or (3, 3), cell vectors as rows, for {nframes} frames; "
+            f"found {cells.shape}"
         )
     return np.array(np.broadcast_to(cells, (nframes, 3, 3)))
 
 
 def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return parameters of all frames, or None if none are given; a model without such parameters must get none."""
+    """Return parameters of all frames, or None.
+
+    A model without such parameters must get none.
+    """
     if values is None:
         return None
     if not shape[-1]:
         raise PredictionInputError(
             f"the model reads no {name}; found an array of shape {np.shape(values)}"
         )
-    given = np.asarray(values, dtype=np.float64)
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == np.prod(shape):
+        return np.array(array.reshape(shape))
     try:
-        fitting = (
-            given.reshape(shape) if given.size == np.prod(shape) else np.broadcast_to(given, shape)
-        )
+        return np.array(np.broadcast_to(array, shape))
     except ValueError as error:
-        raise PredictionInputError(f"{name} must be {shape}; found shape {given.shape}") from error
-    return np.array(fitting)
+        raise PredictionInputError(f"{name} must be {shape}; found shape {array.shape}") from error
 
 
-def _join(parts: list[Prediction]) -> Prediction:
-    if len(parts) == 1:
-        return parts[0]
+def _joined(predictions: list[Prediction]) -> Prediction:
+    if len(predictions) == 1:
+        return predictions[0]
     return Prediction(
         **{
-            f.name: np.concatenate([getattr(part, f.name) for part in parts])
+            f.name: np.concatenate([getattr(prediction, f.name) for prediction in predictions])
             for f in fields(Prediction)
         }
     )

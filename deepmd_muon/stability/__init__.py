@@ -1,1 +1,1 @@
-"""`dp check`: whether dynamics with a potential can be trusted near its data: coverage, scans, short dynamics."""
+"""`dp check`: whether dynamics with a potential can be trusted near its data."""

@@ -15,13 +15,12 @@ from deepmd_muon.stability.coverage import Coverage
 from deepmd_muon.stability.curves import Verdict
 
 # Lines of the table of scans.
-_MOST = 12
+_MAX_ROWS = 12
 
 
 def text_of(check: Check) -> Iterator[str]:
     """Yield the lines of the report."""
-    data, coverage = check.data_temperature, check.coverage
-    of_data = f"the data's forces tell {data:.0f} K; " if data else ""
+    coverage = check.coverage
     density = ""
     if coverage.density:
         low, high = coverage.density
@@ -29,75 +28,93 @@ def text_of(check: Check) -> Iterator[str]:
         if high < 1.02 * low:
             density += " (one density: pressure and expansion are not covered)"
     yield f"data: {coverage.used} of {coverage.nframes} frames looked at{density}"
+    kelvin = (
+        f"the data's forces tell {check.data_temperature:.0f} K; " if check.data_temperature else ""
+    )
     for model in check.models:
+        verdict = model.verdict.name.upper()
         yield ""
-        yield f"{model.model}: {model.verdict.name.upper()} ({of_data}dynamics at {model.dynamics.temperature:.0f} K)"
+        yield f"{model.model}: {verdict} ({kelvin}dynamics at {model.dynamics.temperature:.0f} K)"
         for item in model.items:
             yield f"  {item.name:10s} {item.verdict.name:9s} {item.reason}"
             if item.verdict > Verdict.holds and item.advice:
                 yield f"  {'':20s} next: {item.advice}"
-        yield from _pairs(coverage, model)
-        yield from _angles(check.angles, model)
-        yield from _features(coverage, model)
+        yield from _pair_table(coverage, model)
+        yield from _angle_table(check.angles, model)
+        yield from _feature_table(coverage, model)
         yield from _events(model)
 
 
-def _pairs(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
-    yield f"  {'pair':8s} {'data [Å]':>13s} {'scans from':>11s} {'dynamics from':>14s}  distances without data"
+def _pair_table(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
+    yield (
+        f"  {'pair':8s} {'data [Å]':>13s} {'scans from':>11s} {'dynamics from':>14s}  "
+        "distances without data"
+    )
     for pair in coverage.pairs:
         scanned = min(
             (float(c.distance.min()) for c in model.curves if set(c.pair) == set(pair)),
             default=math.nan,
         )
+        reached = model.dynamics.reached[pair]
         gaps = ", ".join(f"{low:.2f}-{high:.2f}" for low, high in coverage.gaps(pair)) or "none"
         data = f"{coverage.shortest[pair]:.2f} - {coverage.largest[pair]:.2f}"
-        yield f"  {coverage.name(pair):8s} {data:>13s} {scanned:11.2f} {model.dynamics.reached[pair]:14.2f}  {gaps}"
+        yield f"  {coverage.name(pair):8s} {data:>13s} {scanned:11.2f} {reached:14.2f}  {gaps}"
 
 
-def _angles(angles: Angles, model: ModelCheck) -> Iterator[str]:
+def _angle_table(angles: Angles, model: ModelCheck) -> Iterator[str]:
     reached = model.dynamics.angles
     if reached is None or not angles.triples:
         return
     yield f"  {'angle':10s} {'data [°]':>13s} {'dynamics [°]':>14s}"
     for triple in angles.triples:
         data = f"{angles.smallest[triple]:.0f} - {angles.largest[triple]:.0f}"
-        seen = f"{reached.smallest[triple]:.0f} - {reached.largest[triple]:.0f}"
-        seen = seen if math.isfinite(reached.smallest[triple]) else "none"
-        yield f"  {angles.name(triple):10s} {data:>13s} {seen:>14s}"
+        dynamics = "none"
+        if math.isfinite(reached.smallest[triple]):
+            dynamics = f"{reached.smallest[triple]:.0f} - {reached.largest[triple]:.0f}"
+        yield f"  {angles.name(triple):10s} {data:>13s} {dynamics:>14s}"
 
 
-def _features(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
-    rows = [(f, curve) for curve in model.curves for f in curve.features]
+def _feature_table(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
+    rows = [(feature, curve) for curve in model.curves for feature in curve.features]
     if not rows:
         return
     rows.sort(key=lambda row: (-row[0].verdict, -row[0].depth))
-    yield f"  {'scan':8s} {'what moved':18s} {'found':14s} {'at [Å]':>6s} {'depth [eV]':>10s} {'behind [eV]':>11s}"
-    for f, curve in rows[:_MOST]:
-        numbers = f"{f.distance:6.2f} {f.depth:10.2f} {f.barrier:11.2f}  {f.verdict.name}"
-        yield f"  {coverage.name(curve.pair):8s} {curve.kind:18s} {f.kind:14s} {numbers}  {curve.place}".rstrip()
-    if len(rows) > _MOST:
-        yield f"  and {len(rows) - _MOST} more (--json lists all)"
+    yield (
+        f"  {'scan':8s} {'what moved':18s} {'found':14s} {'at [Å]':>6s} {'depth [eV]':>10s} "
+        f"{'behind [eV]':>11s}"
+    )
+    for f, curve in rows[:_MAX_ROWS]:
+        path = f"{coverage.name(curve.pair):8s} {curve.kind:18s} {f.kind:14s}"
+        numbers = f"{f.distance:6.2f} {f.depth:10.2f} {f.barrier:11.2f}"
+        yield f"  {path} {numbers}  {f.verdict.name}  {curve.place}".rstrip()
+    if len(rows) > _MAX_ROWS:
+        yield f"  and {len(rows) - _MAX_ROWS} more (--json lists all)"
 
 
 def _events(model: ModelCheck) -> Iterator[str]:
     if model.dynamics.departures:
-        first = min(model.dynamics.departures, key=lambda departure: departure.time)
-        known = (
-            f"{first.shortest:.2f} Å is the shortest in the data"
-            if math.isfinite(first.shortest)
-            else "no data"
-        )
+        event = min(model.dynamics.departures, key=lambda departure: departure.time)
+        in_data = "no data"
+        if math.isfinite(event.shortest):
+            in_data = f"{event.shortest:.2f} Å is the shortest in the data"
         yield (
-            f"  first departure from the data: copy {first.copy} after {first.time:.3f} ps, {first.pair} (atoms "
-            f"{first.atoms[0]} and {first.atoms[1]}) at {first.distance:.2f} Å; {known}"
+            f"  first departure from the data: copy {event.copy} after {event.time:.3f} ps, "
+            f"{event.pair} (atoms {event.atoms[0]} and {event.atoms[1]}) at {event.distance:.2f} "
+            f"Å; {in_data}"
         )
     for blow_up in model.dynamics.blow_ups:
-        where = f"{blow_up.element} (atom {blow_up.atom})"
-        yield f"  copy {blow_up.copy} blew up after {blow_up.time:.3f} ps at {where}: {blow_up.reason}"
+        place = f"{blow_up.element} (atom {blow_up.atom})"
+        yield (
+            f"  copy {blow_up.copy} blew up after {blow_up.time:.3f} ps at {place}: "
+            f"{blow_up.reason}"
+        )
 
 
 def values_of(check: Check) -> dict[str, Any]:
-    """Return the check as dictionaries, lists, numbers and text; what is not finite becomes None."""
+    """Return the check as dictionaries, lists, numbers and text.
+
+    What is not finite becomes None.
+    """
     coverage = check.coverage
     plain: dict[str, Any] = _plain(
         {

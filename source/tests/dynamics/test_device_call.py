@@ -191,9 +191,10 @@ def test_relaxations_on_the_device_are_those_of_the_host(force_fields, frames):
 
 def test_lost_structures_are_those_of_the_host(force_fields, frames, monkeypatch):
     """The device stops before the step that loses a structure; the host takes only this step and names the atom."""
-    by_host, advance = [], _Run.advance
+    by_host = []
+    do_on_host = _Run._do_on_host
     monkeypatch.setattr(
-        _Run, "advance", lambda run, time_step: [by_host.append(run.step), advance(run, time_step)]
+        _Run, "_do_on_host", lambda run: [by_host.append(run.step), do_on_host(run)]
     )
 
     def run(force_field, systems):

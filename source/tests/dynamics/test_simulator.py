@@ -9,8 +9,8 @@ from dynamics_models import build
 
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
-from deepmd_muon.dynamics.barostat import GIGAPASCAL
 from deepmd_muon.dynamics.forces import Forces
+from deepmd_muon.dynamics.integrators import GIGAPASCAL
 from deepmd_muon.dynamics.systems import BOLTZMANN, DynamicsError
 from deepmd_muon.infer import Predictor
 

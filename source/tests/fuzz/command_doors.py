@@ -157,7 +157,7 @@ class Rounds(Door):
             found = label_all(images, settings, here.labels)
         assert sorted([*found.done, *found.failed, *found.too_large]) == list(range(len(images)))
         if done.draw is not None:
-            assert loop._counted(here).labelled
+            assert loop._count_labels(here).labelled
 
 
 class Replay(Door):

@@ -181,11 +181,11 @@ def test_out_of_memory_halves_the_batch(model, frames, monkeypatch):
     expected = predictor.predict(*frames)
     evaluate, sizes = Predictor._evaluate_batch, []
 
-    def limited(self, frames, rows):
-        sizes.append(rows.stop - rows.start)
+    def limited(self, frames):
+        sizes.append(frames.nframes)
         if sizes[-1] > 2:
             raise torch.cuda.OutOfMemoryError
-        return evaluate(self, frames, rows)
+        return evaluate(self, frames)
 
     monkeypatch.setattr(Predictor, "_evaluate_batch", limited)
     assert_same(predictor.predict(*frames), expected)

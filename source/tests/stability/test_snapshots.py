@@ -86,7 +86,7 @@ def test_atoms_at_the_same_place_are_left_out(device, data, frames, on_device):
 @pytest.mark.parametrize("most", [48, 16384])
 def test_lists_follow_atoms_cells_and_lost_structures(device, data, frames, most, monkeypatch):
     """A search that keeps its lists finds what a new one does, in groups of structures or in one."""
-    monkeypatch.setattr("deepmd_muon.stability.snapshots._MOST_ATOMS", most)
+    monkeypatch.setattr("deepmd_muon.stability.snapshots._MAX_ATOMS", most)
     systems, random = Systems.from_frames(frames, TYPES, device), torch.Generator().manual_seed(1)
     kept = Snapshots(*data, systems.coord.device)
     kept._on_device = True
