@@ -11,6 +11,26 @@ if TYPE_CHECKING:
 Labels: TypeAlias = "Mapping[str, Tensor | None]"
 
 
+class ComparedAtoms(NamedTuple):
+    """The atoms of the frames that a loss compares.
+
+    Attributes
+    ----------
+    atype
+        Types `(nframes, natoms)`, int64: positions in the type map, −1 for padding.
+    mask
+        True for atoms that count `(nframes, natoms)`: real atoms of types with an energy. None if all count.
+    """
+
+    atype: Tensor
+    mask: Tensor | None = None
+
+    @property
+    def natoms(self) -> int:
+        """Atoms in a frame, padding included."""
+        return self.atype.shape[1]
+
+
 class Term(NamedTuple):
     """A part of a loss that compares one quantity.
 
@@ -34,7 +54,10 @@ class Term(NamedTuple):
 
 
 class Loss(Protocol):
-    """A loss, built from its settings; a registered class follows this protocol."""
+    """A loss; a registered class follows this protocol, and is built as `cls(settings, type_map)`.
+
+    `settings` is the frozen dataclass of its section, `type_map` the names of the types by number.
+    """
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -53,10 +76,11 @@ class Loss(Protocol):
         prediction: Mapping[str, Tensor],
         label: Labels,
         lr_fraction: float | Tensor,
-        natoms: int,
-        mask: Tensor | None = None,
+        atoms: ComparedAtoms,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compare a prediction with its labels; nothing is read back from the device.
+        """Compare a prediction with its labels.
+
+        A captured step records the call: it must neither read from the device nor copy tensors from the host.
 
         Parameters
         ----------
@@ -70,10 +94,8 @@ class Loss(Protocol):
             hold finite numbers.
         lr_fraction
             lr/start_lr.
-        natoms
-            Atoms in a frame.
-        mask
-            True for real atoms `(nframes, natoms)` when frames carry padding.
+        atoms
+            Their types, and which of them count.
 
         Returns
         -------

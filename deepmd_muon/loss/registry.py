@@ -9,7 +9,7 @@ A third party adds one of its own::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepmd_muon.loss.interface import Loss
@@ -29,7 +29,8 @@ def register_loss(
 ) -> None:
     """Make a loss available as section `loss` of type `name`, or of one of its aliases.
 
-    `settings` is a frozen dataclass derived from `LossSettings`, `module` a `Loss` that is built from them.
+    `settings` is a frozen dataclass derived from `LossSettings`, `module` a `Loss`, which is built
+    from them and the type map.
 
     Raises
     ------
@@ -39,8 +40,15 @@ def register_loss(
     LOSSES.register(name, Part(settings, module), aliases)
 
 
-def build_loss(section: LossSettings | Mapping[str, Any]) -> Loss:
-    """Build the loss of a section `loss`: its settings, or their plain form with `type` ("ener" when left out).
+def build_loss(section: LossSettings | Mapping[str, Any], type_map: Sequence[str]) -> Loss:
+    """Build the loss that a section `loss` describes.
+
+    Parameters
+    ----------
+    section
+        Its settings, or their plain form with `type` ("ener" if left out).
+    type_map
+        Names of the model's types, by number.
 
     Raises
     ------
@@ -49,5 +57,5 @@ def build_loss(section: LossSettings | Mapping[str, Any]) -> Loss:
     """
     if not isinstance(section, LossSettings):
         section = freeze(LOSSES.settings_class(section.get("type", "ener")), section)
-    loss: Loss = LOSSES.module(section)(section)
+    loss: Loss = LOSSES.module(section)(section, tuple(type_map))
     return loss

@@ -15,10 +15,11 @@ import torch
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.files import working_folder
-from deepmd_muon.loss import Loss, build_loss, check_labels
+from deepmd_muon.loss import ComparedAtoms, Loss, build_loss, check_labels
 from deepmd_muon.train import run
 
 Tensors = dict[str, torch.Tensor]
+TYPE_MAP = ("O", "H")
 FRAMES, ATOMS = 3, 4
 # Widths per frame and per atom of everything that may be predicted or compared.
 OF_FRAMES = {"energy": (), "virial": (9,)}
@@ -51,7 +52,15 @@ class LossChecks:
 
     def build(self) -> Loss:
         """Return the loss under test."""
-        return build_loss(dict(self.loss))
+        return build_loss(dict(self.loss), TYPE_MAP)
+
+    @staticmethod
+    def atoms(mask: torch.Tensor | None = None) -> ComparedAtoms:
+        """Return atoms of two types, those outside of `mask` as padding."""
+        atype = torch.tensor([0, 1, 1, 0]).repeat(FRAMES, 1)
+        if mask is not None:
+            atype = atype.masked_fill(~mask, -1)
+        return ComparedAtoms(atype, mask)
 
     @staticmethod
     def draw(seed: int, names: Iterator[str] | tuple[str, ...]) -> Tensors:
@@ -94,7 +103,7 @@ class LossChecks:
         loss = self.build()
         assert loss.terms, "a loss needs a term"
         leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
-        value, metrics = loss(leaves, self.labelled(), 0.3, ATOMS)
+        value, metrics = loss(leaves, self.labelled(), 0.3, self.atoms())
         assert set(metrics) == {*(term.metric for term in loss.terms), "rmse"}
         assert all(metric.numel() == 1 and not metric.requires_grad for metric in metrics.values())
         assert all(metric.isfinite() for metric in metrics.values())
@@ -107,7 +116,7 @@ class LossChecks:
         leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
 
         def value(*given: torch.Tensor) -> torch.Tensor:
-            return loss(dict(zip(leaves, given, strict=True)), label, 0.3, ATOMS)[0]
+            return loss(dict(zip(leaves, given, strict=True)), label, 0.3, self.atoms())[0]
 
         assert torch.autograd.gradcheck(value, tuple(leaves.values()), fast_mode=True)
 
@@ -116,8 +125,10 @@ class LossChecks:
         loss, label = self.build(), self.labelled()
         prediction = self.predicted(loss)
         for fraction in (1.0, 0.3, 0.0):
-            one, _ = loss(prediction, label, fraction, ATOMS)
-            other, _ = loss(prediction, label, torch.tensor(fraction, dtype=torch.float64), ATOMS)
+            one, _ = loss(prediction, label, fraction, self.atoms())
+            other, _ = loss(
+                prediction, label, torch.tensor(fraction, dtype=torch.float64), self.atoms()
+            )
             torch.testing.assert_close(one, other)
 
     def test_missing_labels_contribute_nothing(self) -> None:
@@ -129,10 +140,10 @@ class LossChecks:
                 k: v for k, v in label.items() if k not in term.labels
             }
             for given in (rest, {**rest, **dict.fromkeys(term.labels)}):
-                value, metrics = loss(leaves, given, 0.3, ATOMS)
+                value, metrics = loss(leaves, given, 0.3, self.atoms())
                 assert metrics[term.metric].isnan(), term.metric
                 assert value.isfinite()
-        value, _ = loss(leaves, {}, 0.3, ATOMS)
+        value, _ = loss(leaves, {}, 0.3, self.atoms())
         assert value.item() == 0.0
         if value.requires_grad:
             assert not any(g.any() for g in self.gradients(value, leaves).values())
@@ -152,7 +163,7 @@ class LossChecks:
             for name in label:
                 filled[name] = label[name].clone()
                 filled[name][1] = filler
-            value, metrics = loss(leaves, filled, 0.3, ATOMS)
+            value, metrics = loss(leaves, filled, 0.3, self.atoms())
             assert not any(g[1].any() for g in self.gradients(value, leaves).values())
             values.append([value.detach(), *metrics.values()])
         for one, other in zip(*values, strict=True):
@@ -178,7 +189,7 @@ class LossChecks:
             first, second = changed[: len(prediction)], changed[len(prediction) :]
             leaves = {k: v.requires_grad_() for part in first for k, v in part.items()}
             value, metrics = loss(
-                leaves, {k: v for part in second for k, v in part.items()}, 0.3, ATOMS, mask
+                leaves, {k: v for part in second for k, v in part.items()}, 0.3, self.atoms(mask)
             )
             for name, gradient in self.gradients(value, leaves).items():
                 assert name not in OF_ATOMS or not gradient[~mask].any(), name
@@ -233,7 +244,7 @@ class LossChecks:
         data = {"systems": ["system"], "batch_size": 2}
         return {
             "model": {
-                "type_map": ["O", "H"],
+                "type_map": list(TYPE_MAP),
                 "descriptor": {**descriptor, "axis_neuron": 2},
                 "fitting_net": {"neuron": [4, 4], "seed": 2},
             },

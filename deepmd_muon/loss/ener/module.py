@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings, Name
-from deepmd_muon.loss.interface import Labels, Term
+from deepmd_muon.loss.interface import ComparedAtoms, Labels, Term
 from deepmd_muon.model.nn import triton_support
 
 Prediction: TypeAlias = Mapping[str, Tensor]
@@ -73,7 +73,7 @@ class Counted(NamedTuple):
     per_atom
         1/N of each frame `(nframes,)`; a number if all frames have N atoms.
     atoms
-        True for real atoms `(nframes, natoms)`; None if there is no padding.
+        True for atoms that count `(nframes, natoms)`; None if all do.
     frames
         True for frames that have the label `(nframes,)`; None for all.
     """
@@ -142,10 +142,13 @@ class EnergyLoss:
     ----------
     settings
         The section `loss`.
+    type_map
+        Names of the types by number; the terms treat all types alike.
     """
 
-    def __init__(self, settings: EnerLossSettings) -> None:
+    def __init__(self, settings: EnerLossSettings, type_map: tuple[str, ...]) -> None:
         self.settings = settings
+        self.type_map = type_map
         self._active = settings.names  # read in every step
         # In this order the terms are summed and the columns of lcurve.out written.
         compare: dict[Name, Callable[[Prediction, Labels, Counted], TermValue | None]] = {
@@ -185,8 +188,7 @@ class EnergyLoss:
         prediction: Prediction,
         label: Labels,
         lr_fraction: float | Tensor,
-        natoms: int,
-        mask: Tensor | None = None,
+        atoms: ComparedAtoms,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics, see `Loss`; on a GPU the usual loss is one kernel.
 
@@ -200,23 +202,22 @@ class EnergyLoss:
         ):
             from deepmd_muon.loss.ener import kernels
 
-            return kernels.evaluate(self.settings, prediction, label, lr_fraction, natoms, mask)
-        return self.compare(prediction, label, lr_fraction, natoms, mask)
+            return kernels.evaluate(self.settings, prediction, label, lr_fraction, atoms)
+        return self.compare(prediction, label, lr_fraction, atoms)
 
     def compare(
         self,
         prediction: Prediction,
         label: Labels,
         lr_fraction: float | Tensor,
-        natoms: int,
-        mask: Tensor | None = None,
+        atoms: ComparedAtoms,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics by torch's operations."""
-        if mask is None:
-            counted = Counted(per_atom=1.0 / natoms)
+        if atoms.mask is None:
+            counted = Counted(per_atom=1.0 / atoms.natoms)
         else:
-            real_atoms = mask.sum(1).to(torch.float64).clamp(min=1.0)
-            counted = Counted(per_atom=1.0 / real_atoms, atoms=mask)
+            number = atoms.mask.sum(1).to(torch.float64).clamp(min=1.0)
+            counted = Counted(per_atom=1.0 / number, atoms=atoms.mask)
         energy = prediction["energy"]
         loss: Tensor | None = None
         metrics: dict[str, Tensor] = {}

@@ -23,6 +23,7 @@ from model_changes import DESCRIPTORS, is_single, model_with, settings_of
 from settings_changes import changes_of
 
 from deepmd_muon.coverage import Coverage
+from deepmd_muon.loss import ComparedAtoms
 from deepmd_muon.loss.ener import module as ener
 from deepmd_muon.loss.ener.module import EnergyLoss, fits_kernels
 from deepmd_muon.loss.ener.settings import EnerLossSettings
@@ -77,7 +78,8 @@ def loss_results(loss, labels, *, fused, monkeypatch):
     for value in prediction.values():
         value.requires_grad_()
     fraction = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
-    value, metrics = loss(prediction, labels, fraction, 4)
+    atoms = ComparedAtoms(torch.zeros(3, 4, dtype=torch.int64, device=DEVICE))
+    value, metrics = loss(prediction, labels, fraction, atoms)
     by_kernels = "Fused" in type(value.grad_fn).__name__
     assert by_kernels == (fused and fits_kernels(loss.settings, prediction, labels))
     value.backward()
@@ -105,7 +107,7 @@ def test_each_setting_of_the_loss_is_refused_or_computed(coefficients, monkeypat
         del labels["atom_ener_coeff"]
     taken = {}
     for name, changes in changes_of(EnerLossSettings(**PLAIN), LOSS_EXAMPLES).items():
-        loss = EnergyLoss(EnerLossSettings(**PLAIN | changes))
+        loss = EnergyLoss(EnerLossSettings(**PLAIN | changes), ("O",))
         taken[name] = kernels_take(loss, labels, monkeypatch)
     assert taken["intensive_ener_virial True"]
     assert taken["start_pref_e 0.014"]
