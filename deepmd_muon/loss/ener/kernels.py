@@ -193,7 +193,7 @@ def evaluate(
     lr_fraction: Tensor,
     atoms: ComparedAtoms,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics as `EnergyLoss.compare` does, if `fits_kernels` allows it."""
+    """Return loss and metrics as `EnergyLoss.compare` does, if its `fits_kernels` allows it."""
     quantities = [LABELS[term] for term in settings.names]
     # With padding the number of atoms differs between frames, and the kernels read it.
     mask = atoms.mask

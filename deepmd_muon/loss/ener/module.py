@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -38,23 +37,6 @@ KERNEL_COVERAGE = Coverage(
 )
 
 
-def fits_kernels(settings: EnerLossSettings, prediction: Prediction, labels: Labels) -> bool:
-    """Return whether the kernels have all terms and settings of the loss, and are faster."""
-    if not _covered_by_kernels(settings):
-        return False
-    if settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None:
-        return False
-    quantities = [LABELS[term] for term in settings.names]
-    if any(labels.get(quantity) is None for quantity in quantities):
-        return False
-    return max(prediction[quantity].numel() for quantity in quantities) <= _MOST_COMPONENTS
-
-
-@functools.lru_cache(maxsize=64)  # asked in every step
-def _covered_by_kernels(settings: EnerLossSettings) -> bool:
-    return _KERNEL_TERMS.issuperset(settings.names) and not KERNEL_COVERAGE.uncovered(settings)
-
-
 # ----- means over the frames and atoms that count ------------------------------------------------
 
 
@@ -73,27 +55,33 @@ class Counted(NamedTuple):
     per_atom
         1/N of each frame `(nframes,)`; a number if all frames have N atoms.
     atoms
-        True for atoms that count `(nframes, natoms)`; None if all do.
+        Types of all atoms, and the mask of those that count.
     frames
         True for frames that have the label `(nframes,)`; None for all.
     """
 
     per_atom: Tensor | float
-    atoms: Tensor | None = None
+    atoms: ComparedAtoms
     frames: Tensor | None = None
 
     def with_label(self, frames: Tensor | None) -> Counted:
         """Return the same atoms, of these frames."""
         return self._replace(frames=frames)
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether all atoms of all frames count."""
+        return self.frames is None and self.atoms.mask is None
+
     def mean_over_atoms(self, values: Tensor) -> Tensor:
         """Return the mean of `(nframes, natoms, components)`."""
+        mask = self.atoms.mask
         if self.frames is None:
-            return values.mean() if self.atoms is None else _weighted_mean(values, self.atoms)
+            return values.mean() if mask is None else _weighted_mean(values, mask)
         frames = self.frames.unsqueeze(1)  # (nframes, 1)
-        if self.atoms is None:
+        if mask is None:
             return _weighted_mean(values, frames.expand(values.shape[:2]))
-        return _weighted_mean(values, frames & self.atoms)
+        return _weighted_mean(values, frames & mask)
 
     def mean_over_frames(self, values: Tensor) -> Tensor:
         """Return the mean of `(nframes, components)`."""
@@ -149,7 +137,11 @@ class EnergyLoss:
     def __init__(self, settings: EnerLossSettings, type_map: tuple[str, ...]) -> None:
         self.settings = settings
         self.type_map = type_map
-        self._active = settings.names  # read in every step
+        # Every step reads these two.
+        self._active = settings.names
+        self._covered_by_kernels = _KERNEL_TERMS.issuperset(
+            settings.names
+        ) and not KERNEL_COVERAGE.uncovered(settings)
         # In this order the terms are summed and the columns of lcurve.out written.
         compare: dict[Name, Callable[[Prediction, Labels, Counted], TermValue | None]] = {
             "e": self._energy,
@@ -198,12 +190,23 @@ class EnergyLoss:
         if (
             isinstance(lr_fraction, Tensor)
             and triton_support.usable(prediction["energy"].device)
-            and fits_kernels(self.settings, prediction, label)
+            and self.fits_kernels(prediction, label)
         ):
             from deepmd_muon.loss.ener import kernels
 
             return kernels.evaluate(self.settings, prediction, label, lr_fraction, atoms)
         return self.compare(prediction, label, lr_fraction, atoms)
+
+    def fits_kernels(self, prediction: Prediction, labels: Labels) -> bool:
+        """Return whether the kernels have all terms and settings of the loss, and are faster."""
+        if not self._covered_by_kernels:
+            return False
+        if self.settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None:
+            return False
+        quantities = [LABELS[term] for term in self._active]
+        if any(labels.get(quantity) is None for quantity in quantities):
+            return False
+        return max(prediction[quantity].numel() for quantity in quantities) <= _MOST_COMPONENTS
 
     def compare(
         self,
@@ -214,10 +217,10 @@ class EnergyLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics by torch's operations."""
         if atoms.mask is None:
-            counted = Counted(per_atom=1.0 / atoms.natoms)
+            counted = Counted(per_atom=1.0 / atoms.natoms, atoms=atoms)
         else:
             number = atoms.mask.sum(1).to(torch.float64).clamp(min=1.0)
-            counted = Counted(per_atom=1.0 / number, atoms=atoms.mask)
+            counted = Counted(per_atom=1.0 / number, atoms=atoms)
         energy = prediction["energy"]
         loss: Tensor | None = None
         metrics: dict[str, Tensor] = {}
@@ -317,8 +320,8 @@ class EnergyLoss:
             return None
         counted = counted.with_label(label.get("find_force"))
         force = prediction["force"]
-        everything_counts = counted.frames is None and counted.atoms is None
-        if self.settings.is_plain and self.settings.relative_f is None and everything_counts:
+        is_plain = self.settings.is_plain and self.settings.relative_f is None
+        if is_plain and counted.is_everything:
             square = mse_loss(force, wanted.reshape(force.shape))  # one kernel instead of three
             return TermValue(square, square.detach().sqrt())
         error = self._force_error(force, wanted)

@@ -23,7 +23,6 @@ from kernel_backends import (
 )
 
 from deepmd_muon.loss import ComparedAtoms, build_loss
-from deepmd_muon.loss.ener.module import fits_kernels
 from deepmd_muon.model import energy_model
 from deepmd_muon.model.descriptor import environment, environment_kernels
 from deepmd_muon.model.descriptor.dpa1.geometry import geometry as dpa1_geometry
@@ -383,7 +382,7 @@ def test_loss_kernels(monkeypatch, settings, padding):
     for fused in (False, True):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
         prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-        assert fits_kernels(loss.settings, prediction, labels)
+        assert loss.fits_kernels(prediction, labels)
         value, metrics = loss(prediction, labels, fraction, compared)
         (0.7 * value).backward()
         results.append(
