@@ -19,7 +19,8 @@ class ComparedAtoms(NamedTuple):
     atype
         Types `(nframes, natoms)`, int64: positions in the type map, −1 for padding.
     mask
-        True for atoms that count `(nframes, natoms)`: real atoms of types with an energy. None if all count.
+        True for atoms that count `(nframes, natoms)`: real atoms of types with an energy. None if
+        all count.
     """
 
     atype: Tensor
@@ -37,8 +38,8 @@ class Term(NamedTuple):
     Attributes
     ----------
     metric
-        Name of its error among the metrics, a column of `lcurve.out`. Errors of several batches are averaged as
-        squares where the name begins with "rmse", else as they are.
+        Name of its error among the metrics, a column of `lcurve.out`. Errors of several batches are
+        averaged as squares where the name begins with "rmse", else as they are.
     labels
         Labels without which it compares nothing; names of files of a system.
     settings
@@ -80,18 +81,19 @@ class Loss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare a prediction with its labels.
 
-        A captured step records the call: it must neither read from the device nor copy tensors from the host.
+        A captured step records the call: it must neither read from the device nor copy tensors from
+        the host.
 
         Parameters
         ----------
         prediction
-            `energy (nframes,)`, `atom_energy (nframes, natoms)` [eV], `force (nframes, natoms, 3)` [eV/Å],
-            `virial (nframes, 9)` [eV]; only those that are needed.
+            `energy (nframes,)` and `atom_energy (nframes, natoms)` [eV], and if needed
+            `force (nframes, natoms, 3)` [eV/Å] and `virial (nframes, 9)` [eV].
         label
             The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
-            `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only some frames have a
-            label, `find_energy` etc., bool (nframes,), says which: the others have no weight in its term, but must
-            hold finite numbers.
+            `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only
+            some frames have a label, `find_energy` etc., bool (nframes,), says which: the others
+            have no weight in its term, but must hold finite numbers.
         lr_fraction
             lr/start_lr.
         atoms
@@ -100,6 +102,7 @@ class Loss(Protocol):
         Returns
         -------
         tuple
-            The loss, and detached metrics: the error of each term under its name, NaN where a label is missing, and
-            `rmse`, the root of the loss. Without any label the loss is 0 and so is its gradient.
+            The loss, and detached metrics: the error of each term under its name, NaN where a label
+            is missing, and `rmse`, the root of the loss. Without any label the loss is 0 and so is
+            its gradient.
         """

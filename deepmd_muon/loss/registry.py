@@ -4,7 +4,8 @@ A third party adds one of its own::
 
     from deepmd_muon.loss import register_loss
 
-    register_loss("mine", settings="my_package.settings:MySettings", module="my_package.loss:MyLoss")
+    register_loss("mine", settings="my_package.settings:MySettings",
+    module="my_package.loss:MyLoss")
 """
 
 from __future__ import annotations

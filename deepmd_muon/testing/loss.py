@@ -1,16 +1,17 @@
-"""Conformance tests of a loss: the protocol `deepmd_muon.loss.Loss`, and a run that trains, restarts and validates."""
+"""Conformance tests of a loss: its protocol, and a run that trains, restarts and validates."""
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.file import read_checkpoint
@@ -18,21 +19,26 @@ from deepmd_muon.files import working_folder
 from deepmd_muon.loss import ComparedAtoms, Loss, build_loss, check_labels
 from deepmd_muon.train import run
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 TYPE_MAP = ("O", "H")
-FRAMES, ATOMS = 3, 4
-# Widths per frame and per atom of everything that may be predicted or compared.
-OF_FRAMES = {"energy": (), "virial": (9,)}
-OF_ATOMS = {
+ATYPE = (0, 1, 1, 0)
+NFRAMES = 3
+NATOMS = len(ATYPE)
+LR_FRACTION = 0.3  # of start_lr; it sets the prefactors of the terms
+
+# Shapes per frame and per atom of everything that may be predicted or compared.
+FRAME_SHAPES: dict[str, tuple[int, ...]] = {"energy": (), "virial": (9,)}
+ATOM_SHAPES: dict[str, tuple[int, ...]] = {
     "force": (3,),
     "atom_energy": (),
     "atom_ener": (),
     "atom_pref": (),
     "atom_ener_coeff": (),
 }
+LABELS = ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
 
 
-class Named(NamedTuple):
+class NamedLabels(NamedTuple):
     """A system as `check_labels` sees it."""
 
     name: str
@@ -54,183 +60,202 @@ class LossChecks:
         """Return the loss under test."""
         return build_loss(dict(self.loss), TYPE_MAP)
 
-    @staticmethod
-    def atoms(mask: torch.Tensor | None = None) -> ComparedAtoms:
-        """Return atoms of two types, those outside of `mask` as padding."""
-        atype = torch.tensor([0, 1, 1, 0]).repeat(FRAMES, 1)
-        if mask is not None:
-            atype = atype.masked_fill(~mask, -1)
-        return ComparedAtoms(atype, mask)
-
-    @staticmethod
-    def draw(seed: int, names: Iterator[str] | tuple[str, ...]) -> Tensors:
-        """Return random values of quantities by name, float64."""
-        random = torch.Generator().manual_seed(seed)
-        shapes = {name: (FRAMES, *width) for name, width in OF_FRAMES.items()}
-        shapes |= {name: (FRAMES, ATOMS, *width) for name, width in OF_ATOMS.items()}
-        return {
-            name: torch.randn(shapes[name], generator=random, dtype=torch.float64) for name in names
-        }
-
-    def predicted(self, loss: Loss) -> Tensors:
-        """Return a prediction of the quantities that the loss needs."""
-        names = (
-            "energy",
-            "atom_energy",
-            *["force"] * loss.needs_force,
-            *["virial"] * loss.needs_virial,
-        )
-        return self.draw(1, names)
-
-    def labelled(self) -> Tensors:
-        """Return every label."""
-        label = self.draw(
-            2, ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
-        )
-        return {**label, "atom_pref": label["atom_pref"].abs()}
-
-    @staticmethod
-    def gradients(value: torch.Tensor, leaves: Tensors) -> Tensors:
-        """Return the gradient with respect to each leaf; zeros where the loss does not use it."""
-        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(leaf) if g is None else g
-            for (name, leaf), g in zip(leaves.items(), found, strict=True)
-        }
+    # ----- tests ---------------------------------------------------------------------------------
 
     def test_metrics_are_those_of_the_terms(self) -> None:
         """One detached number for each term, and `rmse`, the root of the loss."""
         loss = self.build()
         assert loss.terms, "a loss needs a term"
-        leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
-        value, metrics = loss(leaves, self.labelled(), 0.3, self.atoms())
+        value, metrics = loss(self.leaves(loss), self.labels(), LR_FRACTION, self.atoms())
         assert set(metrics) == {*(term.metric for term in loss.terms), "rmse"}
-        assert all(metric.numel() == 1 and not metric.requires_grad for metric in metrics.values())
-        assert all(metric.isfinite() for metric in metrics.values())
+        for metric in metrics.values():
+            assert metric.numel() == 1
+            assert not metric.requires_grad
+            assert metric.isfinite()
         torch.testing.assert_close(metrics["rmse"].double() ** 2, value.detach().double())
         assert value.requires_grad
 
     def test_gradients_are_finite_differences(self) -> None:
         """The gradient with respect to each predicted quantity."""
-        loss, label = self.build(), self.labelled()
-        leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
+        loss = self.build()
+        labels = self.labels()
+        leaves = self.leaves(loss)
 
-        def value(*given: torch.Tensor) -> torch.Tensor:
-            return loss(dict(zip(leaves, given, strict=True)), label, 0.3, self.atoms())[0]
+        def value_of(*tensors: Tensor) -> Tensor:
+            prediction = dict(zip(leaves, tensors, strict=True))
+            return loss(prediction, labels, LR_FRACTION, self.atoms())[0]
 
-        assert torch.autograd.gradcheck(value, tuple(leaves.values()), fast_mode=True)
+        assert torch.autograd.gradcheck(value_of, tuple(leaves.values()), fast_mode=True)
 
     def test_the_learning_rate_may_be_a_tensor(self) -> None:
         """A captured step keeps it on the device."""
-        loss, label = self.build(), self.labelled()
-        prediction = self.predicted(loss)
+        loss = self.build()
+        labels = self.labels()
+        prediction = self.prediction(loss)
         for fraction in (1.0, 0.3, 0.0):
-            one, _ = loss(prediction, label, fraction, self.atoms())
-            other, _ = loss(
-                prediction, label, torch.tensor(fraction, dtype=torch.float64), self.atoms()
-            )
-            torch.testing.assert_close(one, other)
+            from_number, _ = loss(prediction, labels, fraction, self.atoms())
+            tensor = torch.tensor(fraction, dtype=torch.float64)
+            from_tensor, _ = loss(prediction, labels, tensor, self.atoms())
+            torch.testing.assert_close(from_number, from_tensor)
 
     def test_missing_labels_contribute_nothing(self) -> None:
-        """The metric of a term without its labels is NaN, loss and gradient stay finite; without any they are zero."""
-        loss, label = self.build(), self.labelled()
-        leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
+        """The metric of a term without its labels is NaN; loss and gradient are finite.
+
+        Without any labels they are zero.
+        """
+        loss = self.build()
+        labels = self.labels()
+        leaves = self.leaves(loss)
         for term in loss.terms:
-            rest: dict[str, torch.Tensor | None] = {
-                k: v for k, v in label.items() if k not in term.labels
+            absent: dict[str, Tensor | None] = {
+                name: label for name, label in labels.items() if name not in term.labels
             }
-            for given in (rest, {**rest, **dict.fromkeys(term.labels)}):
-                value, metrics = loss(leaves, given, 0.3, self.atoms())
+            for partial in (absent, {**absent, **dict.fromkeys(term.labels)}):
+                value, metrics = loss(leaves, partial, LR_FRACTION, self.atoms())
                 assert metrics[term.metric].isnan(), term.metric
                 assert value.isfinite()
-        value, _ = loss(leaves, {}, 0.3, self.atoms())
+        value, _ = loss(leaves, {}, LR_FRACTION, self.atoms())
         assert value.item() == 0.0
         if value.requires_grad:
-            assert not any(g.any() for g in self.gradients(value, leaves).values())
+            assert not any(grad.any() for grad in self.gradients(value, leaves).values())
 
     def test_frames_without_a_label_have_no_weight(self) -> None:
-        """`find_…` says which frames have a label; any finite number may stand in the others."""
-        loss, label = self.build(), self.labelled()
-        has = torch.tensor([True, False, True])
-        partial = {**label, **{f"find_{name}": has for name in label}}
-        leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
-        values = []
+        """`find_…` says which frames have a label; the others may hold any finite number."""
+        loss = self.build()
+        labels = self.labels()
+        leaves = self.leaves(loss)
+        has_label = torch.tensor([True, False, True])
+        results = []
         for filler in (0.0, 1e6):
-            filled = {
-                name: value.clone() if name.startswith("find_") else value
-                for name, value in partial.items()
-            }
-            for name in label:
-                filled[name] = label[name].clone()
+            filled = {f"find_{name}": has_label for name in labels}
+            for name, label in labels.items():
+                filled[name] = label.clone()
                 filled[name][1] = filler
-            value, metrics = loss(leaves, filled, 0.3, self.atoms())
-            assert not any(g[1].any() for g in self.gradients(value, leaves).values())
-            values.append([value.detach(), *metrics.values()])
-        for one, other in zip(*values, strict=True):
-            torch.testing.assert_close(one, other, equal_nan=True)
+            value, metrics = loss(leaves, filled, LR_FRACTION, self.atoms())
+            for grad in self.gradients(value, leaves).values():
+                assert not grad[1].any()
+            results.append([value.detach(), *metrics.values()])
+        for zeros, large in zip(*results, strict=True):
+            torch.testing.assert_close(zeros, large, equal_nan=True)
 
     def test_padding_atoms_have_no_weight(self) -> None:
-        """`mask` is False for them; neither labels nor predictions of them count. Their `atom_ener_coeff` is 0."""
-        loss, label = self.build(), self.labelled()
-        mask = torch.ones(FRAMES, ATOMS, dtype=torch.bool)
+        """`mask` is False for padding atoms; neither labels nor predictions of them count.
+
+        Their `atom_ener_coeff` is 0.
+        """
+        loss = self.build()
+        labels = self.labels()
+        prediction = self.prediction(loss)
+        mask = torch.ones(NFRAMES, NATOMS, dtype=torch.bool)
         mask[1, 2:] = False
-        label["atom_ener_coeff"] *= mask
-        prediction, values, padded = self.predicted(loss), [], set(OF_ATOMS) - {"atom_ener_coeff"}
+        labels["atom_ener_coeff"] *= mask
+
+        def filled(tensors: Tensors, filler: float) -> Tensors:
+            """Return tensors with `filler` for padding atoms."""
+            changed = {}
+            for name, tensor in tensors.items():
+                changed[name] = tensor
+                if name in ATOM_SHAPES and name != "atom_ener_coeff":
+                    padding = ~mask if tensor.dim() == 2 else ~mask[..., None]
+                    changed[name] = tensor.masked_fill(padding, filler)
+            return changed
+
+        results = []
         for filler in (0.0, 1e3):
-            changed = [
-                {
-                    k: v.masked_fill(~mask.view(*mask.shape, *[1] * (v.dim() - 2)), filler)
-                    if k in padded
-                    else v
-                }
-                for given in (prediction, label)
-                for k, v in given.items()
-            ]
-            first, second = changed[: len(prediction)], changed[len(prediction) :]
-            leaves = {k: v.requires_grad_() for part in first for k, v in part.items()}
-            value, metrics = loss(
-                leaves, {k: v for part in second for k, v in part.items()}, 0.3, self.atoms(mask)
-            )
-            for name, gradient in self.gradients(value, leaves).items():
-                assert name not in OF_ATOMS or not gradient[~mask].any(), name
-            values.append([value.detach(), *metrics.values()])
-        for one, other in zip(*values, strict=True):
-            torch.testing.assert_close(one, other)
+            leaves = {
+                name: tensor.requires_grad_() for name, tensor in filled(prediction, filler).items()
+            }
+            value, metrics = loss(leaves, filled(labels, filler), LR_FRACTION, self.atoms(mask))
+            for name, grad in self.gradients(value, leaves).items():
+                assert name not in ATOM_SHAPES or not grad[~mask].any(), name
+            results.append([value.detach(), *metrics.values()])
+        for zeros, large in zip(*results, strict=True):
+            torch.testing.assert_close(zeros, large)
 
     def test_a_system_without_its_labels_is_reported(self) -> None:
         """Before the first step, not after a run that taught nothing."""
         loss = self.build()
-        complete = frozenset().union(*(term.labels for term in loss.terms))
-        assert not any(check_labels(loss, [Named("complete", complete)]))
-        assert check_labels(loss, [Named("complete", complete), Named("bare", frozenset())]).errors
+        complete = NamedLabels("complete", self._needed_labels(loss))
+        bare = NamedLabels("bare", frozenset())
+        assert not any(check_labels(loss, [complete]))
+        assert check_labels(loss, [complete, bare]).errors
 
     def test_a_run_writes_its_columns_and_restarts(self) -> None:
-        """Every metric is a column of `lcurve.out`, and a restarted run ends with the same weights, bit by bit."""
+        """Every metric is a column of `lcurve.out`; a restart ends with the very same weights."""
         loss = self.build()
-        with _empty_folder():
-            self._write_system(frozenset().union(*(term.labels for term in loss.terms)))
+        with tempfile.TemporaryDirectory() as folder, working_folder(folder):
+            self._write_system(self._needed_labels(loss))
             Path("input.json").write_text(json.dumps(self._input()))
             assert run(load("input.json"), log_level="ERROR", skip_neighbor_stat=True) == 0
-            whole = read_checkpoint("model.ckpt-4.pt")["model"]
+            weights = read_checkpoint("model.ckpt-4.pt")["model"]
             header = Path("lcurve.out").read_text().splitlines()[0].split()
             for metric in (*(term.metric for term in loss.terms), "rmse"):
                 assert {f"{metric}_trn", f"{metric}_val"} <= set(header), metric
             assert np.isfinite(np.loadtxt("lcurve.out")).all()
-            written = json.loads(Path("out.json").read_text())["loss"]
-            assert {key: written[key] for key in self.loss} == dict(self.loss)
-            assert (
-                run(
-                    load("input.json"),
-                    log_level="ERROR",
-                    skip_neighbor_stat=True,
-                    restart="model.ckpt-2.pt",
-                )
-                == 0
+            section = json.loads(Path("out.json").read_text())["loss"]
+            assert {key: section[key] for key in self.loss} == dict(self.loss)
+            status = run(
+                load("input.json"),
+                log_level="ERROR",
+                skip_neighbor_stat=True,
+                restart="model.ckpt-2.pt",
             )
+            assert status == 0
             again = read_checkpoint("model.ckpt-4.pt")["model"]
-            tensors = [name for name, value in whole.items() if isinstance(value, torch.Tensor)]
+            tensors = [name for name, value in weights.items() if isinstance(value, Tensor)]
             assert tensors
-            assert all(torch.equal(whole[name], again[name]) for name in tensors)
+            assert all(torch.equal(weights[name], again[name]) for name in tensors)
+
+    # ----- what the tests share ------------------------------------------------------------------
+
+    @staticmethod
+    def draw(seed: int, names: Iterable[str]) -> Tensors:
+        """Return random values of quantities by name, float64, per frame or per frame and atom."""
+        random = torch.Generator().manual_seed(seed)
+        shapes = {name: (NFRAMES, *shape) for name, shape in FRAME_SHAPES.items()}
+        shapes |= {name: (NFRAMES, NATOMS, *shape) for name, shape in ATOM_SHAPES.items()}
+        return {
+            name: torch.randn(shapes[name], generator=random, dtype=torch.float64) for name in names
+        }
+
+    def prediction(self, loss: Loss) -> Tensors:
+        """Return a prediction of the quantities that the loss needs."""
+        names = ["energy", "atom_energy"]
+        if loss.needs_force:
+            names.append("force")
+        if loss.needs_virial:
+            names.append("virial")
+        return self.draw(1, names)
+
+    def leaves(self, loss: Loss) -> Tensors:
+        """Return a prediction that requires gradients."""
+        return {name: value.requires_grad_() for name, value in self.prediction(loss).items()}
+
+    def labels(self) -> Tensors:
+        """Return every label."""
+        labels = self.draw(2, LABELS)
+        return {**labels, "atom_pref": labels["atom_pref"].abs()}
+
+    @staticmethod
+    def atoms(mask: Tensor | None = None) -> ComparedAtoms:
+        """Return the atoms of all frames, with padding outside of `mask`."""
+        atype = torch.tensor(ATYPE).repeat(NFRAMES, 1)
+        if mask is not None:
+            atype = atype.masked_fill(~mask, -1)
+        return ComparedAtoms(atype, mask)
+
+    @staticmethod
+    def gradients(value: Tensor, leaves: Tensors) -> Tensors:
+        """Return the gradient with respect to each leaf; zeros for one that the loss ignores."""
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(leaf) if grad is None else grad
+            for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+        }
+
+    @staticmethod
+    def _needed_labels(loss: Loss) -> frozenset[str]:
+        return frozenset().union(*(term.labels for term in loss.terms))
 
     def _input(self) -> dict[str, Any]:
         descriptor = {
@@ -239,13 +264,14 @@ class LossChecks:
             "rcut_smth": 1.0,
             "sel": [8, 8],
             "neuron": [2, 4],
+            "axis_neuron": 2,
             "seed": 1,
         }
         data = {"systems": ["system"], "batch_size": 2}
         return {
             "model": {
                 "type_map": list(TYPE_MAP),
-                "descriptor": {**descriptor, "axis_neuron": 2},
+                "descriptor": descriptor,
                 "fitting_net": {"neuron": [4, 4], "seed": 2},
             },
             "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4},
@@ -262,26 +288,20 @@ class LossChecks:
         }
 
     def _write_system(self, labels: frozenset[str]) -> None:
-        folder, random = Path("system/set.000"), np.random.default_rng(4)
+        """Write six frames of four atoms with these labels to the folder `system`."""
+        folder = Path("system/set.000")
         folder.mkdir(parents=True)
-        Path("system/type.raw").write_text("0\n1\n1\n0\n")
-        Path("system/type_map.raw").write_text("O\nH\n")
+        np.savetxt("system/type.raw", ATYPE, fmt="%d")
+        Path("system/type_map.raw").write_text("\n".join(TYPE_MAP))
+        random = np.random.default_rng(4)
         corners = 1.5 * np.array([[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
-        np.save(
-            folder / "coord.npy", (corners + 0.1 * random.normal(size=(6, 4, 3))).reshape(6, 12)
-        )
+        coord = corners + 0.1 * random.normal(size=(6, NATOMS, 3))
+        np.save(folder / "coord.npy", coord.reshape(6, 3 * NATOMS))
         np.save(folder / "box.npy", np.tile(8.0 * np.eye(3).ravel(), (6, 1)))
         for label in labels:
             width = (
-                4 * int(np.prod(OF_ATOMS[label]))
-                if label in OF_ATOMS
-                else int(np.prod(OF_FRAMES[label]))
+                NATOMS * math.prod(ATOM_SHAPES[label])
+                if label in ATOM_SHAPES
+                else math.prod(FRAME_SHAPES[label])
             )
             np.save(folder / f"{label}.npy", np.abs(0.1 * random.normal(size=(6, width))))
-
-
-@contextmanager
-def _empty_folder() -> Iterator[None]:
-    """Work in an empty temporary folder."""
-    with tempfile.TemporaryDirectory() as folder, working_folder(folder):
-        yield

@@ -33,7 +33,6 @@ from deepmd_muon.setting import setting
 # Four atoms near each other, one aside.
 COORD = np.array([[0.0, 0, 0], [1.1, 0.2, 0], [0.3, 1.3, 0.1], [0.2, -0.1, 1.5], [2.4, 1.9, 0.3]])
 PLAIN = {"start_pref_v": 2.0, "limit_pref_v": 3.0}
-TYPE_MAP = ("O", "H")
 ATOMIC = {"start_pref_ae": 0.5, "limit_pref_ae": 1.0}
 PREFACTORS = {"start_pref_pf": 0.5, "limit_pref_pf": 1.0}
 LOSS_EXAMPLES = {
@@ -60,6 +59,7 @@ SHAPES = {
     "atom_pref": (3, 4),
     "atom_ener_coeff": (3, 4),
 }
+TYPE_MAP = ("O", "H")
 
 
 def random_tensors(shapes, seed):
