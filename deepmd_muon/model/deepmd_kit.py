@@ -1,8 +1,8 @@
 """Checkpoints of deepmd-kit 3.2: translation of names and settings, both ways.
 
-Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds the prefix `model.Default.`, every
-network a second time under `_networks`, empty `compress_…` parameters, `min_nbor_dist` and `_extra_state`.
-Each part of a model has a `Translation` of its own differences.
+Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds the prefix
+`model.Default.`, every network a second time under `_networks`, empty `compress_…` parameters,
+`min_nbor_dist` and `_extra_state`. Each part of a model has a `Translation` of its own differences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _TABLE = "atomic_model.models.1."
 _NETWORK_OF_BRANCH = re.compile(rf"(^|\.){re.escape(_NETWORK)}")
 _OUTPUT_STATISTICS = ("atomic_model.out_bias", "atomic_model.out_std")
 
-# Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
+# Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them
+# without a default.
 _DEEPMD_KIT_KEYS: dict[str, Any] = {
     "data_bias_nsample": 10,
     "preset_out_bias": None,
@@ -70,13 +71,16 @@ class Translation:
     section
         Converts deepmd-kit's normalised section to our keys and spellings.
     empty
-        Names of the entries without elements that only deepmd-kit's state dict has, parameters or buffers.
+        Names of the entries without elements that only deepmd-kit's state dict has, parameters or
+        buffers.
     is_empty
         Whether a name of deepmd-kit's state dict is such an entry.
     parameters
-        Names of all parameters in the order of deepmd-kit's `named_parameters`, empty ones included.
+        Names of all parameters in the order of deepmd-kit's `named_parameters`, empty ones
+        included.
     ours_only
-        Features that a part's settings request and deepmd-kit lacks, one phrase each; it cannot read such a model.
+        Features that a part's settings request and deepmd-kit lacks, one phrase each; it cannot
+        read such a model.
     check
         Raises `ForeignModelError` if weights of deepmd-kit do not fit our form of the part.
     """
@@ -93,12 +97,12 @@ _SAME_FORM = Translation()  # for a part that deepmd-kit does not have, or store
 
 
 def check_slots(state: Mapping[str, Tensor], part: str, *names: str) -> None:
-    """Check that statistics of a descriptor do not differ between the neighbour slots of a centre type.
+    """Check that a descriptor has one mean and deviation for all neighbour slots of a centre type.
 
     Raises
     ------
     ForeignModelError
-        If they do.
+        If statistics differ between slots.
     """
     for name in names:
         values = state[f"{part}.{name}"]
@@ -148,7 +152,10 @@ def _to_deepmd_kit_name(name: str, *, has_table: bool) -> str:
 
 
 def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
-    """Return our name of one of deepmd-kit's tensors; None for the bias of one of the two models, which is 0."""
+    """Return our name of one of deepmd-kit's tensors.
+
+    None for the output statistics of network or table alone, which change nothing.
+    """
     if not has_table or not name.startswith((_NETWORK, _TABLE)):
         return name
     if name.endswith((".0.out_bias", ".0.out_std", ".1.out_bias", ".1.out_std")):
@@ -159,15 +166,19 @@ def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
 
 
 def own_parameter_name(name: str) -> str:
-    """Return our name of a parameter that a file names, deepmd-kit's or ours, with its branch but without prefix."""
+    """Return our name of a parameter in a file of deepmd-kit or ours.
+
+    Names have their branch, but no prefix.
+    """
     return _NETWORK_OF_BRANCH.sub(r"\1atomic_model.", name)
 
 
 def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
     """Return parameter names in the order of deepmd-kit's own `named_parameters`, without prefix.
 
-    An optimizer state of deepmd-kit counts parameters by position; empty `compress_…` parameters take part. A
-    parameter that several branches share counts once, under its name in the first branch.
+    An optimizer state of deepmd-kit counts parameters by position; empty `compress_…` parameters
+    take part. A parameter that several branches share counts once, under its name in the first
+    branch.
 
     Raises
     ------
@@ -187,7 +198,16 @@ def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
 
 
 class _DeepmdKitParameter(NamedTuple):
-    """A parameter of deepmd-kit, and the object by which two branches share it: ours, or of an empty one the part."""
+    """A parameter of deepmd-kit.
+
+    Attributes
+    ----------
+    name
+        Its name without prefix.
+    shared_as
+        The object that branches have in common if they share it: our parameter, or the part of an
+        empty one.
+    """
 
     name: str
     shared_as: torch.nn.Module | Tensor
@@ -225,8 +245,8 @@ def to_deepmd_kit(
 ) -> dict[str, Any]:
     """Return the `"model"` entry of a checkpoint that deepmd-kit 3.2 tests, freezes and trains on.
 
-    A model with parts that deepmd-kit does not have is stored in the same form under its own names. `OURS_ONLY` in
-    `_extra_state` then says why.
+    A model with parts that deepmd-kit does not have is stored in the same form under its own names.
+    `OURS_ONLY` in `_extra_state` then says why.
 
     Parameters
     ----------
@@ -235,7 +255,8 @@ def to_deepmd_kit(
     train_infos
         `lr` and 0-based `step`.
     min_nbor_dist
-        Smallest distance in the training data [Å], by branch if there are several; model compression reads it.
+        Smallest distance in the training data [Å], by branch if there are several; model
+        compression reads it.
     """
     multi_task = isinstance(model, Branches)
     state: dict[str, Any] = {}
@@ -269,7 +290,8 @@ def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict
         name = _to_deepmd_kit_name(own_name, has_table=has_table)
         state[prefix + name] = value.detach()
         if has_table and own_name in _OUTPUT_STATISTICS:
-            # The statistics belong to the sum of network and table; each of the two changes nothing.
+            # The statistics belong to the sum of network and table; each of the two changes
+            # nothing.
             neutral = torch.zeros_like(value) if "bias" in own_name else torch.ones_like(value)
             for model_prefix in (_NETWORK, _TABLE):
                 state[prefix + model_prefix + own_name.removeprefix("atomic_model.")] = neutral
@@ -312,7 +334,8 @@ def from_deepmd_kit(
     """
     if "_extra_state" not in state_dict:
         raise ForeignModelError(
-            "the state dict has no '_extra_state': it is not a checkpoint of deepmd-kit's PyTorch backend"
+            "the state dict has no '_extra_state': "
+            "it is not a checkpoint of deepmd-kit's PyTorch backend"
         )
     selected = _select_branch(state_dict, branch)
     settings = settings_of(selected.params)
@@ -394,7 +417,8 @@ def _as_deepmd_kit_computes(settings: ModelSettings) -> ModelSettings:
     if settings.smin_alpha in (None, DEFAULT_ALPHA):
         return settings
     log.warning(
-        "the checkpoint says smin_alpha %g, but deepmd-kit, which wrote it, computes with %g: so does this package",
+        "the checkpoint says smin_alpha %g, but deepmd-kit, which wrote it, computes with %g: "
+        "so does this package",
         settings.smin_alpha,
         DEFAULT_ALPHA,
     )
@@ -405,42 +429,42 @@ def _as_deepmd_kit_computes(settings: ModelSettings) -> ModelSettings:
 
 
 class _SelectedBranch(NamedTuple):
-    """A branch of a checkpoint: its name in names of tensors, and its model section in deepmd-kit's form."""
+    """A branch of a checkpoint: its name, and its model section in deepmd-kit's form."""
 
     name: str
     params: Mapping[str, Any]
 
 
 def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Return the branches of a multi-task checkpoint: each name, then each alias, with the name that it means.
+    """Return the branches of a multi-task checkpoint: the name that each name or alias means.
 
-    Empty for a checkpoint of a single model.
+    Names come before aliases. Empty for a checkpoint of a single model.
     """
     branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
-    names = {name: name for name in branches}
+    meant = {name: name for name in branches}
     for name, section in branches.items():
         # An alias wins over a name.
-        names.update(dict.fromkeys(section.get("model_branch_alias") or (), name))
-    return names
+        meant.update(dict.fromkeys(section.get("model_branch_alias") or (), name))
+    return meant
 
 
 def _select_branch(state_dict: Mapping[str, Any], wanted: str | None) -> _SelectedBranch:
     """Return the branch of this name or alias, or the only one."""
     params = state_dict["_extra_state"]["model_params"]
-    known = saved_branches(state_dict)
-    if not known:
+    names_and_aliases = saved_branches(state_dict)
+    if not names_and_aliases:
         if wanted not in (None, SINGLE):
             raise BranchError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
         return _SelectedBranch(SINGLE, params)
     names = ", ".join(params["model_dict"])
     if wanted is None:
         raise BranchError(
-            f"the checkpoint holds several models: name one of its branches ({names}) by --head or --model-branch; "
-            "dp freeze --head writes one alone"
+            f"the checkpoint holds several models: name one of its branches ({names}) by --head or "
+            "--model-branch; dp freeze --head writes one alone"
         )
-    if wanted not in known:
+    if wanted not in names_and_aliases:
         raise BranchError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
-    name = known[wanted]
+    name = names_and_aliases[wanted]
     section = dict(params["model_dict"][name])
     for key in ("model_branch_alias", "finetune_head"):
         section.pop(key, None)
@@ -453,7 +477,7 @@ def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> s
 
 
 def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) -> float:
-    """Return the smallest distance in a branch's training data [Å]; negative if the checkpoint has none."""
+    """Return the smallest distance in a branch's training data [Å]; negative if unknown."""
     distance = state_dict.get(f"{branch_prefix(state_dict, branch)}min_nbor_dist")
     return UNKNOWN_DISTANCE if distance is None else float(distance)
 
@@ -462,7 +486,9 @@ def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) ->
 
 
 def settings_of(params: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings that deepmd-kit's section of a single model means, as its checkpoints and frozen files hold it.
+    """Return the settings that deepmd-kit's model section means.
+
+    Checkpoints and frozen files hold the section of a single model.
 
     Raises
     ------
@@ -480,8 +506,8 @@ def settings_of(params: Mapping[str, Any]) -> ModelSettings:
         kind = part_params.get("type", "ener")
         settings_class = registry.settings_class(kind)
         translation = registry.translation(settings_class) or _SAME_FORM
-        known = _keep_known_keys(settings_class, translation.section(part_params))
-        section[part] = {"type": kind, **known}
+        part_section = _keep_known_keys(settings_class, translation.section(part_params))
+        section[part] = {"type": kind, **part_section}
     try:
         return model_settings(section)
     except ModelError as error:
@@ -501,8 +527,8 @@ def _unsupported_features(params: Mapping[str, Any]) -> list[str]:
             settings_class = registry.settings_class(kind)
             problems += _unsupported_keys(settings_class, section, path=f"{part}.")
         else:
-            known = ", ".join(registry.names())
-            problems.append(f"the {registry.what}'s type is {kind!r}; known are {known}")
+            kinds = ", ".join(registry.names())
+            problems.append(f"the {registry.what}'s type is {kind!r}; known are {kinds}")
     return problems
 
 
@@ -524,13 +550,13 @@ def _keep_known_keys(settings_class: type[Any], section: Mapping[str, Any]) -> d
     """Return the entries of a section that we know, also in its sub-sections."""
     subsections = _subsections(settings_class)
     names = {field.name for field in dataclasses.fields(settings_class)}
-    known = {}
+    entries = {}
     for key, value in section.items():
         if key in subsections:
-            known[key] = _keep_known_keys(subsections[key], value)
+            entries[key] = _keep_known_keys(subsections[key], value)
         elif key in names:
-            known[key] = value
-    return known
+            entries[key] = value
+    return entries
 
 
 def _subsections(settings_class: type) -> dict[str, type[Any]]:
