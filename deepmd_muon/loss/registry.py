@@ -1,11 +1,12 @@
 """The losses by the `type` they have in an input; torch-free.
 
-A third party adds one of its own::
+A third party adds a loss::
 
     from deepmd_muon.loss import register_loss
 
-    register_loss("mine", settings="my_package.settings:MySettings",
-    module="my_package.loss:MyLoss")
+    register_loss(
+        "mine", settings="my_package.settings:MySettings", module="my_package.loss:MyLoss"
+    )
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def build_loss(section: LossSettings | Mapping[str, Any], type_map: Sequence[str
     Raises
     ------
     InvalidSettingError
-        When a plain setting is unknown or wrong.
+        If a plain setting is unknown or wrong.
     """
     if not isinstance(section, LossSettings):
         section = freeze(LOSSES.settings_class(section.get("type", "ener")), section)

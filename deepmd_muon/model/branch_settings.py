@@ -22,16 +22,16 @@ ENTIRE = 0
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """A part of a branch that stands in model/shared_dict.
+    """A reference of a branch to an entry of model/shared_dict.
 
     Attributes
     ----------
     key
-        Its name there.
+        Name of the entry.
     level
-        How much of it the branch shares.
+        How much of the entry the branch shares; see `ENTIRE`.
     given
-        The branch's own entry, such as "key:1".
+        The value in the input, such as "key:1".
     """
 
     key: str

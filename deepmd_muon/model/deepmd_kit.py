@@ -2,7 +2,7 @@
 
 Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds the prefix
 `model.Default.`, every network a second time under `_networks`, empty `compress_…` parameters,
-`min_nbor_dist` and `_extra_state`. Each part of a model has a `Translation` of its own differences.
+`min_nbor_dist` and `_extra_state`. Each part of a model has a `Translation`.
 """
 
 from __future__ import annotations

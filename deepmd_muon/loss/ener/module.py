@@ -256,8 +256,8 @@ class EnergyLoss:
     # ----- one method a term ---------------------------------------------------------------------
 
     def _energy(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
-        wanted = label.get("energy")
-        if wanted is None:
+        target = label.get("energy")
+        if target is None:
             return None
         energy = prediction["energy"]
         coefficients = label.get("atom_ener_coeff")
@@ -270,35 +270,35 @@ class EnergyLoss:
                 energy = torch.where(has_coefficients, weighted_sum, energy)
         return self._extensive(
             energy.unsqueeze(1),
-            wanted.reshape(energy.shape).unsqueeze(1),
+            target.reshape(energy.shape).unsqueeze(1),
             counted.with_label(label.get("find_energy")),
             delta=self._huber_delta(0),
         )
 
     def _virial(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
-        wanted = label.get("virial")
-        if wanted is None:
+        target = label.get("virial")
+        if target is None:
             return None
         virial = prediction["virial"]
         return self._extensive(
             virial,
-            wanted.reshape(virial.shape),
+            target.reshape(virial.shape),
             counted.with_label(label.get("find_virial")),
             delta=self._huber_delta(2),
         )
 
     def _extensive(
-        self, predicted: Tensor, wanted: Tensor, counted: Counted, *, delta: float
+        self, predicted: Tensor, target: Tensor, counted: Counted, *, delta: float
     ) -> TermValue:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
         intensive = self.settings.intensive_ener_virial
         if self.settings.is_plain and counted.frames is None and isinstance(per_atom, float):
             # The usual case in three kernels.
-            square = mse_loss(predicted, wanted)
+            square = mse_loss(predicted, target)
             loss = square * (per_atom * per_atom if intensive else per_atom)
             return TermValue(loss, square.detach().sqrt() * per_atom)
-        error = predicted - wanted
+        error = predicted - target
         if isinstance(per_atom, Tensor):
             per_atom = per_atom.unsqueeze(1)  # (nframes, 1)
         error_per_atom = error * per_atom
@@ -315,16 +315,16 @@ class EnergyLoss:
         return TermValue(loss, square.sqrt())
 
     def _force(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
-        wanted = label.get("force")
-        if wanted is None:
+        target = label.get("force")
+        if target is None:
             return None
         counted = counted.with_label(label.get("find_force"))
         force = prediction["force"]
         is_plain = self.settings.is_plain and self.settings.relative_f is None
         if is_plain and counted.is_everything:
-            square = mse_loss(force, wanted.reshape(force.shape))  # one kernel instead of three
+            square = mse_loss(force, target.reshape(force.shape))  # one kernel instead of three
             return TermValue(square, square.detach().sqrt())
-        error = self._force_error(force, wanted)
+        error = self._force_error(force, target)
         if self.settings.f_use_norm:
             size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
         else:
@@ -339,25 +339,25 @@ class EnergyLoss:
             loss = square
         return TermValue(loss, square.sqrt())
 
-    def _force_error(self, force: Tensor, wanted: Tensor) -> Tensor:
+    def _force_error(self, force: Tensor, target: Tensor) -> Tensor:
         """Return the errors of forces `(nframes, natoms, 3)`, relative ones if so set."""
-        wanted = wanted.reshape(force.shape)
-        error = wanted - force
+        target = target.reshape(force.shape)
+        error = target - force
         if self.settings.relative_f is None:
             return error
-        length: Tensor = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(target, dim=-1, keepdim=True)
         return error / (length + self.settings.relative_f)
 
     def _prefactored_force(
         self, prediction: Prediction, label: Labels, counted: Counted
     ) -> TermValue | None:
-        wanted = label.get("force")
+        target = label.get("force")
         weights = label.get("atom_pref")
         has_weights = label.get("find_atom_pref")
-        if wanted is None or (weights is None and not self.settings.use_default_pf):
+        if target is None or (weights is None and not self.settings.use_default_pf):
             return None
         is_mae = self.settings.loss_func == "mae"
-        error = self._force_error(prediction["force"], wanted)
+        error = self._force_error(prediction["force"], target)
         power = error.abs() if is_mae else error * error
         if weights is not None:
             weights = weights.reshape(error.shape[:2])
@@ -376,12 +376,12 @@ class EnergyLoss:
     def _atomic_energy(
         self, prediction: Prediction, label: Labels, counted: Counted
     ) -> TermValue | None:
-        wanted = label.get("atom_ener")
-        if wanted is None:
+        target = label.get("atom_ener")
+        if target is None:
             return None
         counted = counted.with_label(label.get("find_atom_ener"))
         energy = prediction["atom_energy"]
-        error = (wanted.reshape(energy.shape) - energy).unsqueeze(-1)
+        error = (target.reshape(energy.shape) - energy).unsqueeze(-1)
         if self.settings.loss_func == "mae":
             mean = counted.mean_over_atoms(error.abs())
             return TermValue(mean, mean)

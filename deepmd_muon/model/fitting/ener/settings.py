@@ -31,7 +31,7 @@ def _a_default_for_each(default_fparam: tuple[float, ...] | None, numb_fparam: i
 class EnerSettings(Section):
     """Fitting net of the energy, its outputs summed over the atoms.
 
-    One net for each type; one for all types after a descriptor whose neighbour list mixes them.
+    One net for each type; one for all types after a descriptor that mixes types in its list.
     """
 
     type: ClassVar[str] = "ener"
