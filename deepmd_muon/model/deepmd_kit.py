@@ -295,6 +295,7 @@ def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict
             neutral = torch.zeros_like(value) if "bias" in own_name else torch.ones_like(value)
             for model_prefix in (_NETWORK, _TABLE):
                 state[prefix + model_prefix + own_name.removeprefix("atomic_model.")] = neutral
+        # deepmd-kit registers each network twice.
         if re.search(r"\.filter_layers(_strip)?\.networks\.", name):
             state[prefix + name.replace(".networks.", "._networks.")] = value.detach()
     for part, translation in _translations(model.settings).items():
@@ -339,6 +340,7 @@ def from_deepmd_kit(
         )
     selected = _select_branch(state_dict, branch)
     settings = settings_of(selected.params)
+    # Only this package writes models with another smin_alpha, and marks them.
     if OURS_ONLY not in state_dict["_extra_state"]:
         settings = _as_deepmd_kit_computes(settings)
     translations = _translations(settings)

@@ -138,6 +138,7 @@ class EnergyModel(torch.nn.Module):
         # A descriptor with columns by type excludes its pairs itself.
         hidden = () if self.by_type else getattr(self.settings.descriptor, "exclude_types", ())
         excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.int64)
+        # EMPTY comes last: it wins for a pair that is in both settings.
         for mark, pairs in ((HIDDEN, hidden), (EMPTY, self.settings.pair_exclude_types)):
             for i, j in pairs:
                 excluded[i, j] = mark
@@ -188,6 +189,7 @@ class EnergyModel(torch.nn.Module):
         described: Described = self.atomic_model.descriptor(structures, edges, force=force)
         fitted = self._fit(structures, described.descriptor, edges, force=force)
         shape = structures.atype.shape
+        # From sorted atoms back to (nframes, natoms); padding keeps 0.
         atom_energy = fitted.energy.new_zeros(shape.numel())
         atom_energy = atom_energy.index_copy_(0, structures.order, fitted.energy).view(shape)
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
@@ -235,6 +237,8 @@ class EnergyModel(torch.nn.Module):
         """
         if self.excluded is None:
             return structures
+        # (nreal, nnei); slots without neighbour have the type of some atom, and keep what they
+        # hold.
         mark = self.excluded[
             structures.sorted_type.unsqueeze(1), structures.neighbor_type.clamp(min=0)
         ]
@@ -259,6 +263,8 @@ class EnergyModel(torch.nn.Module):
                 raise ModelError(self.short_range.problem)
             neighbor_type = torch.where(structures.neighbor >= 0, structures.neighbor_type, -1)
             blend = self.short_range(edges, structures.sorted_type, neighbor_type)
+            # E′ = (1 − w)·E + w·T. The descriptor reaches E alone, so that dE/dD gets 1 − w;
+            # w and T depend on the edges directly.
             network_weight = 1.0 - blend.weight
             if adjoint is not None:
                 table_slope = edge_slope(blend, energy, edges)
@@ -387,7 +393,7 @@ def edge_vectors(structures: Structures) -> Tensor:
             shift=structures.shift,
         )
     coord = structures.coord.reshape(-1, 3)
-    neighbor = structures.neighbor.clamp(min=0)
+    neighbor = structures.neighbor.clamp(min=0)  # empty slots read atom 0
     edges = coord.index_select(0, neighbor.view(-1)).view(*neighbor.shape, 3)
     edges = edges - coord[structures.order].unsqueeze(1)
     if structures.box is None or structures.shift is None:
@@ -415,6 +421,7 @@ def _sums_by_kernels(device: torch.device) -> bool:
 
 
 def _scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
+    # −dE/dR_i gets +dE/dr_ij of the edges that start at i, and −dE/dr_ki of those that end there.
     flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
     return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
 

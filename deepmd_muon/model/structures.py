@@ -200,6 +200,7 @@ class Structures:
         order = _order_by_type(atype)
         sorted_type = atype.reshape(-1)[order]
         sorted_frame = order // natoms
+        # From the index in a frame to frame·natoms + index.
         index_in_frame = neighbor.reshape(nframes * natoms, -1).take(order, axis=0)
         flat_neighbor = index_in_frame + (sorted_frame * natoms)[:, None]
         np.putmask(flat_neighbor, index_in_frame < 0, EMPTY)
@@ -208,6 +209,7 @@ class Structures:
             sorted_shift = shift.reshape(nframes * natoms, -1, 3).take(order, axis=0)
         sorted_inner = np.zeros((0, len(order)), dtype=np.int64)
         if inner is not None:
+            # (nframes, ninner, natoms) → (ninner, nframes·natoms) → (ninner, nreal)
             flat_inner = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)
             sorted_inner = flat_inner[:, order].astype(np.int64)
 

@@ -53,6 +53,7 @@ class TypeMove:
         """Return saved settings for the present types; new types take the present settings."""
         new_index = self._new_index()
         new_types = self._new_types()
+        # Exclusions are indices, so that they change with the type map; dropped types go.
         atoms = [new_index[k] for k in saved.atom_exclude_types if k in new_index]
         atoms += [k for k in present.atom_exclude_types if k in new_types]
         changes: dict[str, Any] = {
@@ -74,6 +75,7 @@ class TypeMove:
             present_energies = getattr(present.fitting_net, "atom_ener", None)
             if not present_energies:
                 present_energies = [None] * len(self.present)
+            # The checkpoint decides for its types.
             energies = dict(zip(self.present, present_energies, strict=True))
             energies.update(zip(self.saved, saved_energies, strict=True))
             atom_ener = tuple(energies[name] for name in self.present)

@@ -171,6 +171,7 @@ class EnergyFitting(torch.nn.Module):
             x = torch.cat([x, centred * torch.cat(scaling.inverse_deviations)], dim=1)
         x = self._append_case(x)
         energy, slope = self._evaluate_networks(x, type_counts, force=force)
+        # Atoms are sorted by type.
         bias = [
             type_bias.expand(count)
             for type_bias, count in zip(self.bias_atom_e, type_counts, strict=True)
@@ -208,7 +209,7 @@ class EnergyFitting(torch.nn.Module):
                 vacuum, _ = self._evaluate(network, self._vacuum_rows(x), force=False)
                 energy = energy - vacuum
             return energy.double().squeeze(1), slope
-        if force and not any(subtract_vacuum):
+        if force and not any(subtract_vacuum):  # the usual case: all networks overlap on a GPU
             networks = [self.filter_layers[k] for k in range(len(type_counts))]
             flat = [tensor for network in networks for tensor in network.flat]
             energy, slope = energy_and_slope(
