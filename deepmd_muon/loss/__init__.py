@@ -5,12 +5,13 @@ Importing this package imports no torch: the input check reads the settings.
 
 from __future__ import annotations
 
-from deepmd_muon.loss.interface import Loss, Term
+from deepmd_muon.loss.interface import ComparedAtoms, Loss, Term
 from deepmd_muon.loss.labels import LabelCheck, check_labels
 from deepmd_muon.loss.registry import build_loss, register_loss
 from deepmd_muon.loss.settings import LossSettings
 
 __all__ = [
+    "ComparedAtoms",
     "LabelCheck",
     "Loss",
     "LossSettings",

@@ -40,8 +40,9 @@ def check_labels(loss: Loss, systems: Iterable[Labelled]) -> LabelCheck:
     Returns
     -------
     LabelCheck
-        A warning for each term that some systems have no labels for. An error when no system has energies though the
-        loss compares them, and for each system that has labels for no term, as steps on it would teach nothing.
+        A warning for each term that some systems have no labels for. An error when no system has
+        energies though the loss compares them, and for each system that has labels for no term, as
+        steps on it would teach nothing.
     """
     labels_of = {system.name: system.labels for system in systems}
     warnings: list[str] = []
@@ -70,7 +71,8 @@ def check_labels(loss: Loss, systems: Iterable[Labelled]) -> LabelCheck:
         if not any(alternative <= labels for alternative in alternatives):
             errors.append(
                 f"system {name} has no label that the loss compares with: its terms need {needed}, "
-                f"it has {', '.join(sorted(labels)) or 'none'}; leave it out or change the prefactors"
+                f"it has {', '.join(sorted(labels)) or 'none'}; "
+                "leave it out or change the prefactors"
             )
     return LabelCheck(warnings=tuple(warnings), errors=tuple(errors))
 

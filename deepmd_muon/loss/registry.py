@@ -1,15 +1,17 @@
 """The losses by the `type` they have in an input; torch-free.
 
-A third party adds one of its own::
+A third party adds a loss::
 
     from deepmd_muon.loss import register_loss
 
-    register_loss("mine", settings="my_package.settings:MySettings", module="my_package.loss:MyLoss")
+    register_loss(
+        "mine", settings="my_package.settings:MySettings", module="my_package.loss:MyLoss"
+    )
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepmd_muon.loss.interface import Loss
@@ -29,7 +31,8 @@ def register_loss(
 ) -> None:
     """Make a loss available as section `loss` of type `name`, or of one of its aliases.
 
-    `settings` is a frozen dataclass derived from `LossSettings`, `module` a `Loss` that is built from them.
+    `settings` is a frozen dataclass derived from `LossSettings`, `module` a `Loss`, which is built
+    from them and the type map.
 
     Raises
     ------
@@ -39,15 +42,22 @@ def register_loss(
     LOSSES.register(name, Part(settings, module), aliases)
 
 
-def build_loss(section: LossSettings | Mapping[str, Any]) -> Loss:
-    """Build the loss of a section `loss`: its settings, or their plain form with `type` ("ener" when left out).
+def build_loss(section: LossSettings | Mapping[str, Any], type_map: Sequence[str]) -> Loss:
+    """Build the loss that a section `loss` describes.
+
+    Parameters
+    ----------
+    section
+        Its settings, or their plain form with `type` ("ener" if left out).
+    type_map
+        Names of the model's types, by number.
 
     Raises
     ------
     InvalidSettingError
-        When a plain setting is unknown or wrong.
+        If a plain setting is unknown or wrong.
     """
     if not isinstance(section, LossSettings):
         section = freeze(LOSSES.settings_class(section.get("type", "ener")), section)
-    loss: Loss = LOSSES.module(section)(section)
+    loss: Loss = LOSSES.module(section)(section, tuple(type_map))
     return loss

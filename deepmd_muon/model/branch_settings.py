@@ -12,25 +12,26 @@ from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import setting
 
 SINGLE = "Default"
-"""Name of the one branch of a model that is not multi-task, in deepmd-kit's files too."""
+"""Name of the branch of a model that is not multi-task, in deepmd-kit's files too."""
 SHAREABLE = ("type_map", "descriptor", "fitting_net")
 """Keys of a branch that may name an entry of model/shared_dict."""
 ENTIRE = 0
-"""Level at which a part is shared with all its weights; at level 1, of a descriptor, only `type_embedding` is."""
+"""Level at which a part is shared with all its weights. At level 1 of a descriptor, only
+`type_embedding` is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """A part of a branch that stands in model/shared_dict.
+    """A reference of a branch to an entry of model/shared_dict.
 
     Attributes
     ----------
     key
-        Its name there.
+        Name of the entry.
     level
-        How much of it the branch shares.
+        How much of the entry the branch shares; see `ENTIRE`.
     given
-        The branch's own entry, such as "key:1".
+        The value in the input, such as "key:1".
     """
 
     key: str
@@ -54,7 +55,8 @@ def levels_of(part: str, section: Any) -> tuple[int, ...]:
 class BranchModelSettings(ModelSettings):
     """The model of one branch, with its settings for a multi-task run.
 
-    Each of type_map, descriptor and fitting_net may be the name of an entry of model/shared_dict, or "name:level".
+    Each of type_map, descriptor and fitting_net may be the name of an entry of model/shared_dict,
+    or "name:level".
     """
 
     type_map: tuple[str, ...] = setting(
@@ -63,8 +65,10 @@ class BranchModelSettings(ModelSettings):
     finetune_head: str | None = setting(
         None,
         doc=(
-            "Branch of the checkpoint of --finetune that this branch starts from; 'RANDOM' takes a descriptor and "
-            "starts the fitting net anew. Left out, a branch continues the one of its name, else it starts as 'RANDOM'."
+            "Branch of the checkpoint of --finetune that this branch starts from; 'RANDOM' takes a "
+            "descriptor and "
+            "starts the fitting net anew. Left out, a branch continues the one of its name, else "
+            "it starts as 'RANDOM'."
         ),
     )
     model_branch_alias: tuple[str, ...] = setting((), doc="Other names of the branch.")
@@ -97,22 +101,25 @@ def _some_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
 
 
 def _one_protection(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
-    found = {name: branch.data_stat_protect for name, branch in model_dict.items()}
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    values = {name: branch.data_stat_protect for name, branch in model_dict.items()}
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
         return f"must have one data_stat_protect for all branches; found {listed}"
     return None
 
 
 def _a_row_for_each_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
-    found = {
+    dims = {
         name: getattr(branch.fitting_net, "dim_case_embd", 0) for name, branch in model_dict.items()
     }
-    listed = ", ".join(f"{name} {value}" for name, value in found.items())
-    if len(set(found.values())) > 1:
+    listed = ", ".join(f"{name} {dim}" for name, dim in dims.items())
+    if len(set(dims.values())) > 1:
         return f"must have one fitting_net/dim_case_embd for all branches; found {listed}"
-    if 0 < max(found.values(), default=0) < len(found):
-        return f"must have a fitting_net/dim_case_embd of at least {len(found)}, the number of branches; found {listed}"
+    if 0 < max(dims.values(), default=0) < len(dims):
+        return (
+            f"must have a fitting_net/dim_case_embd of at least {len(dims)}, the number of "
+            f"branches; found {listed}"
+        )
     return None
 
 
@@ -141,9 +148,12 @@ class MultiTaskModelSettings(Section):
     shared_dict: Mapping[str, Any] | None = setting(
         None,
         doc=(
-            "Type maps, descriptors and fitting nets by names, to which branches refer. Level 0, as in 'name' or "
-            "'name:0', shares all weights and the descriptor's statistics, of a fitting net all but the energy bias "
-            "and the row of dim_case_embd; 'name:1' shares the type embedding of a dpa1 or dpa3 descriptor alone."
+            "Type maps, descriptors and fitting nets by names, to which branches refer. Level 0, "
+            "as in 'name' or "
+            "'name:0', shares all weights and the descriptor's statistics, of a fitting net all "
+            "but the energy bias "
+            "and the row of dim_case_embd; 'name:1' shares the type embedding of a dpa1 or dpa3 "
+            "descriptor alone."
         ),
     )
     model_dict: Mapping[str, BranchModelSettings] = section(

@@ -1,11 +1,11 @@
-"""Several energy models that share parts: a shared part is one module, and its parameters are in every branch."""
+"""Several energy models that share parts: a shared part is one module of all its branches."""
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,8 @@ from deepmd_muon.model.settings import ModelSettings
 class Branches(torch.nn.Module):
     """Energy models by the names of their branches.
 
-    `named_parameters` lists a shared parameter once, under the first branch that has it; `state_dict` lists it under
-    all.
+    `named_parameters` lists a shared parameter once, under its first branch; `state_dict` lists it
+    under all.
 
     Parameters
     ----------
@@ -34,13 +34,12 @@ class Branches(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.aliases = dict(aliases or {})
-        self._modules.update(
-            models
-        )  # any name: torch's own containers refuse those of their methods
+        # Under any name: `add_module` refuses names of this class's own methods.
+        self._modules.update(models)
 
-    def forward(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Call one of the models, within what has been hooked to this module."""
-        return call(*given, **options)
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call one of the models with the hooks of this module."""
+        return call(*args, **kwargs)
 
     def items(self) -> Iterator[tuple[str, EnergyModel]]:
         """Yield the names of the branches and their models."""
@@ -61,18 +60,21 @@ def all_names(model: EnergyModel | Branches) -> dict[torch.Tensor, list[str]]:
 
 
 def for_any_name(patterns: Sequence[str], model: Branches) -> tuple[str, ...]:
-    """Return patterns that match the first name of a shared parameter where the given ones match any of its names."""
-    found: dict[str, None] = {}
+    """Return `patterns`, and first names of parameters that they match only by a later name."""
+    result: dict[str, None] = {}  # a set in order
+    names_of_parameters = all_names(model).values()
     for pattern in patterns:
-        matched = [
-            names
-            for names in all_names(model).values()
+        first_names = [
+            names[0]
+            for names in names_of_parameters
             if any(fnmatchcase(name, pattern) for name in names)
         ]
-        others = [glob.escape(names[0]) for names in matched if not fnmatchcase(names[0], pattern)]
-        kept = [pattern] if len(others) < len(matched) or not matched else []
-        found.update(dict.fromkeys([*kept, *others]))
-    return tuple(found)
+        unmatched = [name for name in first_names if not fnmatchcase(name, pattern)]
+        # A pattern that matches nothing is kept, so that the optimizer reports it.
+        if len(unmatched) < len(first_names) or not first_names:
+            result[pattern] = None
+        result.update(dict.fromkeys(glob.escape(name) for name in unmatched))
+    return tuple(result)
 
 
 def build_branches(
@@ -99,24 +101,22 @@ def build_branches(
     Raises
     ------
     ModelError
-        When a model cannot be built, or a fitting net cannot be shared because descriptors differ in length.
+        When a model cannot be built, or a fitting net cannot be shared because descriptors differ
+        in length.
     """
     built = {name: build_model(settings) for name, settings in models.items()}
     if list(built) == [SINGLE]:
         return built[SINGLE]
-    entries: dict[
-        tuple[str, str], list[tuple[str, int]]
-    ] = {}  # of shared_dict, with the branches that have them
+    links: dict[tuple[str, str], list[_Link]] = {}  # by part and entry of shared_dict
     for name, parts in references.items():
         for part, shared in parts.items():
             if part != "type_map":
-                entries.setdefault((part, shared.key), []).append((name, shared.level))
-    for (part, _), links in entries.items():
-        (base, _), *others = sorted(
-            links, key=lambda link: link[1]
-        )  # the first of those that share most
-        for name, level in others:
-            _share(built, part, name, base, level)
+                links.setdefault((part, shared.key), []).append(_Link(name, shared.level))
+    for (part, _), part_links in links.items():
+        # The base is the first of the branches that share most.
+        base, *others = sorted(part_links, key=lambda link: link.level)
+        for link in others:
+            _share(built, part, link, base.branch)
     rows = sorted(built)  # deepmd-kit's order
     for name, model in built.items():
         case = getattr(model.atomic_model.fitting_net, "case_embd", None)
@@ -125,23 +125,35 @@ def build_branches(
     return Branches(built, aliases)
 
 
-def _share(built: Mapping[str, EnergyModel], part: str, name: str, base: str, level: int) -> None:
-    """Let a branch take a part of another one: all of it, or a descriptor's type embedding.
+class _Link(NamedTuple):
+    """A branch that shares an entry of shared_dict, and the level at which it does."""
 
-    Of a fitting net it takes the weights; buffers, such as the energy bias, stay its own.
+    branch: str
+    level: int
+
+
+def _share(built: Mapping[str, EnergyModel], part: str, link: _Link, base: str) -> None:
+    """Let a branch take a part of the branch `base`: all of it, or a descriptor's type embedding.
+
+    Of a fitting net it takes the weights; its buffers, such as the energy bias, stay.
     """
-    own, other = built[name].atomic_model, built[base].atomic_model
-    if part == "descriptor" and level == ENTIRE:
-        own.descriptor = other.descriptor
+    model = built[link.branch].atomic_model
+    base_model = built[base].atomic_model
+    if part == "descriptor" and link.level == ENTIRE:
+        model.descriptor = base_model.descriptor
     elif part == "descriptor":
-        own.descriptor.type_embedding = other.descriptor.type_embedding
+        model.descriptor.type_embedding = base_model.descriptor.type_embedding
     else:
-        nets = own.fitting_net, other.fitting_net
-        shapes = [{name: p.shape for name, p in net.named_parameters()} for net in nets]
-        if shapes[0] != shapes[1]:
+        net = model.fitting_net
+        base_net = base_model.fitting_net
+        if _parameter_shapes(net) != _parameter_shapes(base_net):
             raise ModelError(
-                f"model/model_dict/{name}/{part} cannot be that of {base!r}: their weights differ in shape, because "
-                "their descriptors differ in length"
+                f"model/model_dict/{link.branch}/{part} cannot be that of {base!r}: "
+                "their weights differ in shape, because their descriptors differ in length"
             )
-        nets[0]._modules.update(nets[1]._modules)
-        nets[0]._parameters.update(nets[1]._parameters)
+        net._modules.update(base_net._modules)
+        net._parameters.update(base_net._parameters)
+
+
+def _parameter_shapes(module: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in module.named_parameters()}

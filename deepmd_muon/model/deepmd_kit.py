@@ -1,7 +1,8 @@
-"""Checkpoints of deepmd-kit 3.2: translation of names, both ways.
+"""Checkpoints of deepmd-kit 3.2: translation of names and settings, both ways.
 
-Our parameters already carry deepmd-kit's names; a deepmd-kit state dict adds the prefix `model.Default.`, every
-network a second time under `_networks`, empty `compress_…` parameters, `min_nbor_dist` and `_extra_state`.
+Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds the prefix
+`model.Default.`, every network a second time under `_networks`, empty `compress_…` parameters,
+`min_nbor_dist` and `_extra_state`. Each part of a model has a `Translation`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.branch_settings import SINGLE
@@ -21,7 +23,6 @@ from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings, changed, model_settings
-from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
 
@@ -29,13 +30,18 @@ log = logging.getLogger(__name__)
 
 PREFIX = f"model.{SINGLE}."
 OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
-UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
-_NETWORK, _TABLE = "atomic_model.models.0.", "atomic_model.models.1."  # of a model with use_srtab
-_NETWORK_OF_BRANCH = re.compile(rf"(^|\.){re.escape(_NETWORK)}")
-_PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
+UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that has seen no data
 
-# Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
-_ONLY_THEIRS: dict[str, Any] = {
+_REGISTRIES = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
+# deepmd-kit builds a model with use_srtab from two models: the network and the table.
+_NETWORK = "atomic_model.models.0."
+_TABLE = "atomic_model.models.1."
+_NETWORK_OF_BRANCH = re.compile(rf"(^|\.){re.escape(_NETWORK)}")
+_OUTPUT_STATISTICS = ("atomic_model.out_bias", "atomic_model.out_std")
+
+# Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them
+# without a default.
+_DEEPMD_KIT_KEYS: dict[str, Any] = {
     "data_bias_nsample": 10,
     "preset_out_bias": None,
     "srtab_add_bias": True,
@@ -46,43 +52,111 @@ _ONLY_THEIRS: dict[str, Any] = {
     "bridging_r_outer": 0.8,
 }
 
+# ----- the differences of one part ---------------------------------------------------------------
+
+
+def own_parameters(part: torch.nn.Module) -> list[str]:
+    """Return the names of a part's parameters in our order."""
+    return [name for name, _ in part.named_parameters()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """The differences between deepmd-kit's form of one kind of descriptor or fitting net and ours.
+
+    Names are relative to the part: they lack the prefix up to `descriptor.` or `fitting_net.`.
+
+    Attributes
+    ----------
+    section
+        Converts deepmd-kit's normalised section to our keys and spellings.
+    empty
+        Names of the entries without elements that only deepmd-kit's state dict has, parameters or
+        buffers.
+    is_empty
+        Whether a name of deepmd-kit's state dict is such an entry.
+    parameters
+        Names of all parameters in the order of deepmd-kit's `named_parameters`, empty ones
+        included.
+    ours_only
+        Features that a part's settings request and deepmd-kit lacks, one phrase each; it cannot
+        read such a model.
+    check
+        Raises `ForeignModelError` if weights of deepmd-kit do not fit our form of the part.
+    """
+
+    section: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda section: section
+    empty: Callable[[Any], list[str]] = lambda part: []
+    is_empty: Callable[[str], bool] = lambda name: False
+    parameters: Callable[[Any], list[str]] = own_parameters
+    ours_only: Callable[[Any], Sequence[str]] = lambda settings: ()
+    check: Callable[[Mapping[str, Tensor]], None] = lambda state: None
+
+
+_SAME_FORM = Translation()  # for a part that deepmd-kit does not have, or stores as we do
+
+
+def check_slots(state: Mapping[str, Tensor], part: str, *names: str) -> None:
+    """Check that a descriptor has one mean and deviation for all neighbour slots of a centre type.
+
+    Raises
+    ------
+    ForeignModelError
+        If statistics differ between slots.
+    """
+    for name in names:
+        values = state[f"{part}.{name}"]
+        if not torch.equal(values, values[:, :1].expand_as(values)):
+            raise ForeignModelError(
+                f"the descriptor's {name} differs between neighbour slots of one centre type"
+            )
+
 
 def _translations(settings: ModelSettings) -> dict[str, Translation]:
     """Return the translation of each part, by the part's name in the state dict."""
     return {
-        part: table.translation(getattr(settings, part)) or PLAIN for part, table in _PARTS.items()
+        part: registry.translation(getattr(settings, part)) or _SAME_FORM
+        for part, registry in _REGISTRIES.items()
     }
 
 
 def ours_only(settings: ModelSettings) -> list[str]:
     """Name the parts of a model that deepmd-kit lacks; empty if it can read the model."""
-    found = []
-    for part, table in _PARTS.items():
-        own = getattr(settings, part)
-        translation = table.translation(own)
+    reasons = []
+    for part, registry in _REGISTRIES.items():
+        part_settings = getattr(settings, part)
+        translation = registry.translation(part_settings)
         if translation is None:
-            found.append(f"{part}: deepmd-kit has no {table.what} like {table.name_of(own)!r}")
+            kind = registry.name_of(part_settings)
+            reasons.append(f"{part}: deepmd-kit has no {registry.what} like {kind!r}")
         else:
-            found += [f"{part}: {reason}" for reason in translation.ours_only(own)]
+            reasons += [f"{part}: {reason}" for reason in translation.ours_only(part_settings)]
     if settings.smin_alpha not in (None, DEFAULT_ALPHA):
-        found.append(
-            f"smin_alpha: deepmd-kit's PyTorch models take {DEFAULT_ALPHA} Å, this one has {settings.smin_alpha}"
+        reasons.append(
+            f"smin_alpha: deepmd-kit's PyTorch models take {DEFAULT_ALPHA} Å, "
+            f"this one has {settings.smin_alpha}"
         )
-    return found
+    return reasons
 
 
-def _theirs(name: str, *, table: bool) -> str:
-    """Return deepmd-kit's name of a tensor; a model with a table is its sum of two."""
-    if not table or name in ("atomic_model.out_bias", "atomic_model.out_std"):
+# ----- names of tensors and parameters -----------------------------------------------------------
+
+
+def _to_deepmd_kit_name(name: str, *, has_table: bool) -> str:
+    """Return deepmd-kit's name of one of our tensors."""
+    if not has_table or name in _OUTPUT_STATISTICS:
         return name
     if name.startswith("short_range."):
         return _TABLE + name.removeprefix("short_range.")
     return _NETWORK + name.removeprefix("atomic_model.")
 
 
-def _ours(name: str, *, table: bool) -> str | None:
-    """Return our name of deepmd-kit's tensor, None for one that says nothing: a bias of one of two models."""
-    if not table or not name.startswith((_NETWORK, _TABLE)):
+def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
+    """Return our name of one of deepmd-kit's tensors.
+
+    None for the output statistics of network or table alone, which change nothing.
+    """
+    if not has_table or not name.startswith((_NETWORK, _TABLE)):
         return name
     if name.endswith((".0.out_bias", ".0.out_std", ".1.out_bias", ".1.out_std")):
         return None
@@ -92,47 +166,75 @@ def _ours(name: str, *, table: bool) -> str | None:
 
 
 def own_parameter_name(name: str) -> str:
-    """Return our name of a parameter that a file names, deepmd-kit's or ours, with its branch but without prefix."""
+    """Return our name of a parameter in a file of deepmd-kit or ours.
+
+    Names have their branch, but no prefix.
+    """
     return _NETWORK_OF_BRANCH.sub(r"\1atomic_model.", name)
 
 
 def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
     """Return parameter names in the order of deepmd-kit's own `named_parameters`, without prefix.
 
-    An optimizer state of deepmd-kit counts parameters by position; empty `compress_…` parameters take part. One that
-    several branches share counts once, under the name that it has in the first.
+    An optimizer state of deepmd-kit counts parameters by position; empty `compress_…` parameters
+    take part. A parameter that several branches share counts once, under its name in the first
+    branch.
 
     Raises
     ------
     CheckpointError
-        When deepmd-kit has no such model.
+        If deepmd-kit has no such model.
     """
     if not isinstance(model, Branches):
-        return [name for name, _ in _parameters(model)]
-    names, seen = [], set()
-    for branch, one in model.items():
-        for name, what in _parameters(one):
-            if id(what) not in seen:
-                names.append(f"{branch}.{name}")
-        seen |= {id(what) for _, what in _parameters(one)}
+        return [parameter.name for parameter in _deepmd_kit_parameters(model)]
+    names = []
+    seen: set[int] = set()
+    for branch_name, branch in model.items():
+        parameters = _deepmd_kit_parameters(branch)
+        names += [f"{branch_name}.{p.name}" for p in parameters if id(p.shared_as) not in seen]
+        # Only now: the empty parameters of one part have the same `shared_as`.
+        seen.update(id(p.shared_as) for p in parameters)
     return names
 
 
-def _parameters(model: EnergyModel) -> list[tuple[str, torch.nn.Module | torch.Tensor]]:
-    """Return deepmd-kit's parameters of one model in its order: our own by name, of empty ones the part with them."""
+class _DeepmdKitParameter(NamedTuple):
+    """A parameter of deepmd-kit.
+
+    Attributes
+    ----------
+    name
+        Its name without prefix.
+    shared_as
+        The object that branches have in common if they share it: our parameter, or the part of an
+        empty one.
+    """
+
+    name: str
+    shared_as: torch.nn.Module | Tensor
+
+
+def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
+    """Return deepmd-kit's parameters of one model in its order."""
     reasons = ours_only(model.settings)
     if reasons:
         raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
-    found: list[tuple[str, torch.nn.Module | torch.Tensor]] = []
+    prefix = _prefix_of_parts(model)
+    parameters = []
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
-        own = dict(module.named_parameters())
-        place = _NETWORK if model.short_range is not None else "atomic_model."
-        found += [
-            (f"{place}{part}.{name}", own.get(name, module))
+        by_name = dict(module.named_parameters())
+        parameters += [
+            _DeepmdKitParameter(f"{prefix}{part}.{name}", by_name.get(name, module))
             for name in translation.parameters(module)
         ]
-    return found
+    return parameters
+
+
+def _prefix_of_parts(model: EnergyModel) -> str:
+    return "atomic_model." if model.short_range is None else _NETWORK
+
+
+# ----- writing -----------------------------------------------------------------------------------
 
 
 def to_deepmd_kit(
@@ -143,116 +245,73 @@ def to_deepmd_kit(
 ) -> dict[str, Any]:
     """Return the `"model"` entry of a checkpoint that deepmd-kit 3.2 tests, freezes and trains on.
 
-    A model with parts that deepmd-kit does not have is stored in the same form under its own names, and says so under
-    `OURS_ONLY` in `_extra_state`.
+    A model with parts that deepmd-kit does not have is stored in the same form under its own names.
+    `OURS_ONLY` in `_extra_state` then says why.
 
     Parameters
     ----------
     model
-        The model whose settings and values are taken, or those of several branches; tensors are detached, not copied.
+        One model, or several branches; tensors are detached, not copied.
     train_infos
         `lr` and 0-based `step`.
     min_nbor_dist
-        Smallest distance in the training data [Å], of each branch if there are several; model compression wants it.
+        Smallest distance in the training data [Å], by branch if there are several; model
+        compression reads it.
     """
-    several = isinstance(model, Branches)
+    multi_task = isinstance(model, Branches)
     state: dict[str, Any] = {}
-    sections, reasons = {}, []
-    for name, one in branches_of(model).items():
-        distance = (
-            min_nbor_dist.get(name, UNKNOWN_DISTANCE)
-            if isinstance(min_nbor_dist, Mapping)
-            else min_nbor_dist
-        )
-        state |= _state_of_branch(one, f"model.{name}.", distance)
-        sections[name] = {**_ONLY_THEIRS, **thaw(one.settings)}
-        reasons += [
-            f"{name}: {reason}" if several else reason for reason in ours_only(one.settings)
-        ]
+    sections: dict[str, dict[str, Any]] = {}
+    reasons: list[str] = []
+    for name, branch in branches_of(model).items():
+        distance = min_nbor_dist
+        if isinstance(distance, Mapping):
+            distance = distance.get(name, UNKNOWN_DISTANCE)
+        state.update(_branch_state(branch, f"model.{name}.", distance))
+        sections[name] = {**_DEEPMD_KIT_KEYS, **thaw(branch.settings)}
+        prefix = f"{name}: " if multi_task else ""
+        reasons += [prefix + reason for reason in ours_only(branch.settings)]
     if isinstance(model, Branches):
         for name, section in sections.items():
             section["model_branch_alias"] = list(model.aliases.get(name, ()))
-    params = {"model_dict": sections, "shared_dict": {}} if several else sections[SINGLE]
-    state["_extra_state"] = {"model_params": params, "train_infos": dict(train_infos)}
+        model_params = {"model_dict": sections, "shared_dict": {}}
+    else:
+        model_params = sections[SINGLE]
+    state["_extra_state"] = {"model_params": model_params, "train_infos": dict(train_infos)}
     if reasons:
         state["_extra_state"][OURS_ONLY] = reasons
     return state
 
 
-def _state_of_branch(
-    model: EnergyModel, prefix: str, min_nbor_dist: float
-) -> dict[str, torch.Tensor]:
+def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, Tensor]:
     """Return the tensors of one branch under deepmd-kit's names."""
     state = {f"{prefix}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
-    table = model.short_range is not None
-    for own, value in model.state_dict().items():
-        name = _theirs(own, table=table)
+    has_table = model.short_range is not None
+    for own_name, value in model.state_dict().items():
+        name = _to_deepmd_kit_name(own_name, has_table=has_table)
         state[prefix + name] = value.detach()
-        if table and own in ("atomic_model.out_bias", "atomic_model.out_std"):
-            for place in (_NETWORK, _TABLE):
-                same = torch.zeros_like(value) if own.endswith("bias") else torch.ones_like(value)
-                state[prefix + place + own.removeprefix("atomic_model.")] = same
+        if has_table and own_name in _OUTPUT_STATISTICS:
+            # The statistics belong to the sum of network and table; each of the two changes
+            # nothing.
+            neutral = torch.zeros_like(value) if "bias" in own_name else torch.ones_like(value)
+            for model_prefix in (_NETWORK, _TABLE):
+                state[prefix + model_prefix + own_name.removeprefix("atomic_model.")] = neutral
+        # deepmd-kit registers each network twice.
         if re.search(r"\.filter_layers(_strip)?\.networks\.", name):
             state[prefix + name.replace(".networks.", "._networks.")] = value.detach()
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
         for name in translation.empty(module):
             dtype = next(module.parameters()).dtype
-            state[f"{prefix}{_NETWORK if table else 'atomic_model.'}{part}.{name}"] = torch.zeros(
-                0, dtype=dtype
-            )
+            state[f"{prefix}{_prefix_of_parts(model)}{part}.{name}"] = torch.zeros(0, dtype=dtype)
     return state
 
 
-def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Return the branches of a multi-task checkpoint, names before aliases, and the name each stands for.
-
-    Empty for a checkpoint of a single model.
-    """
-    branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
-    aliases = {
-        alias: name
-        for name, section in branches.items()
-        for alias in section.get("model_branch_alias") or ()
-    }
-    return {**{name: name for name in branches}, **aliases}
-
-
-def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Return name and model parameters of the branch that is wanted, or of the only one."""
-    params, known = state_dict["_extra_state"]["model_params"], saved_branches(state_dict)
-    if not known:
-        if wanted not in (None, SINGLE):
-            raise BranchError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
-        return SINGLE, params
-    names = ", ".join(params["model_dict"])
-    if wanted is None:
-        raise BranchError(
-            f"the checkpoint holds several models: name one of its branches ({names}) by --head or --model-branch; "
-            "dp freeze --head writes one alone"
-        )
-    if wanted not in known:
-        raise BranchError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
-    section = params["model_dict"][known[wanted]]
-    return known[wanted], {
-        key: x for key, x in section.items() if key not in ("model_branch_alias", "finetune_head")
-    }
-
-
-def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> str:
-    """Return the prefix of a branch's names; arguments and errors are those of `from_deepmd_kit`."""
-    return f"model.{_branch(state_dict, branch)[0]}."
-
-
-def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) -> float:
-    """Return the smallest distance in a branch's training data [Å], negative when the checkpoint has none."""
-    found = state_dict.get(f"{branch_prefix(state_dict, branch)}min_nbor_dist")
-    return UNKNOWN_DISTANCE if found is None else float(found)
+# ----- reading -----------------------------------------------------------------------------------
 
 
 def from_deepmd_kit(
     state_dict: Mapping[str, Any], branch: str | None = None
-) -> tuple[ModelSettings, dict[str, torch.Tensor]]:
+) -> tuple[ModelSettings, dict[str, Tensor]]:
     """Read the `"model"` entry of a deepmd-kit checkpoint.
 
     Parameters
@@ -270,60 +329,89 @@ def from_deepmd_kit(
     Raises
     ------
     ForeignModelError
-        When the model is of a kind that we do not have, or there is no such branch; the message names the reason.
+        If the model is of a kind that we do not have; the message names the reason.
+    BranchError
+        If there is no such branch, or there are several and none is named.
     """
     if "_extra_state" not in state_dict:
         raise ForeignModelError(
-            "the state dict has no '_extra_state': it is not a checkpoint of deepmd-kit's PyTorch backend"
+            "the state dict has no '_extra_state': "
+            "it is not a checkpoint of deepmd-kit's PyTorch backend"
         )
-    name, params = _branch(state_dict, branch)
-    prefix = f"model.{name}."
-    settings = settings_of(params)
+    selected = _select_branch(state_dict, branch)
+    settings = settings_of(selected.params)
+    # Only this package writes models with another smin_alpha, and marks them.
     if OURS_ONLY not in state_dict["_extra_state"]:
         settings = _as_deepmd_kit_computes(settings)
     translations = _translations(settings)
-    own: dict[str, torch.Tensor] = {}
-    others = tuple(f"model.{other}." for other in set(saved_branches(state_dict).values()) - {name})
-    for name, value in state_dict.items():
-        if name == "_extra_state" or "._networks." in name or name == f"{prefix}min_nbor_dist":
+    weights = _branch_weights(
+        state_dict, selected.name, translations, has_table=settings.use_srtab is not None
+    )
+    for part, translation in translations.items():
+        prefix = f"atomic_model.{part}."
+        translation.check(
+            {
+                name.removeprefix(prefix): value
+                for name, value in weights.items()
+                if name.startswith(prefix)
+            }
+        )
+    return settings, weights
+
+
+def _branch_weights(
+    state_dict: Mapping[str, Any],
+    branch: str,
+    translations: Mapping[str, Translation],
+    *,
+    has_table: bool,
+) -> dict[str, Tensor]:
+    """Return the tensors of one branch under our names."""
+    prefix = f"model.{branch}."
+    other_branches = set(saved_branches(state_dict).values()) - {branch}
+    skipped_prefixes = (f"{prefix}min_nbor_dist", *(f"model.{name}." for name in other_branches))
+    weights = {}
+    for full_name, value in state_dict.items():
+        if full_name == "_extra_state" or full_name.startswith(skipped_prefixes):
             continue
-        if name.startswith(others):
+        if "._networks." in full_name:  # the same tensors as under `networks`
             continue
-        if not name.startswith(prefix):
+        if not full_name.startswith(prefix):
             raise ForeignModelError(
-                f"the checkpoint holds {name!r}; names must begin with {prefix!r}"
+                f"the checkpoint holds {full_name!r}; names must begin with {prefix!r}"
             )
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.is_complex()
-            or value.layout is not torch.strided
-        ):
-            kind = (
-                f"{value.dtype} {value.layout}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise ForeignModelError(
-                f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers"
-            )
-        translated = _ours(name[len(prefix) :], table=settings.use_srtab is not None)
-        if translated is None:
+        _check_real_tensor(full_name, value)
+        name = _from_deepmd_kit_name(full_name.removeprefix(prefix), has_table=has_table)
+        if name is None:
             continue
-        short = translated
-        _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
-        if part in translations and translations[part].is_empty(below):
+        if _is_empty_entry(name, translations):
             if value.numel():
                 raise ForeignModelError(
                     "the checkpoint holds a compressed model; give the one it was compressed from"
                 )
             continue
-        own[short] = value
+        weights[name] = value
+    return weights
+
+
+def _is_empty_entry(name: str, translations: Mapping[str, Translation]) -> bool:
     for part, translation in translations.items():
-        below = f"atomic_model.{part}."
-        translation.check(
-            {name[len(below) :]: value for name, value in own.items() if name.startswith(below)}
-        )
-    return settings, own
+        prefix = f"atomic_model.{part}."
+        if name.startswith(prefix):
+            return translation.is_empty(name.removeprefix(prefix))
+    return False
+
+
+def _check_real_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+    elif value.is_complex() or value.layout is not torch.strided:
+        kind = f"{value.dtype} {value.layout}"
+    else:
+        return
+    raise ForeignModelError(
+        f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers"
+    )
 
 
 def _as_deepmd_kit_computes(settings: ModelSettings) -> ModelSettings:
@@ -331,93 +419,152 @@ def _as_deepmd_kit_computes(settings: ModelSettings) -> ModelSettings:
     if settings.smin_alpha in (None, DEFAULT_ALPHA):
         return settings
     log.warning(
-        "the checkpoint says smin_alpha %g, but deepmd-kit, which wrote it, computes with %g: so does this package",
+        "the checkpoint says smin_alpha %g, but deepmd-kit, which wrote it, computes with %g: "
+        "so does this package",
         settings.smin_alpha,
         DEFAULT_ALPHA,
     )
     return changed(settings, {"smin_alpha": DEFAULT_ALPHA})
 
 
+# ----- branches of a checkpoint ------------------------------------------------------------------
+
+
+class _SelectedBranch(NamedTuple):
+    """A branch of a checkpoint: its name, and its model section in deepmd-kit's form."""
+
+    name: str
+    params: Mapping[str, Any]
+
+
+def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Return the branches of a multi-task checkpoint: the name that each name or alias means.
+
+    Names come before aliases. Empty for a checkpoint of a single model.
+    """
+    branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
+    meant = {name: name for name in branches}
+    for name, section in branches.items():
+        # An alias wins over a name.
+        meant.update(dict.fromkeys(section.get("model_branch_alias") or (), name))
+    return meant
+
+
+def _select_branch(state_dict: Mapping[str, Any], wanted: str | None) -> _SelectedBranch:
+    """Return the branch of this name or alias, or the only one."""
+    params = state_dict["_extra_state"]["model_params"]
+    names_and_aliases = saved_branches(state_dict)
+    if not names_and_aliases:
+        if wanted not in (None, SINGLE):
+            raise BranchError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
+        return _SelectedBranch(SINGLE, params)
+    names = ", ".join(params["model_dict"])
+    if wanted is None:
+        raise BranchError(
+            f"the checkpoint holds several models: name one of its branches ({names}) by --head or "
+            "--model-branch; dp freeze --head writes one alone"
+        )
+    if wanted not in names_and_aliases:
+        raise BranchError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
+    name = names_and_aliases[wanted]
+    section = dict(params["model_dict"][name])
+    for key in ("model_branch_alias", "finetune_head"):
+        section.pop(key, None)
+    return _SelectedBranch(name, section)
+
+
+def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> str:
+    """Return the prefix of a branch's names; arguments and errors as in `from_deepmd_kit`."""
+    return f"model.{_select_branch(state_dict, branch).name}."
+
+
+def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) -> float:
+    """Return the smallest distance in a branch's training data [Å]; negative if unknown."""
+    distance = state_dict.get(f"{branch_prefix(state_dict, branch)}min_nbor_dist")
+    return UNKNOWN_DISTANCE if distance is None else float(distance)
+
+
+# ----- deepmd-kit's model section ----------------------------------------------------------------
+
+
 def settings_of(params: Mapping[str, Any]) -> ModelSettings:
-    """Return deepmd-kit's section of a single model, as its checkpoints and frozen files hold it, as settings.
+    """Return the settings that deepmd-kit's model section means.
+
+    Checkpoints and frozen files hold the section of a single model.
 
     Raises
     ------
     ForeignModelError
-        When the model is of a kind that we do not have.
+        If the model is of a kind that we do not have.
     """
-    problems = list(_foreign(params))
+    problems = _unsupported_features(params)
     if problems:
         raise ForeignModelError(
             "the checkpoint's model cannot be built here: " + "; ".join(problems)
         )
+    section = _keep_known_keys(ModelSettings, params)
+    for part, registry in _REGISTRIES.items():
+        part_params = params.get(part, {})
+        kind = part_params.get("type", "ener")
+        settings_class = registry.settings_class(kind)
+        translation = registry.translation(settings_class) or _SAME_FORM
+        part_section = _keep_known_keys(settings_class, translation.section(part_params))
+        section[part] = {"type": kind, **part_section}
     try:
-        return model_settings(_own_section(params))
+        return model_settings(section)
     except ModelError as error:
         raise ForeignModelError(f"the checkpoint's model cannot be built here: {error}") from error
 
 
-def _foreign(params: Mapping[str, Any]) -> list[str]:
-    """Name the entries of deepmd-kit's model parameters that have no counterpart here."""
+def _unsupported_features(params: Mapping[str, Any]) -> list[str]:
+    """Name the entries of deepmd-kit's model section that request features we lack."""
     problems = [f"{key} is {params[key]!r}" for key in ("lora", "hessian_mode") if params.get(key)]
-    problems += _refused(ModelSettings, params, "")
+    problems += _unsupported_keys(ModelSettings, params, path="")
     if params.get("type", "standard") != "standard":
         problems.append(f"the model's type is {params['type']!r}, not 'standard'")
-    for part, table in _PARTS.items():
+    for part, registry in _REGISTRIES.items():
         section = params.get(part, {})
         kind = section.get("type", "ener" if part == "fitting_net" else None)
-        if kind not in table.names():
-            problems.append(
-                f"the {table.what}'s type is {kind!r}; known are {', '.join(table.names())}"
-            )
+        if kind in registry.names():
+            settings_class = registry.settings_class(kind)
+            problems += _unsupported_keys(settings_class, section, path=f"{part}.")
         else:
-            problems += _refused(table.settings_class(kind), section, f"{part}.")
+            kinds = ", ".join(registry.names())
+            problems.append(f"the {registry.what}'s type is {kind!r}; known are {kinds}")
     return problems
 
 
-def _refused(settings: type[Any], section: Mapping[str, Any], where: str) -> list[str]:
-    """Name the keys of deepmd-kit that request features a part lacks here."""
-    problems = [
-        f"{where}{key} is {section[key]!r}"
-        for key, foreign in settings.foreign.items()
-        if key in section
-        and section[key]
-        and not foreign.inert
-        and not foreign.accepts(section[key])
-    ]
-    for key, below in _subsections(settings).items():
-        problems += _refused(below, section.get(key, {}), f"{where}{key}.")
+def _unsupported_keys(
+    settings_class: type[Any], section: Mapping[str, Any], *, path: str
+) -> list[str]:
+    """Name the keys of a section that request features we lack, also in its sub-sections."""
+    problems = []
+    for key, foreign in settings_class.foreign.items():
+        value = section.get(key)
+        if value and not foreign.inert and not foreign.accepts(value):
+            problems.append(f"{path}{key} is {value!r}")
+    for key, subsection_class in _subsections(settings_class).items():
+        problems += _unsupported_keys(subsection_class, section.get(key, {}), path=f"{path}{key}.")
     return problems
 
 
-def _own_section(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return deepmd-kit's model section with the keys we have, in our spelling."""
-    section = _known(ModelSettings, params)
-    for part, table in _PARTS.items():
-        given = params.get(part, {})
-        kind = given.get("type", "ener")
-        own = table.settings_class(kind)
-        translation = table.translation(own) or PLAIN
-        section[part] = {"type": kind, **_known(own, translation.section(given))}
-    return section
+def _keep_known_keys(settings_class: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a section that we know, also in its sub-sections."""
+    subsections = _subsections(settings_class)
+    names = {field.name for field in dataclasses.fields(settings_class)}
+    entries = {}
+    for key, value in section.items():
+        if key in subsections:
+            entries[key] = _keep_known_keys(subsections[key], value)
+        elif key in names:
+            entries[key] = value
+    return entries
 
 
-def _known(settings: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a section, and of its sub-sections, whose keys we have."""
-    below = _subsections(settings)
-    names = {field.name for field in dataclasses.fields(settings)}
-    return {
-        key: _known(below[key], value) if key in below else value
-        for key, value in given.items()
-        if key in names
-    }
-
-
-def _subsections(settings: type) -> dict[str, type[Any]]:
-    """Return the settings class of every sub-section of a part."""
-    annotations = annotations_of(settings).items()
+def _subsections(settings_class: type) -> dict[str, type[Any]]:
+    """Return the settings class of each sub-section of a part."""
     return {
         name: kind
-        for name, kind in annotations
+        for name, kind in annotations_of(settings_class).items()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     }

@@ -13,39 +13,43 @@ from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.section import Foreign, Rule, Section, Variants, freeze, section
 from deepmd_muon.setting import InvalidSettingError, setting
 
-#: α of the softmin where `smin_alpha` is left out, and in all of deepmd-kit's PyTorch models, which do not read it [Å].
+#: α of the softmin where `smin_alpha` is left out, and in all of deepmd-kit's PyTorch models, which
+#: do not read it [Å].
 DEFAULT_ALPHA = 0.1
 
 
 def _a_sel_for_each_type(
     sel: Any, descriptor: DescriptorSettings, type_map: tuple[str, ...]
 ) -> str | None:
-    if (
-        not type_map
-        or descriptor.needs_counts
-        or not (request := descriptor.neighbors()).by_type
-        or len(request.sel) == len(type_map)
-    ):
+    if not type_map or descriptor.needs_counts:  # unknown until the data are read
         return None
-    return f"must have one number for each of the {len(type_map)} types in type_map; found {len(request.sel)}"
+    request = descriptor.neighbors()
+    if not request.by_type or len(request.sel) == len(type_map):
+        return None
+    return (
+        f"must have one number for each of the {len(type_map)} types in type_map; found "
+        f"{len(request.sel)}"
+    )
 
 
 def _table_without_exclusions(
     use_srtab: str | None, exclude_types: tuple[tuple[int, int], ...] | None
 ) -> str | None:
     if use_srtab is not None and exclude_types:
-        return "excludes exclude_types of the descriptor; use model/pair_exclude_types, which the table follows as well"
+        return (
+            "excludes exclude_types of the descriptor; use model/pair_exclude_types, which the "
+            "table follows as well"
+        )
     return None
 
 
 def _known_types(
     exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]
 ) -> str | None:
-    unknown = sorted(
-        {index for pair in exclude_types or () for index in pair if index >= len(type_map)}
-    )
+    types = {index for pair in exclude_types or () for index in pair}
+    unknown = [index for index in types if index >= len(type_map)]
     if unknown and type_map:
-        return f"names type {unknown[0]}, but type_map has types 0 to {len(type_map) - 1}"
+        return f"names type {min(unknown)}, but type_map has types 0 to {len(type_map) - 1}"
     return None
 
 
@@ -57,13 +61,19 @@ def _an_energy_for_each_type(
     atom_ener: tuple[float | None, ...], type_map: tuple[str, ...]
 ) -> str | None:
     if type_map and atom_ener and len(atom_ener) != len(type_map):
-        return f"must have one energy for each of the {len(type_map)} types in type_map; found {len(atom_ener)}"
+        return (
+            f"must have one energy for each of the {len(type_map)} types in type_map; found "
+            f"{len(atom_ener)}"
+        )
     return None
 
 
 def _one_list_for_all_types(use_srtab: str | None, descriptor: DescriptorSettings) -> str | None:
     if use_srtab is not None and not descriptor.one_fitting_net:
-        return f"needs a descriptor that treats all types alike, dpa1 or dpa3, as in deepmd-kit; found {descriptor.type!r}"
+        return (
+            "needs a descriptor that treats all types alike, dpa1 or dpa3, as in deepmd-kit; "
+            f"found {descriptor.type!r}"
+        )
     return None
 
 
@@ -71,11 +81,9 @@ def _whole_switch(
     use_srtab: str | None, sw_rmin: float | None, sw_rmax: float | None, smin_alpha: float | None
 ) -> str | None:
     if use_srtab is None:
-        return (
-            None
-            if sw_rmin is sw_rmax is smin_alpha is None
-            else "is needed by sw_rmin, sw_rmax and smin_alpha"
-        )
+        if sw_rmin is sw_rmax is smin_alpha is None:
+            return None
+        return "is needed by sw_rmin, sw_rmax and smin_alpha"
     if sw_rmin is None or sw_rmax is None or not sw_rmin < sw_rmax:
         return f"needs sw_rmin below sw_rmax; found {sw_rmin} and {sw_rmax}"
     return None
@@ -93,8 +101,10 @@ class ModelSettings(Section):
     type_map: tuple[str, ...] = setting(
         (),
         doc=(
-            "Names of the types of atoms, such as ['O', 'H']. Left out, dp train takes those of the checkpoint that it "
-            "starts from, or else those of the training data (type_map.raw, elements of files that ASE reads), by "
+            "Names of the types of atoms, such as ['O', 'H']. Left out, dp train takes those of "
+            "the checkpoint that it "
+            "starts from, or else those of the training data (type_map.raw, elements of files that "
+            "ASE reads), by "
             "atomic number."
         ),
     )
@@ -119,7 +129,8 @@ class ModelSettings(Section):
         0.01,
         above=0.0,
         doc=(
-            "Smallest deviation that frame and atomic parameters are divided by. That of the environment is 0.01, as "
+            "Smallest deviation that frame and atomic parameters are divided by. That of the "
+            "environment is 0.01, as "
             "in deepmd-kit."
         ),
     )
@@ -127,29 +138,37 @@ class ModelSettings(Section):
         (),
         minimum=0,
         doc=(
-            "Pairs of types, by index, that are not neighbours, such as [[0, 1]]: their slots of the neighbour list "
+            "Pairs of types, by index, that are not neighbours, such as [[0, 1]]: their slots of "
+            "the neighbour list "
             "count as empty."
         ),
     )
     atom_exclude_types: tuple[int, ...] = setting(
         (),
         minimum=0,
-        doc="Types, by index, whose atoms have no energy. They remain neighbours of others, and forces act on them.",
+        doc=(
+            "Types, by index, whose atoms have no energy. They remain neighbours of others, and "
+            "forces act on them."
+        ),
     )
 
     use_srtab: str | None = setting(
         None,
         doc=(
-            "File of a tabulated pair potential that replaces the network where atoms come close, such as ZBL (dp "
-            "zbl). Each row has a distance [Å] and the energies [eV] of the pairs of types 0-0, 0-1, …, 1-1, …"
+            "File of a tabulated pair potential that replaces the network where atoms come close, "
+            "such as ZBL (dp "
+            "zbl). Each row has a distance [Å] and the energies [eV] of the pairs of types 0-0, "
+            "0-1, …, 1-1, …"
         ),
     )
     smin_alpha: float | None = setting(
         None,
         above=0.0,
         doc=(
-            f"Decay of the softmin of an atom's distances that switches to the table [Å]. Left out it is "
-            f"{DEFAULT_ALPHA}, which deepmd-kit's PyTorch models take whatever the input says; they cannot read a "
+            "Decay of the softmin of an atom's distances that switches to the table [Å]. Left out "
+            "it is "
+            f"{DEFAULT_ALPHA}, which deepmd-kit's PyTorch models take whatever the input says; "
+            "they cannot read a "
             "model with another value."
         ),
     )
@@ -213,10 +232,10 @@ def changed(settings: T, changes: Mapping[str, Any], path: str = "model") -> T:
     """
     declared: Any = settings
     try:
-        found: T = dataclasses.replace(declared, **changes)
+        result: T = dataclasses.replace(declared, **changes)
     except InvalidSettingError as error:
         raise ModelError("; ".join(f"{path}/{problem}" for problem in error.problems)) from error
-    return found
+    return result
 
 
 def model_settings(plain: Mapping[str, Any]) -> ModelSettings:

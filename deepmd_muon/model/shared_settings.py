@@ -24,18 +24,23 @@ ACTIVATION: dict[str, Any] = {
     "forms": f"one of {', '.join(map(repr, _ACTIVATIONS))}, 'silut', 'silut:T'",
     "any_case": True,
     "doc": (
-        "Activation of the hidden layers. 'gelu' and 'gelu_tf' are the tanh form of GELU; 'silut:T' is silu up to T "
+        "Activation of the hidden layers. 'gelu' and 'gelu_tf' are the tanh form of GELU; "
+        "'silut:T' is silu up to T "
         "(3 by default) and a tanh beyond; 'linear' and 'none' are the identity."
     ),
 }
-# Sizes that no model needs, and that would end as a lack of memory or as a search that does not end.
+# Sizes that no model needs, and that would end as a lack of memory or as a search that does not
+# end.
 WIDTH: dict[str, Any] = {"minimum": 1, "maximum": 2**16}
 CUTOFF: dict[str, Any] = {"above": 0.0, "maximum": 100.0}
 SLOTS: dict[str, Any] = {"maximum": 2**16}
 _MOST_ROOM = 100
 PRECISION: dict[str, Any] = {
     "note": "half precisions are not available",
-    "doc": "Floating point type of the parameters and of the arithmetic; 'default' and 'double' are float64.",
+    "doc": (
+        "Floating point type of the parameters and of the arithmetic; 'default' and 'double' are "
+        "float64."
+    ),
 }
 
 EXCLUDE_TYPES: dict[str, Any] = {
@@ -54,7 +59,10 @@ def smoothing_inside(rcut_smth: float, rcut: float) -> str | None:
 def axis_inside(axis_neuron: int, neuron: tuple[int, ...]) -> str | None:
     """Check that the embedding has as many columns as the axis takes."""
     if neuron and axis_neuron > neuron[-1]:
-        return f"must not exceed the last width of neuron; found {axis_neuron} with neuron {list(neuron)}"
+        return (
+            f"must not exceed the last width of neuron; found {axis_neuron} with neuron "
+            f"{list(neuron)}"
+        )
     return None
 
 
@@ -81,6 +89,9 @@ AUTO_SEL = r"auto(:\d+(\.\d*)?)?"
 
 
 def slots_for(sel: str, neighbors: int) -> int:
-    """Return the slots that "auto" or "auto:factor" takes for the most neighbours found, as deepmd-kit does."""
+    """Return the slots of "auto" or "auto:factor" for the largest number of neighbours in the data.
+
+    They are deepmd-kit's.
+    """
     factor = float(sel.partition(":")[2] or 1.1)
     return max(4, (int(neighbors * factor) + 3) // 4 * 4)

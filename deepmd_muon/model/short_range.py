@@ -1,8 +1,12 @@
-"""A tabulated pair potential that replaces the network where atoms come close, as deepmd-kit's `use_srtab`.
+"""A tabulated pair potential that replaces the network where atoms come close: `use_srtab`.
 
-An atom's energy is (1 − w) E + w T. E is the network's, T half the sum of the table over its neighbours. w falls from
-1 to 0 where σ grows from `sw_rmin` to `sw_rmax`.
-σ is the softmin of the neighbours' distances: Σ r exp(−r/α)/Σ exp(−r/α).
+As in deepmd-kit, an atom has the energy
+
+    (1 − w)·E + w·T
+
+E is the network's energy, T half the sum of the table over the neighbours. w falls from 1 to 0
+while σ grows from `sw_rmin` to `sw_rmax`. σ = Σ r·exp(−r/α) / Σ exp(−r/α) is the softmin of the
+distances r of the neighbours.
 
 TorchScript reads this file.
 """
@@ -18,7 +22,7 @@ from deepmd_muon.model.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_LEAST_JUMP = 1e-3  # of an energy at the cut-off that is worth a warning [eV]
+_SMALLEST_JUMP = 1e-3  # of an energy at the cut-off that is worth a warning [eV]
 
 
 class Blend(NamedTuple):
@@ -44,7 +48,11 @@ class Blend(NamedTuple):
 
 
 def edge_slope(blend: Blend, network_energy: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Return the contribution of table and weight to dE/dr_ij `(n, nnei, 3)`; energies `(n,)` are the network's."""
+    """Return the contribution of table and weight to dE/dr_ij `(n, nnei, 3)` [eV/Å].
+
+    It is (dw/dr·(T − E) + w·dT/dr)·r_ij/r. `network_energy` is E `(n,)` [eV], `vectors` are r_ij
+    `(n, nnei, 3)` [Å].
+    """
     difference = (blend.energy - network_energy).unsqueeze(1)
     radial = blend.weight_slope * difference + blend.weight.unsqueeze(1) * blend.energy_slope
     return (radial / blend.distance).unsqueeze(2) * vectors
@@ -56,8 +64,8 @@ class PairTable(torch.nn.Module):
     Parameters
     ----------
     path
-        Text file: in each row a distance [Å] and the energies [eV] of the pairs 0-0, 0-1, …, 1-1, … of types. Rows are
-        equally far apart. A checkpoint holds the splines, so that the file is read for new models only.
+        Text file, see `splines_of`. A checkpoint holds the splines, so that only new models read
+        the file.
     ntypes
         Number of types.
     rcut
@@ -66,6 +74,11 @@ class PairTable(torch.nn.Module):
         `sw_rmin` and `sw_rmax` [Å].
     alpha
         α of the softmin [Å].
+
+    Attributes
+    ----------
+    problem
+        Why the file cannot be used, if no checkpoint has brought the splines; else empty.
     """
 
     tab_info: torch.Tensor
@@ -75,25 +88,26 @@ class PairTable(torch.nn.Module):
         self, path: str, ntypes: int, rcut: float, switch: tuple[float, float], alpha: float
     ) -> None:
         super().__init__()
-        self.ntypes, self.rcut, self.alpha = ntypes, rcut, alpha
+        self.ntypes = ntypes
+        self.rcut = rcut
+        self.alpha = alpha
         self.inner, self.outer = switch
-        info, data, self.problem = np.zeros(4), np.zeros((ntypes, ntypes, 0, 4)), ""
+        self.problem = ""
+        splines = Splines(info=np.zeros(4), data=np.zeros((ntypes, ntypes, 0, 4)))
         try:
-            info, data = splines_of(path, ntypes, rcut)
+            splines = splines_of(path, ntypes, rcut)
         except ModelError as error:
             # A checkpoint may bring the splines.
             self.problem = str(error)
-        self.register_buffer("tab_info", torch.from_numpy(info))
-        self.register_buffer("tab_data", torch.from_numpy(data))
+        self.register_buffer("tab_info", torch.from_numpy(splines.info))
+        self.register_buffer("tab_data", torch.from_numpy(splines.data))
 
     @torch.jit.unused
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         data = state_dict.get(f"{prefix}tab_data")
-        if (
-            isinstance(data, torch.Tensor)
-            and data.shape[:2] == self.tab_data.shape[:2]
-            and data.dim() == 4
-        ):
+        is_table = isinstance(data, torch.Tensor) and data.dim() == 4
+        if is_table and data.shape[:2] == self.tab_data.shape[:2]:
+            # The table of a checkpoint may have another number of pieces.
             self.tab_data = torch.zeros_like(data, device=self.tab_data.device)
             self.problem = ""
         super()._load_from_state_dict(state_dict, prefix, *others)
@@ -112,41 +126,50 @@ class PairTable(torch.nn.Module):
         """
         if self.tab_data.shape[2] == 0:
             raise RuntimeError(self.problem)
-        there = neighbor_type >= 0
-        r = torch.where(there, vectors.square().sum(-1), 1.0).sqrt()
-        weight, weight_slope = self._weights(r, there)
-        energy, slope = self._table(r, there, own_type, neighbor_type)
-        return Blend(weight, energy, weight_slope, slope, r)
+        is_neighbor = neighbor_type >= 0
+        r = torch.where(is_neighbor, vectors.square().sum(-1), 1.0).sqrt()
+        weight, weight_slope = self._weights(r, is_neighbor)
+        energy, energy_slope = self._table(r, is_neighbor, own_type, neighbor_type)
+        return Blend(weight, energy, weight_slope, energy_slope, r)
 
-    def _weights(self, r: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Measured from the nearest neighbour: deepmd-kit's sums underflow beyond 46 α, and an atom whose neighbours are
-        # all farther gets w = 1 there.
-        far = torch.where(there, r, torch.inf)
-        nearest = far.amin(1, keepdim=True) if r.shape[1] > 0 else r.new_zeros([r.shape[0], 1])
+    def _weights(
+        self, r: torch.Tensor, is_neighbor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return w `(n,)` and dw/dr `(n, nnei)`."""
+        # Exponents are measured from the nearest neighbour. deepmd-kit's sums underflow beyond
+        # 46 α, so that an atom has w = 1 there if all its neighbours are farther away.
+        finite_r = torch.where(is_neighbor, r, torch.inf)
+        nearest = finite_r.amin(1, keepdim=True) if r.shape[1] > 0 else r.new_zeros([r.shape[0], 1])
         nearest = torch.where(torch.isfinite(nearest), nearest, 0.0)
-        share = torch.where(there, torch.exp((nearest - r) / self.alpha), 0.0)
+        share = torch.where(is_neighbor, torch.exp((nearest - r) / self.alpha), 0.0)
         total = share.sum(1, keepdim=True).clamp(min=1e-20)
         share = share / total
         sigma = (share * r).sum(1)
         width = self.outer - self.inner
         u = ((sigma - self.inner) / width).clamp(0.0, 1.0)
         # An atom without neighbours has σ = 0 and takes the network's energy.
-        lonely = ~there.any(1)
-        weight = torch.where(lonely, 0.0, 1.0 - u * u * u * (10.0 + u * (6.0 * u - 15.0)))
-        slope = -30.0 * (u * (1.0 - u)).square() / width
-        return weight, slope.unsqueeze(1) * share * (1.0 - (r - sigma.unsqueeze(1)) / self.alpha)
+        is_lonely = ~is_neighbor.any(1)
+        weight = torch.where(is_lonely, 0.0, 1.0 - u * u * u * (10.0 + u * (6.0 * u - 15.0)))
+        dw_dsigma = -30.0 * (u * (1.0 - u)).square() / width
+        # dσ/dr = share·(1 − (r − σ)/α)
+        slope = dw_dsigma.unsqueeze(1) * share * (1.0 - (r - sigma.unsqueeze(1)) / self.alpha)
+        return weight, slope
 
     def _table(
         self,
         r: torch.Tensor,
-        there: torch.Tensor,
+        is_neighbor: torch.Tensor,
         own_type: torch.Tensor,
         neighbor_type: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        first, step, pieces = self.tab_info[0], self.tab_info[1], self.tab_data.shape[2]
-        u = (r - first) / step
-        piece = u.to(torch.int64).clamp(0, pieces - 1)
-        row = (own_type.unsqueeze(1) * self.ntypes + neighbor_type.clamp(min=0)) * pieces + piece
+        """Return T `(n,)` and dT/dr `(n, nnei)`."""
+        start = self.tab_info[0]
+        step = self.tab_info[1]
+        n_pieces = self.tab_data.shape[2]
+        u = (r - start) / step
+        piece = u.to(torch.int64).clamp(0, n_pieces - 1)
+        pair = own_type.unsqueeze(1) * self.ntypes + neighbor_type.clamp(min=0)
+        row = pair * n_pieces + piece
         a = self.tab_data.view(-1, 4)[row.view(-1)].view(r.shape[0], r.shape[1], 4)
         # Below the table its first tangent goes on.
         x = (u - piece).clamp(min=0.0)
@@ -155,20 +178,37 @@ class PairTable(torch.nn.Module):
             ((a[:, :, 0] * x + a[:, :, 1]) * x + a[:, :, 2]) * x + a[:, :, 3] + a[:, :, 2] * below
         )
         slope = ((3.0 * a[:, :, 0] * x + 2.0 * a[:, :, 1]) * x + a[:, :, 2]) / step
-        inside = there & (r < self.rcut) & (u < pieces)
+        inside = is_neighbor & (r < self.rcut) & (u < n_pieces)
         energy = 0.5 * torch.where(inside, value, 0.0).sum(1)
         return energy, 0.5 * torch.where(inside, slope, 0.0)
 
 
-def splines_of(path: str, ntypes: int, rcut: float) -> tuple[np.ndarray, np.ndarray]:
-    """Read a table; return first distance, step, number of pieces and types `(4,)`, and splines `(nt, nt, n, 4)`.
+class Splines(NamedTuple):
+    """Cubic splines of a table, under deepmd-kit's names without `tab_`.
 
-    A piece is a₃u³ + a₂u² + a₁u + a₀ with u from 0 to 1. Splines have zero slope at both ends, as deepmd-kit's.
+    Attributes
+    ----------
+    info
+        First distance [Å], step [Å], number of pieces and number of types `(4,)`.
+    data
+        a₃, a₂, a₁, a₀ of each piece `(ntypes, ntypes, n_pieces, 4)` [eV]. The energy is
+        a₃u³ + a₂u² + a₁u + a₀, with u from 0 to 1.
+    """
+
+    info: np.ndarray
+    data: np.ndarray
+
+
+def splines_of(path: str, ntypes: int, rcut: float) -> Splines:
+    """Read a table; its splines have zero slope at both ends, as deepmd-kit's.
+
+    Each row of the file has a distance [Å] and the energies [eV] of the pairs 0-0, 0-1, …, 1-1, …
+    of types. Distances grow by equal steps.
 
     Raises
     ------
     ModelError
-        When there is no such file, or it is not a table for these types.
+        If there is no such file, or it is not a table for these types.
     """
     if not os.path.isfile(path):
         raise ModelError(f"use_srtab: there is no file {path}")
@@ -176,42 +216,46 @@ def splines_of(path: str, ntypes: int, rcut: float) -> tuple[np.ndarray, np.ndar
         rows = np.loadtxt(path, dtype=np.float64, ndmin=2)
     except ValueError as error:
         raise ModelError(f"use_srtab: {path} is not a table of numbers: {error}") from error
-    columns = ntypes * (ntypes + 1) // 2
-    if rows.shape[0] < 3 or rows.shape[1] != columns + 1 or not np.isfinite(rows).all():
+    n_pairs = ntypes * (ntypes + 1) // 2
+    if rows.shape[0] < 3 or rows.shape[1] != n_pairs + 1 or not np.isfinite(rows).all():
         raise ModelError(
-            f"use_srtab: {path} needs 3 rows or more of {columns + 1} finite numbers, a distance and the energies of "
-            f"{columns} pairs of types; found {rows.shape[0]} rows of {rows.shape[1]}"
+            f"use_srtab: {path} needs 3 rows or more of {n_pairs + 1} finite numbers, "
+            f"a distance and the energies of {n_pairs} pairs of types; "
+            f"found {rows.shape[0]} rows of {rows.shape[1]}"
         )
     step = rows[1, 0] - rows[0, 0]
     if not step > 0.0 or not np.allclose(np.diff(rows[:, 0]), step, rtol=1e-3):
         raise ModelError(f"use_srtab: the distances of {path} must grow by equal steps")
-    rows = _up_to(rcut, rows, path)
-    pieces = len(rows) - 1
-    data = np.zeros((ntypes, ntypes, pieces, 4))
-    pairs = [(a, b) for a in range(ntypes) for b in range(a, ntypes)]
-    for column, (a, b) in enumerate(pairs, start=1):
+    rows = _extend(rows, rcut, path)
+    n_pieces = len(rows) - 1
+    data = np.zeros((ntypes, ntypes, n_pieces, 4))
+    pairs = [(i, j) for i in range(ntypes) for j in range(i, ntypes)]
+    for column, (i, j) in enumerate(pairs, start=1):
         value = rows[:, column]
         slope = _clamped_slopes(value)
         rise = value[1:] - value[:-1]
-        data[a, b, :, 0] = slope[:-1] + slope[1:] - 2.0 * rise
-        data[a, b, :, 1] = 3.0 * rise - 2.0 * slope[:-1] - slope[1:]
-        data[a, b, :, 2], data[a, b, :, 3] = slope[:-1], value[:-1]
-        data[b, a] = data[a, b]
-    return np.array([rows[0, 0], step, pieces, ntypes]), data
+        data[i, j, :, 0] = slope[:-1] + slope[1:] - 2.0 * rise
+        data[i, j, :, 1] = 3.0 * rise - 2.0 * slope[:-1] - slope[1:]
+        data[i, j, :, 2] = slope[:-1]
+        data[i, j, :, 3] = value[:-1]
+        data[j, i] = data[i, j]
+    return Splines(info=np.array([rows[0, 0], step, n_pieces, ntypes]), data=data)
 
 
-def _up_to(rcut: float, rows: np.ndarray, path: str) -> np.ndarray:
-    """Return a table that goes on to the cut-off [Å]: as zeros, or if it does not end in zeros, as a cubic to zero.
+def _extend(rows: np.ndarray, rcut: float, path: str) -> np.ndarray:
+    """Return a table that reaches the cut-off [Å].
 
-    Points and values are deepmd-kit's. It takes the difference of the last two rows [eV] for the slope [eV/Å] there.
+    It goes on as zeros, or if it does not end in zeros, as a cubic to zero. Points and values are
+    deepmd-kit's, which takes the difference of the last two rows [eV] for the slope [eV/Å] there.
     """
-    end, last = rows[-1, 0], rows[-1, 1:]
+    end = rows[-1, 0]
+    end_energies = rows[-1, 1:]
     step = rows[1, 0] - rows[0, 0]
-    beyond = int(np.ceil(rcut / step - rows[0, 0] / step)) - (len(rows) - 1)
-    if beyond <= 0:
+    n_missing = int(np.ceil(rcut / step - rows[0, 0] / step)) - (len(rows) - 1)
+    if n_missing <= 0:
         at_cutoff = [np.interp(rcut, rows[:, 0], column) for column in rows.T[1:]]
         jump = max(at_cutoff, key=abs)
-        if abs(jump) > _LEAST_JUMP:
+        if abs(jump) > _SMALLEST_JUMP:
             log.warning(
                 "use_srtab: the energies of %s jump from %.3g eV to 0 at the cut-off of %g Å",
                 path,
@@ -219,32 +263,34 @@ def _up_to(rcut: float, rows: np.ndarray, path: str) -> np.ndarray:
                 rcut,
             )
         return rows
-    more = np.zeros((beyond, rows.shape[1]))
-    more[:, 0] = np.linspace(end + step, end + step * beyond, beyond)
-    if not last.any():
-        return np.concatenate([rows, more])
-    # It reaches zero in the row before the last where there are two, and ends there.
-    kept = beyond - 1 if more[-1, 0] / step - end / step >= 2 else beyond
-    more = more[:kept]
-    length = more[-1, 0] - end
-    u = ((more[:, 0] - end) / length)[:, None]
-    slope = (last - rows[-2, 1:]) * length
-    more[:, 1:] = (1.0 - u) ** 2 * ((1.0 + 2.0 * u) * last + u * slope)
+    added = np.zeros((n_missing, rows.shape[1]))
+    added[:, 0] = np.linspace(end + step, end + step * n_missing, n_missing)
+    if not end_energies.any():
+        return np.concatenate([rows, added])
+    # The cubic reaches zero in the row before the last if there are two, and the table ends there.
+    if added[-1, 0] / step - end / step >= 2:
+        added = added[:-1]
+    length = added[-1, 0] - end
+    u = ((added[:, 0] - end) / length)[:, None]
+    slope = (end_energies - rows[-2, 1:]) * length
+    added[:, 1:] = (1.0 - u) ** 2 * ((1.0 + 2.0 * u) * end_energies + u * slope)
     log.info(
         "use_srtab: %s does not end in zeros; beyond %g Å its energies fall to 0 at %g Å",
         path,
         end,
-        more[-1, 0],
+        added[-1, 0],
     )
-    return np.concatenate([rows, more])
+    return np.concatenate([rows, added])
 
 
 def _clamped_slopes(value: np.ndarray) -> np.ndarray:
-    """Return the slopes at the points of a cubic spline, per step, that are 0 at both ends: a tridiagonal system."""
+    """Return the slopes at the points of a cubic spline, per step; they are 0 at both ends."""
     n = len(value)
     right = np.zeros(n)
     right[1:-1] = 3.0 * (value[2:] - value[:-2])
-    upper, slope = np.zeros(n), np.zeros(n)
+    upper = np.zeros(n)
+    slope = np.zeros(n)
+    # The tridiagonal system, by elimination and back substitution.
     for k in range(1, n - 1):  # s[k−1] + 4 s[k] + s[k+1] = right[k]
         below = 4.0 - upper[k - 1]
         upper[k] = 1.0 / below

@@ -11,9 +11,10 @@ import torch
 
 from deepmd_muon.model.errors import ModelError
 
-#: In place of a neighbour: an empty slot, and a neighbour that the descriptor excludes. To DPA-1 they differ:
-#: deepmd-kit standardises empty rows of the environment, while rows of excluded pairs stay zero.
-EMPTY, HIDDEN = -1, -2
+# Two values in place of a neighbour. To DPA-1 they differ: deepmd-kit standardises empty rows of
+# the environment, while rows of excluded pairs stay zero.
+EMPTY = -1  # an empty slot
+HIDDEN = -2  # a neighbour that the descriptor excludes
 
 
 class Frames(Protocol):
@@ -62,10 +63,11 @@ class Neighbors(Protocol):
 
 @dataclass(frozen=True)
 class Structures:
-    """Atoms, cells and neighbours of `nframes` structures, prepared so that no step reads a number from the GPU.
+    """Atoms, cells and neighbours of `nframes` structures.
 
-    Real atoms (`atype >= 0`) of all frames form one list, stably sorted by type. Everything with a leading
-    `nreal` follows that list, while atom numbers stored inside count `frame · natoms + atom`.
+    They are prepared so that no step reads a number from the GPU. Real atoms (`atype >= 0`) of all
+    frames form one list, stably sorted by type. Everything with a leading `nreal` follows that
+    list, while atom numbers stored inside count `frame · natoms + atom`.
 
     Attributes
     ----------
@@ -80,19 +82,23 @@ class Structures:
     sorted_type, sorted_frame
         Type and frame of every sorted atom `(nreal,)`, int64.
     neighbor
-        Atom number of each neighbour `(nreal, nnei)`, int64, `EMPTY` for an empty slot; below 0 for any without.
+        Atom number of each neighbour `(nreal, nnei)`, int64, `EMPTY` for an empty slot; below 0 for
+        any without.
     shift
-        Cell translations S of each neighbour `(nreal, nnei, 3)`: r_ij = coord[j] + S·box − coord[i]; None without box.
+        Cell translations S of each neighbour `(nreal, nnei, 3)`: r_ij = coord[j] + S·box −
+        coord[i]; None without box.
     sections
-        Widths of the column groups of `neighbor`, one per neighbour type (a single one when types are mixed).
+        Widths of the column groups of `neighbor`, one per neighbour type (a single one when types
+        are mixed).
     type_counts
         How many sorted atoms each type has, on the host.
     filled
-        How many leading columns of each section hold all neighbours of a sorted atom `(len(sections), nreal)`,
-        on the host.
+        How many leading columns of each section hold all neighbours of a sorted atom
+        `(len(sections), nreal)`, on the host.
     inner
-        How many leading columns of a sorted atom lie within each shorter cut-off that the descriptor asked for
-        `(ninner, nreal)`, on the host; in a batch of fixed shapes a bound, the same for all atoms.
+        How many leading columns of a sorted atom lie within each shorter cut-off that the
+        descriptor asked for `(ninner, nreal)`, on the host; in a batch of fixed shapes a bound, the
+        same for all atoms.
     fparam
         Frame parameters `(nframes, numb_fparam)`, float64, or None.
     aparam
@@ -131,12 +137,12 @@ class Structures:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Structures:
         """Return the batch with every tensor on `device`."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
-        }
-        return replace(self, **moved)
+        on_device: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                on_device[field.name] = value.to(device, non_blocking=non_blocking)
+        return replace(self, **on_device)
 
     @classmethod
     def from_numpy(
@@ -160,8 +166,8 @@ class Structures:
         coord, atype, box, sections, fparam, aparam
             As in `Structures`; padding atoms, of type −1, must come without neighbours.
         neighbor
-            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot; a step is
-            fastest when the empty slots of a section come last.
+            Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty
+            slot; a step is fastest when the empty slots of a section come last.
         shift
             Cell translations `(nframes, natoms, nnei, 3)`, integers; ignored without `box`.
         ntypes
@@ -174,95 +180,92 @@ class Structures:
         Raises
         ------
         ModelError
-            When a type lies outside the model's, or `sections` do not fit `neighbor`.
+            If the model does not have a type, or `sections` do not fit `neighbor`.
         """
-        flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
+        atype = np.asarray(atype, dtype=np.int64)
         if sum(sections) != neighbor.shape[2]:
             raise ModelError(
                 f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns"
             )
-        if flat_type.size and flat_type.max() >= ntypes:
+        if atype.size and atype.max() >= ntypes:
             raise ModelError(
-                f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})"
+                f"atom type {atype.max()} found, but the model has {ntypes} types "
+                f"(0 … {ntypes - 1})"
             )
         if box is not None and shift is None:
             raise ModelError(
                 "a periodic batch needs the cell translations `shift` of its neighbours"
             )
-        host = _sort_by_type(coord, flat_type.reshape(atype.shape), box, neighbor, shift)
-        for name, values in (("fparam", fparam), ("aparam", aparam)):
-            host[name] = None if values is None else np.asarray(values, dtype=np.float64)
-        tensors: dict[str, Any] = {
-            name: None
-            if value is None
-            else torch.from_numpy(np.ascontiguousarray(value)).to(device)
-            for name, value in host.items()
-        }
-        real = np.split(host["neighbor"] >= 0, np.cumsum(sections)[:-1], axis=1)
-        type_counts = np.bincount(host["sorted_type"], minlength=ntypes).tolist()
-        number = np.arange(1, neighbor.shape[2] + 1, dtype=np.int32)  # of 32 bits: half the memory
-        last = [np.max(there * number[: there.shape[1]], axis=1, initial=0) for there in real]
-        counts = np.zeros((0, len(host["order"])), dtype=np.int64)
+        nframes, natoms = atype.shape
+        order = _order_by_type(atype)
+        sorted_type = atype.reshape(-1)[order]
+        sorted_frame = order // natoms
+        # From the index in a frame to frame·natoms + index.
+        index_in_frame = neighbor.reshape(nframes * natoms, -1).take(order, axis=0)
+        flat_neighbor = index_in_frame + (sorted_frame * natoms)[:, None]
+        np.putmask(flat_neighbor, index_in_frame < 0, EMPTY)
+        sorted_shift = None
+        if box is not None and shift is not None:
+            sorted_shift = shift.reshape(nframes * natoms, -1, 3).take(order, axis=0)
+        sorted_inner = np.zeros((0, len(order)), dtype=np.int64)
         if inner is not None:
-            counts = (
-                inner.swapaxes(0, 1)
-                .reshape(inner.shape[1], atype.size)[:, host["order"]]
-                .astype(np.int64)
-            )
-        filled = np.array(last, dtype=np.int64)
+            # (nframes, ninner, natoms) → (ninner, nframes·natoms) → (ninner, nreal)
+            flat_inner = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)
+            sorted_inner = flat_inner[:, order].astype(np.int64)
+
+        def tensor(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        def float64_tensor(values: np.ndarray | None) -> torch.Tensor | None:
+            return None if values is None else tensor(np.asarray(values, dtype=np.float64))
+
         return cls(
-            **tensors,
+            coord=tensor(np.asarray(coord, dtype=np.float64)),
+            atype=tensor(atype),
+            box=float64_tensor(box),
+            order=tensor(order),
+            sorted_type=tensor(sorted_type),
+            sorted_frame=tensor(sorted_frame),
+            neighbor=tensor(flat_neighbor),
+            shift=None if sorted_shift is None else tensor(sorted_shift),
             sections=tuple(sections),
-            type_counts=tuple(type_counts),
-            filled=filled,
-            inner=counts,
+            type_counts=tuple(np.bincount(sorted_type, minlength=ntypes).tolist()),
+            filled=_count_filled(flat_neighbor, sections),
+            inner=sorted_inner,
+            fparam=float64_tensor(fparam),
+            aparam=float64_tensor(aparam),
         )
 
     @classmethod
     def of(
         cls, frames: Frames, neighbors: Neighbors, ntypes: int, device: torch.device | str = "cpu"
     ) -> Structures:
-        """Return the batch of frames and neighbour lists as the data package makes them; see `from_numpy`."""
+        """Return the batch of the frames and neighbour lists of `deepmd_muon.data`."""
         return cls.from_numpy(
             frames.coord,
             frames.atype,
             frames.box,
-            neighbors.index,
-            neighbors.shift,
-            neighbors.sections,
-            ntypes,
-            device,
-            neighbors.inner,
-            frames.fparam,
-            frames.aparam,
+            neighbor=neighbors.index,
+            shift=neighbors.shift,
+            sections=neighbors.sections,
+            ntypes=ntypes,
+            device=device,
+            inner=neighbors.inner,
+            fparam=frames.fparam,
+            aparam=frames.aparam,
         )
 
 
-def _sort_by_type(
-    coord: np.ndarray,
-    atype: np.ndarray,
-    box: np.ndarray | None,
-    neighbor: np.ndarray,
-    shift: np.ndarray | None,
-) -> dict[str, Any]:
-    """Return the arrays behind the tensors of `Structures`: real atoms of all frames, sorted by type."""
-    nframes, natoms = atype.shape
+def _order_by_type(atype: np.ndarray) -> np.ndarray:
+    """Return the numbers of all real atoms, stably sorted by type; padding comes first and goes."""
     flat_type = atype.reshape(-1)
     order = np.argsort(flat_type, kind="stable")
-    order = order[np.count_nonzero(flat_type < 0) :]
-    frame = order // natoms
-    chosen = neighbor.reshape(nframes * natoms, -1).take(order, axis=0)
-    numbers = chosen + (frame * natoms)[:, None]
-    np.putmask(numbers, chosen < 0, -1)
-    return {
-        "coord": np.asarray(coord, dtype=np.float64),
-        "atype": atype,
-        "box": None if box is None else np.asarray(box, dtype=np.float64),
-        "order": order,
-        "sorted_type": flat_type[order],
-        "sorted_frame": frame,
-        "neighbor": numbers,
-        "shift": None
-        if box is None or shift is None
-        else shift.reshape(nframes * natoms, -1, 3).take(order, axis=0),
-    }
+    return order[np.count_nonzero(flat_type < 0) :]
+
+
+def _count_filled(neighbor: np.ndarray, sections: Sequence[int]) -> np.ndarray:
+    """Return `Structures.filled`: in each section, the last column with a neighbour, from 1."""
+    is_real = np.split(neighbor >= 0, np.cumsum(sections)[:-1], axis=1)
+    column = np.arange(1, neighbor.shape[1] + 1, dtype=np.int32)  # 32 bits: half the memory
+    last = [np.max(real * column[: real.shape[1]], axis=1, initial=0) for real in is_real]
+    return np.array(last, dtype=np.int64)

@@ -16,12 +16,14 @@ from torch import Tensor
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.files import working_folder
-from deepmd_muon.loss import Loss, build_loss, check_labels
+from deepmd_muon.loss import ComparedAtoms, Loss, build_loss, check_labels
 from deepmd_muon.train import run
 
 Tensors = dict[str, Tensor]
+TYPE_MAP = ("O", "H")
+ATYPE = (0, 1, 1, 0)
 NFRAMES = 3
-NATOMS = 4
+NATOMS = len(ATYPE)
 LR_FRACTION = 0.3  # of start_lr; it sets the prefactors of the terms
 
 # Shapes per frame and per atom of everything that may be predicted or compared.
@@ -56,7 +58,7 @@ class LossChecks:
 
     def build(self) -> Loss:
         """Return the loss under test."""
-        return build_loss(dict(self.loss))
+        return build_loss(dict(self.loss), TYPE_MAP)
 
     # ----- tests ---------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ class LossChecks:
         """One detached number for each term, and `rmse`, the root of the loss."""
         loss = self.build()
         assert loss.terms, "a loss needs a term"
-        value, metrics = loss(self.leaves(loss), self.labels(), LR_FRACTION, NATOMS)
+        value, metrics = loss(self.leaves(loss), self.labels(), LR_FRACTION, self.atoms())
         assert set(metrics) == {*(term.metric for term in loss.terms), "rmse"}
         for metric in metrics.values():
             assert metric.numel() == 1
@@ -81,7 +83,7 @@ class LossChecks:
 
         def value_of(*tensors: Tensor) -> Tensor:
             prediction = dict(zip(leaves, tensors, strict=True))
-            return loss(prediction, labels, LR_FRACTION, NATOMS)[0]
+            return loss(prediction, labels, LR_FRACTION, self.atoms())[0]
 
         assert torch.autograd.gradcheck(value_of, tuple(leaves.values()), fast_mode=True)
 
@@ -91,9 +93,9 @@ class LossChecks:
         labels = self.labels()
         prediction = self.prediction(loss)
         for fraction in (1.0, 0.3, 0.0):
-            from_number, _ = loss(prediction, labels, fraction, NATOMS)
+            from_number, _ = loss(prediction, labels, fraction, self.atoms())
             tensor = torch.tensor(fraction, dtype=torch.float64)
-            from_tensor, _ = loss(prediction, labels, tensor, NATOMS)
+            from_tensor, _ = loss(prediction, labels, tensor, self.atoms())
             torch.testing.assert_close(from_number, from_tensor)
 
     def test_missing_labels_contribute_nothing(self) -> None:
@@ -109,10 +111,10 @@ class LossChecks:
                 name: label for name, label in labels.items() if name not in term.labels
             }
             for partial in (absent, {**absent, **dict.fromkeys(term.labels)}):
-                value, metrics = loss(leaves, partial, LR_FRACTION, NATOMS)
+                value, metrics = loss(leaves, partial, LR_FRACTION, self.atoms())
                 assert metrics[term.metric].isnan(), term.metric
                 assert value.isfinite()
-        value, _ = loss(leaves, {}, LR_FRACTION, NATOMS)
+        value, _ = loss(leaves, {}, LR_FRACTION, self.atoms())
         assert value.item() == 0.0
         if value.requires_grad:
             assert not any(grad.any() for grad in self.gradients(value, leaves).values())
@@ -129,7 +131,7 @@ class LossChecks:
             for name, label in labels.items():
                 filled[name] = label.clone()
                 filled[name][1] = filler
-            value, metrics = loss(leaves, filled, LR_FRACTION, NATOMS)
+            value, metrics = loss(leaves, filled, LR_FRACTION, self.atoms())
             for grad in self.gradients(value, leaves).values():
                 assert not grad[1].any()
             results.append([value.detach(), *metrics.values()])
@@ -163,7 +165,7 @@ class LossChecks:
             leaves = {
                 name: tensor.requires_grad_() for name, tensor in filled(prediction, filler).items()
             }
-            value, metrics = loss(leaves, filled(labels, filler), LR_FRACTION, NATOMS, mask)
+            value, metrics = loss(leaves, filled(labels, filler), LR_FRACTION, self.atoms(mask))
             for name, grad in self.gradients(value, leaves).items():
                 assert name not in ATOM_SHAPES or not grad[~mask].any(), name
             results.append([value.detach(), *metrics.values()])
@@ -235,6 +237,14 @@ class LossChecks:
         return {**labels, "atom_pref": labels["atom_pref"].abs()}
 
     @staticmethod
+    def atoms(mask: Tensor | None = None) -> ComparedAtoms:
+        """Return the atoms of all frames, with padding outside of `mask`."""
+        atype = torch.tensor(ATYPE).repeat(NFRAMES, 1)
+        if mask is not None:
+            atype = atype.masked_fill(~mask, -1)
+        return ComparedAtoms(atype, mask)
+
+    @staticmethod
     def gradients(value: Tensor, leaves: Tensors) -> Tensors:
         """Return the gradient with respect to each leaf; zeros for one that the loss ignores."""
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
@@ -260,7 +270,7 @@ class LossChecks:
         data = {"systems": ["system"], "batch_size": 2}
         return {
             "model": {
-                "type_map": ["O", "H"],
+                "type_map": list(TYPE_MAP),
                 "descriptor": descriptor,
                 "fitting_net": {"neuron": [4, 4], "seed": 2},
             },
@@ -281,8 +291,8 @@ class LossChecks:
         """Write six frames of four atoms with these labels to the folder `system`."""
         folder = Path("system/set.000")
         folder.mkdir(parents=True)
-        Path("system/type.raw").write_text("0\n1\n1\n0\n")
-        Path("system/type_map.raw").write_text("O\nH\n")
+        np.savetxt("system/type.raw", ATYPE, fmt="%d")
+        Path("system/type_map.raw").write_text("\n".join(TYPE_MAP))
         random = np.random.default_rng(4)
         corners = 1.5 * np.array([[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
         coord = corners + 0.1 * random.normal(size=(6, NATOMS, 3))

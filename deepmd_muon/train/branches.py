@@ -102,7 +102,7 @@ def make_branches(
             name=name,
             settings=settings,
             model=models[name],
-            loss=build_loss(settings.loss),
+            loss=build_loss(settings.loss, models[name].type_map),
             data=data[name],
             min_nbor_dist=distances.get(name, UNKNOWN_DISTANCE),
             continued=continued.get(name, name),

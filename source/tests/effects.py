@@ -11,12 +11,19 @@ from deepmd_muon.setting import InvalidSettingError, annotations_of, setting_of
 Settings = frozenset[tuple[str, Any]]
 
 
+class HashableDict(dict[str, Any]):
+    """A map as the value of a setting; contexts are sets of values."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 def values_of(section: type, name: str, given: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
     """Return values of a setting besides its default: given ones, the other truth value, or the other choices."""
     declared: Any = section
     (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
     if name in given:
-        return given[name]
+        return [HashableDict(x) if isinstance(x, dict) else x for x in given[name]]
     if isinstance(field.default, bool):
         return [not field.default]
     choices = setting_of(field, annotations_of(section)[name]).choices

@@ -1,1 +1,1 @@
-"""The `ener` loss: energy, force, virial, atomic energy and prefactored force, as DeePMD weighs them."""
+"""The `ener` loss: errors of energy, force and virial, as DeePMD weighs them."""

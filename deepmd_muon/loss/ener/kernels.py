@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings
-from deepmd_muon.loss.interface import Labels
+from deepmd_muon.loss.interface import ComparedAtoms, Labels
 
 BLOCK = 1024  # elements that a program compares at a time
 _MOST_TERMS = 3
@@ -50,8 +50,8 @@ class TermTensors(NamedTuple):
     frames: Tensor | None  # (nframes,) bool: frames that have the label; None for all
 
 
-class Atoms(NamedTuple):
-    """Which atoms are real; both None without padding."""
+class CountedAtoms(NamedTuple):
+    """Which atoms count; both None if all do."""
 
     mask: Tensor | None  # (nframes, natoms) bool
     counts: Tensor | None  # (nframes,) int64
@@ -90,7 +90,7 @@ def _loss_kernel(
     table,  # (n_terms, COLUMNS)
     fraction,  # (): lr/start_lr
     terms,  # a tuple of `TermTensors`
-    atoms,  # `Atoms`
+    atoms,  # `CountedAtoms`
     count0,
     count1,
     count2,
@@ -191,18 +191,19 @@ def evaluate(
     prediction: Mapping[str, Tensor],
     labels: Labels,
     lr_fraction: Tensor,
-    natoms: int,
-    mask: Tensor | None = None,
+    atoms: ComparedAtoms,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics as `EnergyLoss.compare` does, if `fits_kernels` allows it."""
+    """Return loss and metrics as `EnergyLoss.compare` does, if its `fits_kernels` allows it."""
     quantities = [LABELS[term] for term in settings.names]
     # With padding the number of atoms differs between frames, and the kernels read it.
-    table = _table(settings, natoms if mask is None else 1, prediction["energy"].device)
+    mask = atoms.mask
+    natoms = atoms.natoms if mask is None else 1
+    table = _table(settings, natoms, prediction["energy"].device)
     value, errors = FusedLoss.apply(
         settings,
         table,
         lr_fraction,
-        mask if mask is None else mask.contiguous(),
+        None if mask is None else mask.contiguous(),
         [labels[quantity] for quantity in quantities],
         [labels.get(f"find_{quantity}") for quantity in quantities],
         *(prediction[quantity] for quantity in quantities),
@@ -245,7 +246,7 @@ class FusedLoss(torch.autograd.Function):
         straight = [prediction.contiguous() for prediction in predictions]
         rows = [label.reshape(nframes, -1) for label in labels]
         out = table.new_empty(2 * n_terms + 2)
-        options = _shared_options(settings, Atoms(mask, natoms), straight, rows, frames)
+        options = _shared_options(settings, CountedAtoms(mask, natoms), straight, rows, frames)
         _loss_kernel[(1,)](out, table, fraction, num_warps=8, **options)
         value, errors, numbers = out.split([1, n_terms + 1, n_terms])
         ctx.settings = settings
@@ -264,7 +265,9 @@ class FusedLoss(torch.autograd.Function):
         frames = each_term[2 * n_terms :]
         sizes = [prediction.numel() for prediction in predictions]
         gradients = table.new_empty(sum(sizes))
-        options = _shared_options(ctx.settings, Atoms(mask, natoms), predictions, labels, frames)
+        options = _shared_options(
+            ctx.settings, CountedAtoms(mask, natoms), predictions, labels, frames
+        )
         grid = (triton.cdiv(max(sizes), BLOCK), n_terms)
         _gradient_kernel[grid](gradients, table, fraction, cotangent, numbers, **options)
         parts = gradients.split(sizes)
@@ -276,7 +279,7 @@ class FusedLoss(torch.autograd.Function):
 
 def _shared_options(
     settings: EnerLossSettings,
-    atoms: Atoms,
+    atoms: CountedAtoms,
     predictions: Sequence[Tensor],
     labels: Sequence[Tensor],
     frames: Sequence[Tensor | None],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -12,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings, Name
-from deepmd_muon.loss.interface import Labels, Term
+from deepmd_muon.loss.interface import ComparedAtoms, Labels, Term
 from deepmd_muon.model.nn import triton_support
 
 Prediction: TypeAlias = Mapping[str, Tensor]
@@ -38,23 +37,6 @@ KERNEL_COVERAGE = Coverage(
 )
 
 
-def fits_kernels(settings: EnerLossSettings, prediction: Prediction, labels: Labels) -> bool:
-    """Return whether the kernels have all terms and settings of the loss, and are faster."""
-    if not _covered_by_kernels(settings):
-        return False
-    if settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None:
-        return False
-    quantities = [LABELS[term] for term in settings.names]
-    if any(labels.get(quantity) is None for quantity in quantities):
-        return False
-    return max(prediction[quantity].numel() for quantity in quantities) <= _MOST_COMPONENTS
-
-
-@functools.lru_cache(maxsize=64)  # asked in every step
-def _covered_by_kernels(settings: EnerLossSettings) -> bool:
-    return _KERNEL_TERMS.issuperset(settings.names) and not KERNEL_COVERAGE.uncovered(settings)
-
-
 # ----- means over the frames and atoms that count ------------------------------------------------
 
 
@@ -73,27 +55,33 @@ class Counted(NamedTuple):
     per_atom
         1/N of each frame `(nframes,)`; a number if all frames have N atoms.
     atoms
-        True for real atoms `(nframes, natoms)`; None if there is no padding.
+        Types of all atoms, and the mask of those that count.
     frames
         True for frames that have the label `(nframes,)`; None for all.
     """
 
     per_atom: Tensor | float
-    atoms: Tensor | None = None
+    atoms: ComparedAtoms
     frames: Tensor | None = None
 
     def with_label(self, frames: Tensor | None) -> Counted:
         """Return the same atoms, of these frames."""
         return self._replace(frames=frames)
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether all atoms of all frames count."""
+        return self.frames is None and self.atoms.mask is None
+
     def mean_over_atoms(self, values: Tensor) -> Tensor:
         """Return the mean of `(nframes, natoms, components)`."""
+        mask = self.atoms.mask
         if self.frames is None:
-            return values.mean() if self.atoms is None else _weighted_mean(values, self.atoms)
+            return values.mean() if mask is None else _weighted_mean(values, mask)
         frames = self.frames.unsqueeze(1)  # (nframes, 1)
-        if self.atoms is None:
+        if mask is None:
             return _weighted_mean(values, frames.expand(values.shape[:2]))
-        return _weighted_mean(values, frames & self.atoms)
+        return _weighted_mean(values, frames & mask)
 
     def mean_over_frames(self, values: Tensor) -> Tensor:
         """Return the mean of `(nframes, components)`."""
@@ -142,11 +130,18 @@ class EnergyLoss:
     ----------
     settings
         The section `loss`.
+    type_map
+        Names of the types by number; the terms treat all types alike.
     """
 
-    def __init__(self, settings: EnerLossSettings) -> None:
+    def __init__(self, settings: EnerLossSettings, type_map: tuple[str, ...]) -> None:
         self.settings = settings
-        self._active = settings.names  # read in every step
+        self.type_map = type_map
+        # Every step reads these two.
+        self._active = settings.names
+        self._covered_by_kernels = _KERNEL_TERMS.issuperset(
+            settings.names
+        ) and not KERNEL_COVERAGE.uncovered(settings)
         # In this order the terms are summed and the columns of lcurve.out written.
         compare: dict[Name, Callable[[Prediction, Labels, Counted], TermValue | None]] = {
             "e": self._energy,
@@ -185,8 +180,7 @@ class EnergyLoss:
         prediction: Prediction,
         label: Labels,
         lr_fraction: float | Tensor,
-        natoms: int,
-        mask: Tensor | None = None,
+        atoms: ComparedAtoms,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics, see `Loss`; on a GPU the usual loss is one kernel.
 
@@ -196,27 +190,37 @@ class EnergyLoss:
         if (
             isinstance(lr_fraction, Tensor)
             and triton_support.usable(prediction["energy"].device)
-            and fits_kernels(self.settings, prediction, label)
+            and self.fits_kernels(prediction, label)
         ):
             from deepmd_muon.loss.ener import kernels
 
-            return kernels.evaluate(self.settings, prediction, label, lr_fraction, natoms, mask)
-        return self.compare(prediction, label, lr_fraction, natoms, mask)
+            return kernels.evaluate(self.settings, prediction, label, lr_fraction, atoms)
+        return self.compare(prediction, label, lr_fraction, atoms)
+
+    def fits_kernels(self, prediction: Prediction, labels: Labels) -> bool:
+        """Return whether the kernels have all terms and settings of the loss, and are faster."""
+        if not self._covered_by_kernels:
+            return False
+        if self.settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None:
+            return False
+        quantities = [LABELS[term] for term in self._active]
+        if any(labels.get(quantity) is None for quantity in quantities):
+            return False
+        return max(prediction[quantity].numel() for quantity in quantities) <= _MOST_COMPONENTS
 
     def compare(
         self,
         prediction: Prediction,
         label: Labels,
         lr_fraction: float | Tensor,
-        natoms: int,
-        mask: Tensor | None = None,
+        atoms: ComparedAtoms,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics by torch's operations."""
-        if mask is None:
-            counted = Counted(per_atom=1.0 / natoms)
+        if atoms.mask is None:
+            counted = Counted(per_atom=1.0 / atoms.natoms, atoms=atoms)
         else:
-            real_atoms = mask.sum(1).to(torch.float64).clamp(min=1.0)
-            counted = Counted(per_atom=1.0 / real_atoms, atoms=mask)
+            number = atoms.mask.sum(1).to(torch.float64).clamp(min=1.0)
+            counted = Counted(per_atom=1.0 / number, atoms=atoms)
         energy = prediction["energy"]
         loss: Tensor | None = None
         metrics: dict[str, Tensor] = {}
@@ -252,8 +256,8 @@ class EnergyLoss:
     # ----- one method a term ---------------------------------------------------------------------
 
     def _energy(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
-        wanted = label.get("energy")
-        if wanted is None:
+        target = label.get("energy")
+        if target is None:
             return None
         energy = prediction["energy"]
         coefficients = label.get("atom_ener_coeff")
@@ -266,35 +270,35 @@ class EnergyLoss:
                 energy = torch.where(has_coefficients, weighted_sum, energy)
         return self._extensive(
             energy.unsqueeze(1),
-            wanted.reshape(energy.shape).unsqueeze(1),
+            target.reshape(energy.shape).unsqueeze(1),
             counted.with_label(label.get("find_energy")),
             delta=self._huber_delta(0),
         )
 
     def _virial(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
-        wanted = label.get("virial")
-        if wanted is None:
+        target = label.get("virial")
+        if target is None:
             return None
         virial = prediction["virial"]
         return self._extensive(
             virial,
-            wanted.reshape(virial.shape),
+            target.reshape(virial.shape),
             counted.with_label(label.get("find_virial")),
             delta=self._huber_delta(2),
         )
 
     def _extensive(
-        self, predicted: Tensor, wanted: Tensor, counted: Counted, *, delta: float
+        self, predicted: Tensor, target: Tensor, counted: Counted, *, delta: float
     ) -> TermValue:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
         intensive = self.settings.intensive_ener_virial
         if self.settings.is_plain and counted.frames is None and isinstance(per_atom, float):
             # The usual case in three kernels.
-            square = mse_loss(predicted, wanted)
+            square = mse_loss(predicted, target)
             loss = square * (per_atom * per_atom if intensive else per_atom)
             return TermValue(loss, square.detach().sqrt() * per_atom)
-        error = predicted - wanted
+        error = predicted - target
         if isinstance(per_atom, Tensor):
             per_atom = per_atom.unsqueeze(1)  # (nframes, 1)
         error_per_atom = error * per_atom
@@ -311,16 +315,16 @@ class EnergyLoss:
         return TermValue(loss, square.sqrt())
 
     def _force(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
-        wanted = label.get("force")
-        if wanted is None:
+        target = label.get("force")
+        if target is None:
             return None
         counted = counted.with_label(label.get("find_force"))
         force = prediction["force"]
-        everything_counts = counted.frames is None and counted.atoms is None
-        if self.settings.is_plain and self.settings.relative_f is None and everything_counts:
-            square = mse_loss(force, wanted.reshape(force.shape))  # one kernel instead of three
+        is_plain = self.settings.is_plain and self.settings.relative_f is None
+        if is_plain and counted.is_everything:
+            square = mse_loss(force, target.reshape(force.shape))  # one kernel instead of three
             return TermValue(square, square.detach().sqrt())
-        error = self._force_error(force, wanted)
+        error = self._force_error(force, target)
         if self.settings.f_use_norm:
             size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
         else:
@@ -335,25 +339,25 @@ class EnergyLoss:
             loss = square
         return TermValue(loss, square.sqrt())
 
-    def _force_error(self, force: Tensor, wanted: Tensor) -> Tensor:
+    def _force_error(self, force: Tensor, target: Tensor) -> Tensor:
         """Return the errors of forces `(nframes, natoms, 3)`, relative ones if so set."""
-        wanted = wanted.reshape(force.shape)
-        error = wanted - force
+        target = target.reshape(force.shape)
+        error = target - force
         if self.settings.relative_f is None:
             return error
-        length: Tensor = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(target, dim=-1, keepdim=True)
         return error / (length + self.settings.relative_f)
 
     def _prefactored_force(
         self, prediction: Prediction, label: Labels, counted: Counted
     ) -> TermValue | None:
-        wanted = label.get("force")
+        target = label.get("force")
         weights = label.get("atom_pref")
         has_weights = label.get("find_atom_pref")
-        if wanted is None or (weights is None and not self.settings.use_default_pf):
+        if target is None or (weights is None and not self.settings.use_default_pf):
             return None
         is_mae = self.settings.loss_func == "mae"
-        error = self._force_error(prediction["force"], wanted)
+        error = self._force_error(prediction["force"], target)
         power = error.abs() if is_mae else error * error
         if weights is not None:
             weights = weights.reshape(error.shape[:2])
@@ -372,12 +376,12 @@ class EnergyLoss:
     def _atomic_energy(
         self, prediction: Prediction, label: Labels, counted: Counted
     ) -> TermValue | None:
-        wanted = label.get("atom_ener")
-        if wanted is None:
+        target = label.get("atom_ener")
+        if target is None:
             return None
         counted = counted.with_label(label.get("find_atom_ener"))
         energy = prediction["atom_energy"]
-        error = (wanted.reshape(energy.shape) - energy).unsqueeze(-1)
+        error = (target.reshape(energy.shape) - energy).unsqueeze(-1)
         if self.settings.loss_func == "mae":
             mean = counted.mean_over_atoms(error.abs())
             return TermValue(mean, mean)

@@ -17,14 +17,14 @@ LABELS: dict[Name, str] = {"e": "energy", "f": "force", "v": "virial", "ae": "at
 
 
 def _prefactor(default: float, *, what: str, end: str, other: str) -> Any:
-    """Declare the prefactor of a term at the start or at the limit of training; `other` is that at the other end."""
+    """Declare the prefactor of a term at one end of training; `other` is that at the other end."""
     return setting(
         default,
         minimum=0.0,
         needs=(above_zero(other, neutral=(0.0,)),),
         doc=(
-            f"Prefactor of the {what} term {end}. In between it is limit + (start − limit)·rate/start_lr; a term "
-            "counts only when both prefactors are above 0."
+            f"Prefactor of the {what} term {end}. In between it is limit + "
+            "(start − limit)·rate/start_lr; a term counts only when both prefactors are above 0."
         ),
     )
 
@@ -126,7 +126,10 @@ class EnerLossSettings(LossSettings):
     enable_atom_ener_coeff: bool = setting(
         False,
         needs=(_counts("e"),),
-        doc="Weight the atomic energies with atom_ener_coeff.npy when they are summed to the energy.",
+        doc=(
+            "Weight the atomic energies with atom_ener_coeff.npy when they are summed to the "
+            "energy."
+        ),
     )
     loss_func: Literal["mse", "mae"] = setting(
         "mse", doc="Mean squared ('mse') or mean absolute ('mae') errors."
@@ -134,7 +137,10 @@ class EnerLossSettings(LossSettings):
     f_use_norm: bool = setting(
         False,
         needs=(_counts("f"),),
-        doc="Take the length of an atom's force error instead of its components; for 'mae' and Huber.",
+        doc=(
+            "Take the length of an atom's force error instead of its components; for 'mae' and "
+            "Huber."
+        ),
     )
     use_huber: bool = setting(
         False,
@@ -157,7 +163,10 @@ class EnerLossSettings(LossSettings):
             ),
             _counts("e", "v"),
         ),
-        doc="Divide the squared errors of energy and virial by the squared number of atoms instead of the number.",
+        doc=(
+            "Divide the squared errors of energy and virial by the squared number of atoms instead "
+            "of the number."
+        ),
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -213,4 +222,7 @@ class EnerLossSettings(LossSettings):
         if self.has(term):
             return None
         start, limit = (getattr(self, f"{end}_pref_{term}") for end in ("start", "limit"))
-        return f"needs loss/start_pref_{term} and loss/limit_pref_{term} above 0; found {start:g} and {limit:g}"
+        return (
+            f"needs loss/start_pref_{term} and loss/limit_pref_{term} above 0; "
+            f"found {start:g} and {limit:g}"
+        )

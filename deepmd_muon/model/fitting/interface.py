@@ -12,33 +12,34 @@ from deepmd_muon.model.structures import Structures
 class Fitting(Protocol):
     """A `torch.nn.Module`, built as `cls(settings, type_map, dim_in, mixed_types, seed)`.
 
-    `settings` is the frozen dataclass of its section, `dim_in` the length of the descriptor; `mixed_types` asks for
-    one net for all types; `seed` is used when the settings have no seed of their own.
+    `settings` is the frozen dataclass of its section, `dim_in` the length of the descriptor;
+    `mixed_types` requests one net for all types; `seed` counts if the settings have none.
     """
 
     def __call__(
         self, descriptor: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return atomic energies `(nreal,)` [eV], float64, and dE/dD like `descriptor` (None without force).
+        """Return atomic energies `(nreal,)` [eV], float64, and dE/dD like `descriptor`.
 
-        Atoms are sorted by type; `type_counts` says how many there are of each, on the host.
+        dE/dD is None without `force`. Atoms are sorted by type; `type_counts` says how many there
+        are of each, on the host.
         """
 
 
 @runtime_checkable
 class Conditioned(Protocol):
-    """A fitting net that may read frame and atomic parameters beside the descriptor.
+    """A fitting net that may read frame and atomic parameters next to the descriptor.
 
-    Its call takes `parameters`, what `parameters_of` has returned, unless that is None.
+    Its call takes the result of `parameters_of` as `parameters`, unless that is None.
     """
 
     def parameters_of(self, structures: Structures) -> torch.Tensor | None:
-        """Return the parameters of every sorted atom `(nreal, numb_fparam + numb_aparam)`, None without any.
+        """Return the parameters of every sorted atom `(nreal, number)`; None without any.
 
         Raises
         ------
         ModelError
-            When the batch lacks parameters that the net reads.
+            If the batch lacks parameters that the net reads.
         """
 
     def set_parameter_statistics(

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepmd_muon.data import Batch
 from deepmd_muon.data.frames import LABELS
 from deepmd_muon.data.sampling.loader import Origin
+from deepmd_muon.loss import ComparedAtoms
 from deepmd_muon.model import Structures
 
 T = TypeVar("T")
@@ -59,17 +60,18 @@ class TrainingBatch:
             return prediction
         return {name: values[: len(self.mask)] for name, values in prediction.items()}
 
-    def counted(self, types: Tensor | None) -> Tensor | None:
-        """Return which atoms count in the loss `(nframes, natoms)`: real ones of types with energy.
+    def compared_atoms(self, counted_types: Tensor | None) -> ComparedAtoms:
+        """Return the atoms of the frames that `compared` keeps; real ones of types with energy count.
 
-        `types` is `EnergyModel.counted`.
+        `counted_types` is `EnergyModel.counted`.
         """
-        if types is None:
-            return self.mask
         atype = self.structures.atype
         if self.mask is not None:
             atype = atype[: len(self.mask)]
-        return (atype >= 0) & (types[atype.clamp(min=0)] > 0.0)
+        if counted_types is None:
+            return ComparedAtoms(atype, self.mask)
+        mask = (atype >= 0) & (counted_types[atype.clamp(min=0)] > 0.0)
+        return ComparedAtoms(atype, mask)
 
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:

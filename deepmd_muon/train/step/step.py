@@ -225,12 +225,9 @@ def differentiate(
     in place of its parameters, so there all leaves get gradients. `trained` are the parameters that
     have gradients; without it, the modules are walked through for them.
     """
-    structures = batch.structures
-    prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
-    mask = batch.counted(model.counted)
-    value, metrics = loss(
-        batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, mask
-    )
+    prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
+    atoms = batch.compared_atoms(model.counted)
+    value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, atoms)
     if trained is None:
         trained = [p for p in model.parameters() if p.requires_grad]
     value.backward(inputs=None if sharded else trained or None)

@@ -98,8 +98,8 @@ def validate(
     def measure() -> Iterable[WeightedMetrics]:
         for batch, counts in batches:
             prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
-            mask = batch.counted(model.counted)
-            _, metrics = loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, mask)
+            atoms = batch.compared_atoms(model.counted)
+            _, metrics = loss(prediction, batch.labels, lr_fraction, atoms)
             weights = metric_weights(loss, batch) if counts else dict.fromkeys(metrics, 0.0)
             yield WeightedMetrics(metrics, weights)
 

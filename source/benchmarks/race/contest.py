@@ -187,7 +187,7 @@ class Run:
                 contestant.parts(model, key.rate, key.steps), deferred=on_gpu
             )
             self._foreign.train()
-        loss = build_loss(given.settings.loss)
+        loss = build_loss(given.settings.loss, model.type_map)
         self._stepper = build_stepper(
             strategy=strategy,
             loss=loss,

@@ -10,6 +10,7 @@ from effects import asks_for_nothing, values_of, wrong_answers
 from deepmd_muon.argcheck import CosineSettings, ExpSettings, WSDSettings, normalize
 from deepmd_muon.argcheck.schema import Key, tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
+from deepmd_muon.loss import ComparedAtoms
 from deepmd_muon.loss.ener.module import EnergyLoss
 from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.setting import idle_settings
@@ -56,8 +57,9 @@ def loss_of(settings):
     labels = {key: draw(*shape) for key, shape in shapes.items()}
     labels |= {"atom_ener": draw(3, 4), "atom_ener_coeff": draw(3, 4)}
     several = ({**labels, "atom_pref": draw(3, 4).abs()}, labels)
-    loss = EnergyLoss(section)
-    found = [float(loss.compare(prediction, some, 0.3, 4)[0]) for some in several]
+    loss = EnergyLoss(section, ("O",))
+    atoms = ComparedAtoms(torch.zeros(3, 4, dtype=torch.int64))
+    found = [float(loss.compare(prediction, some, 0.3, atoms)[0]) for some in several]
     return tuple(found), frozenset(idle_settings(section))
 
 

@@ -9,13 +9,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepmd_muon.loss import build_loss, check_labels
+from deepmd_muon.loss import ComparedAtoms, build_loss, check_labels
 
 FIXTURE = torch.load(
     io.BytesIO(gzip.decompress(Path(__file__).with_name("deepmd_kit_loss.pt.gz").read_bytes())),
     weights_only=True,
 )
 CASES = list(FIXTURE["cases"])
+TYPES = ["O", "H"]
+ATOMS = ComparedAtoms(torch.zeros(3, 5, dtype=torch.int64))
+PADDED = ComparedAtoms(FIXTURE["padded_atype"], FIXTURE["padded_atype"] >= 0)
 
 
 def given():
@@ -35,8 +38,8 @@ def given():
 def test_same_values(name, kind):
     case = FIXTURE["cases"][name]
     prediction, label = given()
-    mask = FIXTURE["padded_atype"] >= 0 if kind == "padded" else None
-    value, metrics = build_loss(case["settings"])(prediction, label, 0.3, 5, mask)
+    atoms = PADDED if kind == "padded" else ATOMS
+    value, metrics = build_loss(case["settings"], TYPES)(prediction, label, 0.3, atoms)
     torch.testing.assert_close(value, case[kind]["loss"], rtol=1e-13, atol=0)
     for key, wanted in case[kind]["metrics"].items():
         torch.testing.assert_close(metrics[key], wanted, rtol=1e-13, atol=0, msg=key)
@@ -45,10 +48,10 @@ def test_same_values(name, kind):
 
 def test_prefactor_follows_the_learning_rate():
     prediction, label = given()
-    loss = build_loss({"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 0.0})
+    loss = build_loss({"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 0.0}, TYPES)
     square = (prediction["energy"] - label["energy"]).square().mean() / 5
     for fraction in (0.0, 0.25, torch.tensor(0.5, dtype=torch.float64), 1.0):
-        value, _ = loss(prediction, label, fraction, 5)
+        value, _ = loss(prediction, label, fraction, ATOMS)
         torch.testing.assert_close(value, (1.0 - 0.98 * fraction) * square)
 
 
@@ -80,11 +83,15 @@ def test_frames_without_a_label_have_no_weight(name, term, kind):
     """A term is that of the frames that have its labels; what stands in the others does not matter."""
     settings = FIXTURE["cases"][name]["settings"]
     alone = build_loss(
-        {k: 0.0 if "_pref_" in k and not k.endswith(f"_{term}") else v for k, v in settings.items()}
+        {
+            k: 0.0 if "_pref_" in k and not k.endswith(f"_{term}") else v
+            for k, v in settings.items()
+        },
+        TYPES,
     )
     assert [found.metric.split("_")[1] for found in alone.terms] == [term]
     prediction, label = given()
-    mask = FIXTURE["padded_atype"] >= 0 if kind == "padded" else None
+    atoms = PADDED if kind == "padded" else ATOMS
     found = torch.tensor([True, False, True])
     partial = dict(label)
     for quantity in TERMS[term]:
@@ -92,10 +99,11 @@ def test_frames_without_a_label_have_no_weight(name, term, kind):
         partial[quantity][1] = 1e6
         partial[f"find_{quantity}"] = found
     leaves = {key: value.clone().requires_grad_() for key, value in prediction.items()}
-    value, metrics = alone(leaves, partial, 0.3, 5, mask)
+    value, metrics = alone(leaves, partial, 0.3, atoms)
     chosen = [0, 2]
     inputs = frames_of(prediction, chosen), frames_of(label, chosen)
-    wanted, expected = alone(*inputs, 0.3, 5, None if mask is None else mask[chosen])
+    mask = None if atoms.mask is None else atoms.mask[chosen]
+    wanted, expected = alone(*inputs, 0.3, ComparedAtoms(atoms.atype[chosen], mask))
     torch.testing.assert_close(value, wanted, rtol=1e-12, atol=0)
     assert expected.keys() == metrics.keys()
     for key, figure in expected.items():
@@ -113,8 +121,10 @@ def test_labels_of_different_frames_do_not_mix():
     """Each term has its own frames: energies of the first two, forces of the last."""
     prediction, label = given()
     first, last = torch.tensor([True, True, False]), torch.tensor([False, False, True])
-    loss = build_loss({})
-    value, metrics = loss(prediction, {**label, "find_energy": first, "find_force": last}, 0.3, 5)
+    loss = build_loss({}, TYPES)
+    value, metrics = loss(
+        prediction, {**label, "find_energy": first, "find_force": last}, 0.3, ATOMS
+    )
     energy, force = prediction["energy"] - label["energy"], prediction["force"] - label["force"]
     torch.testing.assert_close(metrics["rmse_e"], (energy[:2] / 5).square().mean().sqrt())
     torch.testing.assert_close(metrics["rmse_f"], force[2].square().mean().sqrt())
@@ -132,15 +142,21 @@ def test_weights_and_coefficients_of_some_frames():
     power = (prediction["force"] - label["force"]).square()
     weighted = power * label["atom_pref"].unsqueeze(-1)
     partial = {**label, "find_atom_pref": found}
-    value, _ = build_loss(only_pf)(prediction, partial, 1.0, 5)
+    value, _ = build_loss(only_pf, TYPES)(prediction, partial, 1.0, ATOMS)
     torch.testing.assert_close(value, weighted[found].mean())
-    value, _ = build_loss({**only_pf, "use_default_pf": True})(prediction, partial, 1.0, 5)
+    value, _ = build_loss({**only_pf, "use_default_pf": True}, TYPES)(
+        prediction, partial, 1.0, ATOMS
+    )
     torch.testing.assert_close(value, torch.stack([weighted[0], power[1], weighted[2]]).mean())
-    value, metrics = build_loss(only_pf)(prediction, {**partial, "find_force": ~found}, 1.0, 5)
+    value, metrics = build_loss(only_pf, TYPES)(
+        prediction, {**partial, "find_force": ~found}, 1.0, ATOMS
+    )
     assert value == 0
     assert metrics["rmse_pf"].isnan()
-    loss = build_loss({"start_pref_e": 1.0, "start_pref_f": 0.0, "enable_atom_ener_coeff": True})
-    value, _ = loss(prediction, {**label, "find_atom_ener_coeff": found}, 1.0, 5)
+    loss = build_loss(
+        {"start_pref_e": 1.0, "start_pref_f": 0.0, "enable_atom_ener_coeff": True}, TYPES
+    )
+    value, _ = loss(prediction, {**label, "find_atom_ener_coeff": found}, 1.0, ATOMS)
     energy = (prediction["atom_energy"] * label["atom_ener_coeff"]).sum(1)
     energy[1] = prediction["energy"][1]
     torch.testing.assert_close(value, (energy - label["energy"]).square().mean() / 5)
@@ -208,7 +224,7 @@ class System(NamedTuple):
 )
 def test_labels_are_compared_with_the_terms(settings, labels, warnings, errors):
     systems = [System(f"s{k}", frozenset(found)) for k, found in enumerate(labels)]
-    check = check_labels(build_loss(settings), systems)
+    check = check_labels(build_loss(settings, TYPES), systems)
     for found, wanted in ((check.warnings, warnings), (check.errors, errors)):
         assert len(found) == len(wanted), found
         assert all(re.match(pattern, text) for pattern, text in zip(wanted, found, strict=True)), (
@@ -225,15 +241,17 @@ def test_default_prefactors_of_atoms_are_one():
         "start_pref_f": 0.0,
     }
     del label["atom_pref"]
-    value, _ = build_loss({**settings, "use_default_pf": True})(prediction, label, 1.0, 5)
+    value, _ = build_loss({**settings, "use_default_pf": True}, TYPES)(
+        prediction, label, 1.0, ATOMS
+    )
     torch.testing.assert_close(value, (prediction["force"] - label["force"]).square().mean())
-    value, metrics = build_loss(settings)(prediction, label, 1.0, 5)
+    value, metrics = build_loss(settings, TYPES)(prediction, label, 1.0, ATOMS)
     assert value == 0
     assert metrics["rmse_pf"].isnan()
 
 
 def test_a_term_needs_both_prefactors():
-    loss = build_loss({"start_pref_v": 1.0, "start_pref_ae": 0.1, "limit_pref_ae": 0.2})
+    loss = build_loss({"start_pref_v": 1.0, "start_pref_ae": 0.1, "limit_pref_ae": 0.2}, TYPES)
     assert [term.metric for term in loss.terms] == ["rmse_e", "rmse_f", "rmse_ae"]
     assert not loss.needs_virial
     assert loss.needs_force

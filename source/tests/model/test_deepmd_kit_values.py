@@ -5,7 +5,7 @@ import torch
 from model_batches import HERE, batch_of, read_fixture, stored_model
 
 from deepmd_muon.argcheck import InputError, normalize
-from deepmd_muon.loss import build_loss
+from deepmd_muon.loss import ComparedAtoms, build_loss
 from deepmd_muon.model import ForeignModelError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 
@@ -90,10 +90,10 @@ def test_without_forces_the_energy_is_the_same(kind, name):
 def test_same_gradient_of_the_loss(kind, name):
     model = load(kind, name)
     wanted = FIXTURES[kind]["cases"][name]["gradients"]
-    prediction = model(batch_for(model, kind, "orthorhombic"))
-    natoms = prediction["atom_energy"].shape[1]
-    value, _ = build_loss(wanted["settings"])(
-        prediction, wanted["label"], wanted["lr_fraction"], natoms
+    batch = batch_for(model, kind, "orthorhombic")
+    loss = build_loss(wanted["settings"], model.type_map)
+    value, _ = loss(
+        model(batch), wanted["label"], wanted["lr_fraction"], ComparedAtoms(batch.atype)
     )
     torch.testing.assert_close(value, wanted["loss"], rtol=1e-11, atol=0)
     value.backward()
@@ -113,13 +113,18 @@ def test_same_gradient_of_the_loss(kind, name):
 def test_twenty_steps_of_adam_follow_deepmd_kit(kind, name):
     model, case = load(kind, name), FIXTURES[kind]["cases"][name]
     given, followed = case["gradients"], case["followed"]
-    batch, loss = batch_for(model, kind, "orthorhombic"), build_loss(given["settings"])
+    batch, loss = (
+        batch_for(model, kind, "orthorhombic"),
+        build_loss(given["settings"], model.type_map),
+    )
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     assert len(followed) == 20
     assert followed[-1] < 0.999 * followed[0]
     for expected in followed:
         adam.zero_grad()
-        value, _ = loss(model(batch), given["label"], given["lr_fraction"], batch.natoms)
+        value, _ = loss(
+            model(batch), given["label"], given["lr_fraction"], ComparedAtoms(batch.atype)
+        )
         assert value.item() == pytest.approx(
             expected, rel=1e-6 if kind in ("dpa1", "parameters") else 1e-9
         )

@@ -24,8 +24,9 @@ from model_changes import DESCRIPTORS, is_single, model_with, settings_of
 from settings_changes import changes_of
 
 from deepmd_muon.coverage import Coverage
+from deepmd_muon.loss import ComparedAtoms
 from deepmd_muon.loss.ener import module as ener
-from deepmd_muon.loss.ener.module import EnergyLoss, fits_kernels
+from deepmd_muon.loss.ener.module import EnergyLoss
 from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.setting import setting
@@ -41,6 +42,7 @@ SHAPES = {
     "atom_pref": (3, 4),
     "atom_ener_coeff": (3, 4),
 }
+TYPE_MAP = ("O", "H")
 
 
 def random_tensors(shapes, seed):
@@ -60,9 +62,10 @@ def loss_results(loss, labels, *, fused, monkeypatch):
     for value in prediction.values():
         value.requires_grad_()
     fraction = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
-    value, metrics = loss(prediction, labels, fraction, 4)
+    atoms = ComparedAtoms(torch.tensor([[1, 0, 0, 0]] * 3, device=DEVICE))
+    value, metrics = loss(prediction, labels, fraction, atoms)
     by_kernels = "Fused" in type(value.grad_fn).__name__
-    assert by_kernels == (fused and fits_kernels(loss.settings, prediction, labels))
+    assert by_kernels == (fused and loss.fits_kernels(prediction, labels))
     value.backward()
     gradients = {
         name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in prediction.items()
@@ -88,7 +91,7 @@ def test_each_setting_of_the_loss_is_refused_or_computed(coefficients, monkeypat
         del labels["atom_ener_coeff"]
     taken = {}
     for name, changes in changes_of(EnerLossSettings(**PLAIN), LOSS_EXAMPLES).items():
-        loss = EnergyLoss(EnerLossSettings(**PLAIN | changes))
+        loss = EnergyLoss(EnerLossSettings(**PLAIN | changes), TYPE_MAP)
         taken[name] = kernels_take(loss, labels, monkeypatch)
     assert taken["intensive_ener_virial True"]
     assert taken["start_pref_e 0.014"]
@@ -102,16 +105,16 @@ class PerElementSettings(EnerLossSettings):
 
     type: ClassVar[str] = "per_element"
 
-    hydrogen_weight: float = setting(1.0, above=0.0, doc="Weight of the forces on atom 0.")
+    hydrogen_weight: float = setting(1.0, above=0.0, doc="Weight of the forces on hydrogen.")
 
 
 class PerElementLoss(EnergyLoss):
-    def _force(self, prediction, label, every):
-        weight = torch.ones(1, 4, 1, dtype=torch.float64, device=DEVICE)
-        weight[:, 0] = self.settings.hydrogen_weight
-        weighted = {key: {**values, "force": values["force"] * weight} for key, values in
-                    (("prediction", prediction), ("label", label))}  # fmt: skip
-        return super()._force(weighted["prediction"], weighted["label"], every)
+    def _force(self, prediction, label, counted):
+        is_hydrogen = counted.atoms.atype == self.type_map.index("H")
+        weight = torch.where(is_hydrogen, self.settings.hydrogen_weight, 1.0).unsqueeze(-1)
+        weighted_prediction = {**prediction, "force": prediction["force"] * weight}
+        weighted_label = {**label, "force": label["force"] * weight}
+        return super()._force(weighted_prediction, weighted_label, counted)
 
 
 @on_each_backend
@@ -119,10 +122,10 @@ def test_a_setting_that_no_kernel_knows_is_refused(monkeypatch):
     labels = random_tensors(SHAPES, 2)
     del labels["atom_ener_coeff"]
     plain = PerElementSettings(**PLAIN)
-    assert kernels_take(PerElementLoss(plain), labels, monkeypatch)
+    assert kernels_take(PerElementLoss(plain, TYPE_MAP), labels, monkeypatch)
     cases = changes_of(plain, LOSS_EXAMPLES)
     assert "hydrogen_weight 0.7" in cases
-    weighted = PerElementLoss(dataclasses.replace(plain, hydrogen_weight=0.7))
+    weighted = PerElementLoss(dataclasses.replace(plain, hydrogen_weight=0.7), TYPE_MAP)
     assert not kernels_take(weighted, labels, monkeypatch)
 
 
@@ -130,13 +133,11 @@ def test_a_setting_that_no_kernel_knows_is_refused(monkeypatch):
 def test_the_comparison_sees_a_gate_that_forgets_a_setting(monkeypatch):
     forgetful = Coverage(ener.KERNEL_COVERAGE.settings | {"hydrogen_weight"})
     monkeypatch.setattr(ener, "KERNEL_COVERAGE", forgetful)
-    ener._covered_by_kernels.cache_clear()
     labels = random_tensors(SHAPES, 2)
     del labels["atom_ener_coeff"]
-    loss = PerElementLoss(PerElementSettings(**PLAIN, hydrogen_weight=0.7))
+    loss = PerElementLoss(PerElementSettings(**PLAIN, hydrogen_weight=0.7), TYPE_MAP)
     with pytest.raises(AssertionError):
         kernels_take(loss, labels, monkeypatch)
-    ener._covered_by_kernels.cache_clear()
 
 
 def model_results(settings, *, fused, monkeypatch):

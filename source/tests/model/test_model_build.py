@@ -304,7 +304,7 @@ def test_statistics_of_small_batches_take_one_thread_and_give_it_back(monkeypatc
     torch.set_num_threads(2)
     try:
         environment_statistics(model, [batch()])
-        monkeypatch.setattr("deepmd_muon.model.statistics._FEW_SLOTS", 1)
+        monkeypatch.setattr("deepmd_muon.model.statistics._SINGLE_THREAD_SLOTS", 1)
         environment_statistics(model, [batch()])
         assert torch.get_num_threads() == 2
     finally:
@@ -331,7 +331,7 @@ def test_statistics_in_parts_are_those_of_whole_batches(monkeypatch, excluded):
     natoms, width = made[0].neighbor.shape
     for atoms in (1, 2, natoms - 1):
         seen.clear()
-        monkeypatch.setattr("deepmd_muon.model.statistics._PART_SLOTS", atoms * width)
+        monkeypatch.setattr("deepmd_muon.model.statistics._SLOTS_PER_THREAD", atoms * width)
         for part, expected in zip(environment_statistics(model, made), whole, strict=True):
             assert torch.equal(part, expected)
         assert seen == [0] * (2 * -(-natoms // atoms))

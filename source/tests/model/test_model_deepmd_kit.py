@@ -8,7 +8,7 @@ import torch
 from deepmd_kit_program import MARKS, dp
 from model_batches import make_batch, read_fixture, section, write_system
 
-from deepmd_muon.loss import build_loss
+from deepmd_muon.loss import ComparedAtoms, build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.section import thaw
@@ -133,7 +133,9 @@ def test_dp_train_goes_on_from_our_checkpoint(case):
     columns = (folder / "lcurve.out").read_text().splitlines()[0].split()[1:]
     first = dict(zip(columns, np.atleast_2d(np.loadtxt(folder / "lcurve.out"))[0], strict=True))
     label = {key: torch.from_numpy(np.asarray(value)) for key, value in labels.items()}
-    _, metrics = build_loss(prefactors)(prediction, label, 1.0, prediction["force"].shape[1])
+    natoms = prediction["force"].shape[1]
+    atoms = ComparedAtoms(torch.zeros(len(prediction["energy"]), natoms, dtype=torch.int64))
+    _, metrics = build_loss(prefactors, built["type_map"])(prediction, label, 1.0, atoms)
     for name in ("rmse_e", "rmse_f", "rmse_v"):
         key = next(column for column in (f"{name}_trn", name) if column in first)
         assert first[key] == pytest.approx(metrics[name].item(), rel=6e-3), name

@@ -22,8 +22,7 @@ from kernel_backends import (
     without_kernels,
 )
 
-from deepmd_muon.loss import build_loss
-from deepmd_muon.loss.ener.module import fits_kernels
+from deepmd_muon.loss import ComparedAtoms, build_loss
 from deepmd_muon.model import energy_model
 from deepmd_muon.model.descriptor import environment, environment_kernels
 from deepmd_muon.model.descriptor.dpa1.geometry import geometry as dpa1_geometry
@@ -354,7 +353,7 @@ def test_judge_kernel(policy, dtype):
 )
 def test_loss_kernels(monkeypatch, settings, padding):
     """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
-    draw, (frames, atoms), loss = Draw(8).normal, (5, 150), build_loss(settings)
+    draw, (frames, atoms), loss = Draw(8).normal, (5, 150), build_loss(settings, ["O"])
     energy, force, virial = draw(frames, 17), draw(frames, atoms * 3 + 7), draw(frames, 9)
     labels = {
         "energy": energy[:, 3],
@@ -378,11 +377,13 @@ def test_loss_kernels(monkeypatch, settings, padding):
             "virial": [0] * 5,
         }.items():
             labels[f"find_{name}"] = torch.tensor(found, dtype=torch.bool, device=DEVICE)
+    atype = torch.zeros(frames, atoms, dtype=torch.int64, device=DEVICE)
+    compared = ComparedAtoms(atype, mask)
     for fused in (False, True):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
         prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-        assert fits_kernels(loss.settings, prediction, labels)
-        value, metrics = loss(prediction, labels, fraction, atoms, mask)
+        assert loss.fits_kernels(prediction, labels)
+        value, metrics = loss(prediction, labels, fraction, compared)
         (0.7 * value).backward()
         results.append(
             [value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)]
@@ -399,7 +400,8 @@ def test_loss_kernels(monkeypatch, settings, padding):
 @on_each_backend
 def test_gradients_of_the_loss_kernels(monkeypatch):
     monkeypatch.setattr(triton_support, "usable", lambda _: True)
-    draw, loss = Draw(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
+    draw, loss = Draw(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0}, ["O"])
+    atoms = ComparedAtoms(torch.zeros(2, 3, dtype=torch.int64, device=DEVICE))
     names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
     labels, values = (
         {name: draw.normal(*shape) for name, shape in names.items()} for _ in range(2)
@@ -407,7 +409,7 @@ def test_gradients_of_the_loss_kernels(monkeypatch):
 
     def value(*predicted):
         fraction = torch.tensor(0.6, dtype=torch.float64, device=DEVICE)
-        return loss(dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
+        return loss(dict(zip(names, predicted, strict=True)), labels, fraction, atoms)[0]
 
     assert torch.autograd.gradcheck(
         value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True

@@ -51,7 +51,7 @@ def prepare(small_input):
     batches = [
         to_device(loader.build(Plan(((0, np.array(each)),))), 1, CPU) for each in ([1], [4], [1, 4])
     ]
-    return model, build_loss(given.settings.loss), *batches
+    return model, build_loss(given.settings.loss, model.type_map), *batches
 
 
 def gradients(model, loss, batch):

@@ -31,7 +31,7 @@ def loss_of(model, loss, batch):
     batch = to_device(batch, 1, CPU)
     model.zero_grad()
     prediction = model(batch.structures, force=True, virial=True)
-    value, metrics = loss(prediction, batch.labels, 0.5, batch.structures.natoms, batch.mask)
+    value, metrics = loss(prediction, batch.labels, 0.5, batch.compared_atoms(None))
     value.backward()
     gradient = torch.cat([p.grad.ravel() for p in model.parameters() if p.grad is not None])
     return value.detach(), metrics, gradient
@@ -50,10 +50,12 @@ def test_sets_with_and_without_forces_in_one_batch(tmp_path, model):
     assert labels["find_force"].sum() == 3
     assert "find_energy" not in labels
     assert labels["force"][~labels["find_force"]].eq(0).all()
-    value, metrics, gradient = loss_of(model, build_loss({}), batch)
+    value, metrics, gradient = loss_of(model, build_loss({}, ["Cu"]), batch)
     (force_system,) = open_systems(write(tmp_path / "f", [("energy", "force")], 6), ["Cu"])
-    energy = loss_of(model, build_loss({"start_pref_f": 0.0}), batch)
-    force = loss_of(model, build_loss({"start_pref_e": 0.0}), loader([force_system], 3).next())
+    energy = loss_of(model, build_loss({"start_pref_f": 0.0}, ["Cu"]), batch)
+    force = loss_of(
+        model, build_loss({"start_pref_e": 0.0}, ["Cu"]), loader([force_system], 3).next()
+    )
     torch.testing.assert_close(value, energy[0] + force[0])
     torch.testing.assert_close(gradient, energy[2] + force[2])
     torch.testing.assert_close(metrics["rmse_f"], force[1]["rmse_f"])
@@ -72,7 +74,7 @@ def test_mixed_batches_keep_every_label(tmp_path, model):
         batch = data.next()
     labels = to_device(batch, 1, CPU).labels
     assert torch.equal(labels["find_virial"], ~labels["find_force"])
-    loss = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
+    loss = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0}, ["Cu"])
     _, metrics, gradient = loss_of(model, loss, batch)
     prediction = model(to_device(batch, 1, CPU).structures, force=True, virial=True)
     found, natoms = labels["find_virial"], torch.where(labels["find_virial"], 8.0, 5.0)
@@ -92,6 +94,6 @@ def test_whole_labels_are_handed_on_as_they_are(tmp_path):
 
 def test_a_batch_without_any_label_has_a_gradient_of_zero(tmp_path, model):
     systems = open_systems(write(tmp_path / "s", [("virial",)], 6), ["Cu"])
-    value, _, gradient = loss_of(model, build_loss({}), loader(systems, 3).next())
+    value, _, gradient = loss_of(model, build_loss({}, ["Cu"]), loader(systems, 3).next())
     assert value == 0
     assert (gradient == 0).all()

@@ -162,17 +162,17 @@ def test_the_loss_counts_atoms_of_types_with_energy(systems):
     )
     loader = DataLoader(opened, 1, seed=1, rcut=model.rcut, sel=model.sel)
     batch = to_device(loader.next(), 2, CPU)
-    mask = batch.counted(model.counted)
+    mask = batch.compared_atoms(model.counted).mask
     assert torch.equal(mask, batch.structures.atype == 0)
     _, metrics = differentiate(
-        model, build_loss({"start_pref_e": 1.0, "start_pref_f": 1.0}), batch, 1.0
+        model, build_loss({"start_pref_e": 1.0, "start_pref_f": 1.0}, model.type_map), batch, 1.0
     )
     found = model(batch.structures)
     error = (found["force"] - batch.labels["force"])[mask]
     assert float(metrics["rmse_f"]) == pytest.approx(float(error.square().mean().sqrt()), rel=1e-12)
     energy = (found["energy"] - batch.labels["energy"]).abs().item() / int(mask.sum())
     assert float(metrics["rmse_e"]) == pytest.approx(energy, rel=1e-12)
-    assert batch.counted(None) is batch.mask
+    assert batch.compared_atoms(None).mask is batch.mask
 
 
 @pytest.mark.parametrize("kind", ["se_e2_a", "dpa3"])

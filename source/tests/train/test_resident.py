@@ -105,7 +105,7 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
     monkeypatch.setattr(shapes, "MOST_SHAPES", most)
     model = corner_model(name, "float64")
     model.pieces = ()
-    loss = build_loss({"start_pref_v": 0.1, "limit_pref_v": 1.0})
+    loss = build_loss({"start_pref_v": 0.1, "limit_pref_v": 1.0}, NAMES)
     plain = loader(systems, model, batch_size)
     batches = ResidentBatches(loader(systems, model, batch_size), CPU, way)
     layouts = set()
@@ -117,6 +117,15 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
         assert (feed.origin, feed.atoms.tolist()) == (expected.origin, expected.atoms.tolist())
         for needed in ({"energy"}, {"energy", "force"}):
             assert feed.labelled_atoms(needed) == expected.labelled_atoms(needed)
+        # Resident frames have their atoms in another order; frames without atoms may follow.
+        types = expected.compared_atoms(None).atype
+        resident_types = found.compared_atoms(None).atype
+        assert len(resident_types) == len(found.labels["energy"])
+        for kind in range(3):
+            counts = (types == kind).sum(1)
+            resident_counts = (resident_types == kind).sum(1)
+            assert torch.equal(resident_counts[: len(types)], counts)
+            assert not resident_counts[len(types) :].any()
         value, metrics, gradient = outcome(model, loss, expected)
         same, others, direction = outcome(model, loss, found)
         assert abs(float(same - value)) <= 1e-12 * abs(float(value))

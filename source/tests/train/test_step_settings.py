@@ -11,7 +11,7 @@ import torch
 from compared import assert_same
 from step_changes import STEPS, inputs_of_branches, inputs_with_changes, settings_of
 
-from deepmd_muon.loss import build_loss
+from deepmd_muon.loss import ComparedAtoms, build_loss
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.step.stepper import HostStepper, RateTable, build_stepper
@@ -113,13 +113,14 @@ def test_each_loss_takes_the_fraction_on_the_device(inputs):
         "atom_pref": drawn(3, 4).abs(),
         "atom_ener_coeff": drawn(3, 4),
     }
+    atoms = ComparedAtoms(torch.zeros(3, 4, dtype=torch.int64))
     values = set()
     for name, content in inputs.items():
         if name.startswith("loss"):
-            loss = build_loss(settings_of(content).loss)
-            value, metrics = loss(prediction, labels, 0.3, 4)
+            loss = build_loss(settings_of(content).loss, ["O", "H"])
+            value, metrics = loss(prediction, labels, 0.3, atoms)
             fraction = torch.tensor(0.3, dtype=torch.float64)
-            again, same_metrics = loss(prediction, labels, fraction, 4)
+            again, same_metrics = loss(prediction, labels, fraction, atoms)
             torch.testing.assert_close(again, value, rtol=1e-14, atol=0.0, msg=name)
             torch.testing.assert_close(same_metrics, metrics, rtol=1e-14, atol=0.0, msg=name)
             values.add(float(value))

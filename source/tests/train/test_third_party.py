@@ -77,11 +77,14 @@ class LogCosh:
     terms = (Term("mae_f", frozenset({"force"}), "loss/type"),)
     needs_force, needs_virial = True, False
 
-    def __init__(self, settings):
+    def __init__(self, settings, type_map):
         self.scale = settings.scale
+        self.types = range(len(type_map))
 
-    def __call__(self, prediction, label, lr_fraction, natoms, mask=None):
+    def __call__(self, prediction, label, lr_fraction, atoms):
         error = prediction["force"] - label["force"]
+        assert atoms.atype.shape == error.shape[:2]
+        assert set(atoms.atype.unique().tolist()) <= set(self.types)
         loss = torch.log(torch.cosh(error / self.scale)).mean()
         return loss, {"mae_f": error.abs().mean().detach(), "rmse": loss.detach().sqrt()}
 

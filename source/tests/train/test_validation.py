@@ -16,7 +16,7 @@ from deepmd_muon.train.branches import number_of_steps
 from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
 
 CPU = torch.device("cpu")
-LOSS = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
+LOSS = build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0}, ["Cu"])
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_metric_weighs_the_atoms_that_it_compares(systems):
     batch = to_device(loader([a], 9).next(), 1, CPU)
     weights = {"rmse_e": 6 * 8.0, "rmse_f": 3 * 8.0, "rmse_v": 3 * 8.0, "rmse": 9 * 8.0}
     assert metric_weights(LOSS, batch) == weights
-    mae = build_loss({"loss_func": "mae"})
+    mae = build_loss({"loss_func": "mae"}, ["Cu"])
     assert metric_weights(mae, to_device(loader([b], 3).next(), 1, CPU)) == {
         "mae_e": 15.0,
         "mae_f": 15.0,

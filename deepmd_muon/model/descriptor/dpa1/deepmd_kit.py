@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from deepmd_muon.model.deepmd_kit import Translation, check_slots, own_parameters
 from deepmd_muon.model.descriptor.dpa1.module import DPA1
 from deepmd_muon.model.errors import ForeignModelError
-from deepmd_muon.model.translation import Translation, check_slots, own_parameters
 
 _PARAMETERS = ["se_atten.compress_info.0", "se_atten.compress_data.0"]
 _EMPTY = [*_PARAMETERS, "se_atten.type_embd_data"]

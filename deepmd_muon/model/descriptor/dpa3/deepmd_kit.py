@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from deepmd_muon.model.deepmd_kit import Translation, check_slots
 from deepmd_muon.model.errors import ForeignModelError
-from deepmd_muon.model.translation import Translation, check_slots
 
 
 def _check(state: Mapping[str, torch.Tensor]) -> None:

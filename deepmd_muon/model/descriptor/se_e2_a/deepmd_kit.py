@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from deepmd_muon.model.deepmd_kit import Translation, check_slots, own_parameters
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
-from deepmd_muon.model.translation import Translation, check_slots, own_parameters
 
 
 def _empty(descriptor: SeE2A) -> list[str]:

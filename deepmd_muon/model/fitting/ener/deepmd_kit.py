@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepmd_muon.model.translation import Translation
+from deepmd_muon.model.deepmd_kit import Translation
 
 
 def _section(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,43 +33,39 @@ class ScriptedEnergyFitting(torch.nn.Module):
         super().__init__()
         self.act = act_of(module.settings.activation_function)
         self.mixed_types = module.mixed_types
+        # ModuleList forgets the type of its elements.
         self.nets = [dense_layers(net) for net in module.filter_layers.networks]  # type: ignore[arg-type]
-        branch = module.case_embd
-        self.register_buffer(
-            "branch",
-            torch.zeros(0, dtype=module.dtype) if branch is None else branch.detach().clone(),
-        )
-        self.numb_fparam, self.numb_aparam = (
-            module.settings.numb_fparam,
-            module.settings.numb_aparam,
-        )
-        for name, buffers in zip(
-            ("parameter_mean", "parameter_scale"), module.scaling(), strict=True
-        ):
-            self.register_buffer(
-                name, torch.cat([self.branch.new_zeros(0), *(each.detach() for each in buffers)])
-            )
-        default = module.default_fparam_tensor
-        self.register_buffer(
-            "default_fparam", self.branch.new_zeros(0) if default is None else default.clone()
-        )
-        wanted = [energy is not None for energy in module.vacuum]
-        self.vacuum = [any(wanted)] * len(wanted) if self.mixed_types else wanted
-        bias = module.bias_atom_e.detach()[:, 0]
-        # With parameters, the value in vacuum is another for every atom.
-        constant = module.numb_parameters == 0
-        self.register_buffer(
-            "bias", bias - self._in_vacuum(module.dim_in) if constant else bias.clone()
-        )
+        self.numb_fparam = module.settings.numb_fparam
+        self.numb_aparam = module.settings.numb_aparam
+        # TorchScript wants tensors: those that the settings do not need are empty.
+        empty = torch.zeros(0, dtype=module.dtype)
+        self.register_buffer("branch", _copy(module.case_embd, empty))
+        scaling = module.scaling()
+        self.register_buffer("parameter_mean", torch.cat([empty, *scaling.means]).detach())
+        inverse_deviations = torch.cat([empty, *scaling.inverse_deviations])
+        self.register_buffer("parameter_scale", inverse_deviations.detach())
+        self.register_buffer("default_fparam", _copy(module.default_fparam_tensor, empty))
+        has_vacuum_energy = [energy is not None for energy in module.vacuum]
+        if self.mixed_types:  # as in deepmd-kit, for the atoms of all types
+            has_vacuum_energy = [any(has_vacuum_energy)] * len(has_vacuum_energy)
+        self.vacuum = has_vacuum_energy
+        bias = module.bias_atom_e.detach()[:, 0].clone()
+        # With parameters, the value in vacuum differs between atoms.
+        if module.numb_parameters == 0:
+            bias = bias - self._in_vacuum(module.dim_in)
+        self.register_buffer("bias", bias)
 
     @torch.no_grad()
     def _in_vacuum(self, width: int) -> torch.Tensor:
-        """Return the networks' values without descriptor `(ntypes,)`, 0 for types without a vacuum energy."""
+        """Return the networks' values without neighbours `(ntypes,)` [eV].
+
+        They are 0 for types without a vacuum energy.
+        """
         row = torch.cat([self.branch.new_zeros(width), self.branch]).unsqueeze(0)
         nets = self.nets * len(self.vacuum) if self.mixed_types else self.nets
         values = [
-            float(energy_and_slope(self.act, net, row)[0]) if given else 0.0
-            for net, given in zip(nets, self.vacuum, strict=True)
+            float(energy_and_slope(self.act, net, row)[0]) if has_vacuum_energy else 0.0
+            for net, has_vacuum_energy in zip(nets, self.vacuum, strict=True)
         ]
         return torch.tensor(values, dtype=torch.float64)
 
@@ -81,9 +77,8 @@ class ScriptedEnergyFitting(torch.nn.Module):
         x = descriptor.to(self.branch.dtype)
         with_parameters = self.parameter_mean.shape[0] > 0
         if with_parameters:
-            read = parameters[
-                :, : self.parameter_mean.shape[0]
-            ]  # frame parameters alone with use_aparam_as_mask
+            # With use_aparam_as_mask these are the frame parameters alone.
+            read = parameters[:, : self.parameter_mean.shape[0]]
             scaled = (read.to(self.branch.dtype) - self.parameter_mean) * self.parameter_scale
             x = torch.cat([x, scaled], dim=1)
         if self.branch.shape[0] > 0:
@@ -103,3 +98,7 @@ class ScriptedEnergyFitting(torch.nn.Module):
         total = torch.cat(energies).squeeze(1).to(torch.float64) + bias
         slope = slopes[0] if len(slopes) == 1 else torch.cat(slopes)  # not a copy of the only one
         return total, slope[:, : descriptor.shape[1]].to(descriptor.dtype)
+
+
+def _copy(tensor: torch.Tensor | None, empty: torch.Tensor) -> torch.Tensor:
+    return (empty if tensor is None else tensor).detach().clone()

@@ -20,7 +20,10 @@ def _one_flag_a_layer(trainable: bool | tuple[bool, ...], neuron: tuple[int, ...
 
 def _a_default_for_each(default_fparam: tuple[float, ...] | None, numb_fparam: int) -> str | None:
     if default_fparam is not None and len(default_fparam) != numb_fparam:
-        return f"must have one value for each of the {numb_fparam} frame parameters; found {len(default_fparam)}"
+        return (
+            f"must have one value for each of the {numb_fparam} frame parameters; found "
+            f"{len(default_fparam)}"
+        )
     return None
 
 
@@ -28,7 +31,7 @@ def _a_default_for_each(default_fparam: tuple[float, ...] | None, numb_fparam: i
 class EnerSettings(Section):
     """Fitting net of the energy, its outputs summed over the atoms.
 
-    One net for each type; one for all types after a descriptor whose neighbour list mixes them.
+    One net for each type; one for all types after a descriptor that mixes types in its list.
     """
 
     type: ClassVar[str] = "ener"
@@ -37,7 +40,10 @@ class EnerSettings(Section):
         (120, 120, 120),
         **WIDTH,
         alias=("n_neuron",),
-        doc="Widths of the hidden layers. A layer as wide as the one before it adds its input to its output.",
+        doc=(
+            "Widths of the hidden layers. A layer as wide as the one before it adds its input to "
+            "its output."
+        ),
     )
     resnet_dt: bool = setting(
         True, doc="Multiply the term that a layer adds to its input by a trainable vector."
@@ -46,14 +52,20 @@ class EnerSettings(Section):
     precision: Precision = setting("default", **PRECISION)
     trainable: bool | tuple[bool, ...] = setting(
         True,
-        doc="Train the parameters; a list, one value a layer, trains the net only when all are true.",
+        doc=(
+            "Train the parameters; a list, one value a layer, trains the net only when all are "
+            "true."
+        ),
     )
     seed: int | None = setting(
         None, minimum=0, doc="Seed of the initial parameters; left out, they are random."
     )
     atom_ener: tuple[float | None, ...] = setting(
         (),
-        doc="Energy [eV] of a free atom of each type; null leaves a type to the statistics of the data.",
+        doc=(
+            "Energy [eV] of a free atom of each type; null leaves a type to the statistics of the "
+            "data."
+        ),
     )
     rcond: float | None = setting(
         None,
@@ -64,15 +76,18 @@ class EnerSettings(Section):
         0,
         minimum=0,
         doc=(
-            "Number of frame parameters: values that all atoms of a frame share, such as an electronic temperature. "
-            "The net reads them beside the descriptor; systems hold them in set.*/fparam.npy (nframes, numb_fparam)."
+            "Number of frame parameters: values that all atoms of a frame share, such as an "
+            "electronic temperature. "
+            "The net reads them beside the descriptor; systems hold them in set.*/fparam.npy "
+            "(nframes, numb_fparam)."
         ),
     )
     numb_aparam: int = setting(
         0,
         minimum=0,
         doc=(
-            "Number of atomic parameters: values of each atom that the net reads beside the descriptor; systems hold "
+            "Number of atomic parameters: values of each atom that the net reads beside the "
+            "descriptor; systems hold "
             "them in set.*/aparam.npy (nframes, natoms * numb_aparam)."
         ),
     )
@@ -80,7 +95,8 @@ class EnerSettings(Section):
         False,
         needs=(above_zero("numb_aparam"),),
         doc=(
-            "Leave the atomic parameters out of the net. As in deepmd-kit's PyTorch code, the data still hold them, "
+            "Leave the atomic parameters out of the net. As in deepmd-kit's PyTorch code, the data "
+            "still hold them, "
             "and they mask no atom."
         ),
     )
@@ -96,12 +112,12 @@ class EnerSettings(Section):
 
     @property
     def net_parameters(self) -> dict[str, int]:
-        """The parameters that the net reads, by kind, in the order of its input, and how many there are."""
-        found = {
+        """How many parameters of each kind the net reads, in the order of its input."""
+        numbers = {
             "fparam": self.numb_fparam,
             "aparam": 0 if self.use_aparam_as_mask else self.numb_aparam,
         }
-        return {name: number for name, number in found.items() if number}
+        return {name: number for name, number in numbers.items() if number}
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("trainable", "neuron"), _one_flag_a_layer),
