@@ -658,7 +658,7 @@ def _pull_folded(
     """Return `summed_bar`, overwritten, plus what dE/dx gets through a folded layer's products.
 
     `lengths_bar` are −dE/dlog(length) of queries, keys and values (ncentre, ncolumns), if
-    normalised. A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass has computed.
+    normalised. A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass computed.
     """
     x_bar = summed_bar
     width = x_bar.shape[1]
@@ -717,8 +717,8 @@ def _fold_weights(inner: list[Dense], outer: Dense, normalize: bool, scale: floa
     - if normalised, the Gram matrices W̃·W̃ᵀ of query, key and value, of the same shape;
     - F = W̃_v·Wₒ (width + 1, width).
 
-    The result has no rows, and the layer is not folded, if features are wider than attention (folding
-    would cost time), or if lengths would lose digits.
+    The result has no rows, and the layer is not folded, if features are wider than attention
+    (folding would cost time), or if lengths would lose digits.
     """
     width, attn = inner[0].matrix.shape
     none = outer.matrix.new_zeros(0, 0)
