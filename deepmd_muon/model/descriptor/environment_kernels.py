@@ -379,7 +379,7 @@ def scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tens
 
 def _block_of_atom(neighbor: Tensor) -> int:
     """Return how many edges of one atom a program takes at once."""
-    return min(BLOCK, max(16, triton.next_power_of_2(neighbor.shape[1])))
+    return min(BLOCK, max(16, int(triton.next_power_of_2(neighbor.shape[1]))))
 
 
 @triton.jit

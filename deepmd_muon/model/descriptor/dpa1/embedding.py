@@ -122,7 +122,7 @@ class Embedding(FourPasses):
             bar = layers.down(h_bar, layer, bar, copies)
             bars.append(bar)
         s_bar = torch.mm(layers.slope(f, saved.first, None, bar), i.w.unsqueeze(1))
-        # The cotangents of the layers' outputs come last, that of the first layer before the others.
+        # The cotangents of the layers' outputs come last, in the order of the layers.
         return (s_bar,), (i.w, *i.weights, *value_saved, *reversed(bars))
 
     def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:

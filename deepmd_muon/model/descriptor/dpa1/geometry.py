@@ -99,19 +99,24 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_bar: Tensor, direction_bar: Tensor, reach: Reach, *geometry: Tensor
+        ctx: Any, rows_bar: Tensor, direction_bar: Tensor, reach: Reach, *tensors: Tensor
     ) -> Tensor:
         from deepmd_muon.model.descriptor.dpa1 import geometry_kernels
 
         ctx.reach = reach
-        ctx.save_for_backward(*geometry)
-        edges_bar: Tensor = geometry_kernels.pull(rows_bar, direction_bar, *geometry, reach)
-        return edges_bar
+        ctx.save_for_backward(*tensors)
+        edges, neighbor, mean, inverse = tensors
+        return geometry_kernels.pull(
+            rows_bar, direction_bar, edges, neighbor, mean=mean, inverse=inverse, reach=reach
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, edges_dot: Tensor) -> Any:
         from deepmd_muon.model.descriptor.dpa1 import geometry_kernels
 
-        rows_dot, direction_dot = geometry_kernels.push(edges_dot, *ctx.saved_tensors, ctx.reach)
+        edges, neighbor, mean, inverse = ctx.saved_tensors
+        rows_dot, direction_dot = geometry_kernels.push(
+            edges_dot, edges, neighbor, mean=mean, inverse=inverse, reach=ctx.reach
+        )
         return rows_dot, direction_dot, None, None, None, None, None
