@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa1.attention_passes import Attention
+from deepmd_muon.model.descriptor.dpa1.attention_passes import Attention, Inputs
 from deepmd_muon.model.descriptor.dpa1.settings import AttentionSettings
 from deepmd_muon.model.nn.four_passes import run
 from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
@@ -93,13 +93,19 @@ class AttentionLayer(torch.nn.Module):
         )
         inner = attention.in_proj.tensors
         outer = attention.out_proj.tensors
-        out: Tensor
-        (out,) = run(
-            passes,
-            *(features, gates.factor, gates.mask),
-            *(inner.matrix, inner.bias, outer.matrix, outer.bias, norm.matrix, norm.bias),
-            force=force,
+        inputs = Inputs(
+            x=features,
+            gate=gates.factor,
+            mask=gates.mask,
+            matrix=inner.matrix,
+            bias=inner.bias,
+            outer=outer.matrix,
+            outer_bias=outer.bias,
+            gamma=norm.matrix,
+            beta=norm.bias,
         )
+        out: Tensor
+        (out,) = run(passes, *inputs, force=force)
         return out
 
 

@@ -54,7 +54,7 @@ class Saved(NamedTuple):
     A value "for derivatives" is what the activation's derivatives need (see `Activation.__call__`).
     """
 
-    first: Tensor  # of the first layer, for derivatives
+    from_scalar: Tensor  # of the first layer, for derivatives
     inputs: Sequence[Tensor]  # of each later layer (rows, n)
     for_derivatives: Sequence[Tensor]  # of each later layer (rows, n)
 
@@ -66,7 +66,7 @@ class Saved(NamedTuple):
     @property
     def flat(self) -> tuple[Tensor, ...]:
         """All tensors in a row, as autograd saves them."""
-        return self.first, *self.inputs, *self.for_derivatives
+        return self.from_scalar, *self.inputs, *self.for_derivatives
 
 
 class Tangents(NamedTuple):
@@ -105,9 +105,9 @@ class Embedding(FourPasses):
     def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
         """Pass 1, see `FourPasses`."""
         i = Inputs.of(inputs)
-        value, first = layers.forward_from_scalar(self.activation, i.s, i.w, i.start)
+        value, from_scalar = layers.forward_from_scalar(self.activation, i.s, i.w, i.start)
         features, tape = layers.values(self.activation, self.copies, value, i.layers)
-        return (features,), Saved(first, tape.inputs, tape.keeps).flat
+        return (features,), Saved(from_scalar, tape.inputs, tape.keeps).flat
 
     def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
         """Pass 2: return s̄; save what passes 3 and 4 read, in a row."""
@@ -121,7 +121,7 @@ class Embedding(FourPasses):
             h_bar = layers.slope(f, for_derivatives, layer.idt, bar)
             bar = layers.down(h_bar, layer, bar, copies)
             bars.append(bar)
-        s_bar = torch.mm(layers.slope(f, saved.first, None, bar), i.w.unsqueeze(1))
+        s_bar = torch.mm(layers.slope(f, saved.from_scalar, None, bar), i.w.unsqueeze(1))
         # The cotangents of the layers' outputs come last, in the order of the layers.
         return (s_bar,), (i.w, *i.weights, *value_saved, *reversed(bars))
 
@@ -130,13 +130,14 @@ class Embedding(FourPasses):
         (s_dot,) = tangents
         f = self.activation
         depth = len(self.copies)
-        w, *others = adjoint_saved
-        weights = others[: 3 * depth]  # matrix, bias, idt
+        # In the order in which `adjoint` saves them: w, matrices, biases and idt, and `Saved`.
+        w = adjoint_saved[0]
+        weights = adjoint_saved[1 : 1 + 3 * depth]
         later_layers = unflatten(weights)[0] if weights else []
-        saved = Saved.of(others[3 * depth : 5 * depth + 1], depth)
+        saved = Saved.of(adjoint_saved[1 + 3 * depth : 2 + 5 * depth], depth)
         h_dot = s_dot * w
         h_dots = [h_dot]
-        out_dot = layers.tangent(f, saved.first, None, h_dot, s_dot, 0)
+        out_dot = layers.tangent(f, saved.from_scalar, None, h_dot, s_dot, 0)
         input_dots = []
         for layer, copies, for_derivatives in zip(
             later_layers, self.copies, saved.for_derivatives, strict=True
@@ -183,12 +184,12 @@ class Embedding(FourPasses):
                 reversed_gradients += [idt_hat, bias_hat, matrix_hat]
             hat = layers.down(h_hat, layer, hat, self.copies[index])
         if dots is None:
-            start_hat = layers.slope(f, saved.first, None, hat)
+            start_hat = layers.slope(f, saved.from_scalar, None, hat)
             w_hat = torch.mm(i.s.t(), start_hat)
         else:
             (start_hat, h_bar), _, _ = layers.cotangents(
                 f,
-                saved.first,
+                saved.from_scalar,
                 None,
                 before=dots.pre_activations[0],
                 down=hat,

@@ -198,13 +198,13 @@ class DPA1(torch.nn.Module):
         See `four_passes.run` for `force`.
         """
         network = self.se_atten.filter_layers[0]
-        first = network.tensors[0]
+        first_layer = network.tensors[0]
         radial = near.rows[..., :1]
         start, type_vectors = self._type_terms(near, centre, table)
         if network.copies[0]:
             # A residual first layer adds its input, which `Embedding` does not know.
-            value = self.activation.value(start + radial * first.matrix[0])
-            x = value if first.idt is None else value * first.idt
+            value = self.activation.value(start + radial * first_layer.matrix[0])
+            x = value if first_layer.idt is None else value * first_layer.idt
             inputs = [radial, *type_vectors]
             x = x + torch.cat(inputs * network.copies[0], dim=-1)
             features = layers.plain_values(
@@ -215,7 +215,7 @@ class DPA1(torch.nn.Module):
                 Embedding(self.activation, network.copies[1:]),
                 radial.flatten(0, 1),
                 start.flatten(0, 1),
-                first.matrix[0],
+                first_layer.matrix[0],
                 *network.flat[3:],  # matrix, bias, idt of the later layers
                 force=force,
             )
@@ -236,16 +236,16 @@ class DPA1(torch.nn.Module):
         `(nreal, ncolumns, tebd_dim)` are only made for a residual layer.
         """
         network = self.se_atten.filter_layers[0]
-        first = network.tensors[0]
+        first_layer = network.tensors[0]
         if self.settings.tebd_input_mode == "strip":
-            return first.bias.expand(*near.kind.shape, -1), []
+            return first_layer.bias.expand(*near.kind.shape, -1), []
         width = self.settings.tebd_dim
         type_vectors = []
-        start = rows_of(table @ first.matrix[1 : 1 + width] + first.bias, near.kind)
+        start = rows_of(table @ first_layer.matrix[1 : 1 + width] + first_layer.bias, near.kind)
         if network.copies[0]:
             type_vectors.append(rows_of(table, near.kind))
         if not self.settings.type_one_side:
-            start = start + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
+            start = start + rows_of(table @ first_layer.matrix[1 + width :], centre).unsqueeze(1)
             if network.copies[0]:
                 vectors = rows_of(table, centre).unsqueeze(1)
                 type_vectors.append(vectors.expand(-1, near.kind.shape[1], -1))
