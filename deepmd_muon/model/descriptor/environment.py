@@ -1,4 +1,8 @@
-"""The smooth environment of an atom: rows s(r)·(1, x/r, y/r, z/r) and their derivative, free of parameters."""
+"""The smooth environment of an atom, without parameters: rows s(r)·(1, x/r, y/r, z/r).
+
+With t = 1/(r + protection) and the switch w, a row is w·(t, x·t², y·t², z·t²). On a GPU, kernels
+compute rows and derivatives (`environment_kernels`); the operations here define them.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,27 @@ from deepmd_muon.model.nn.layers import linear
 
 
 class Reach(NamedTuple):
-    """Where the switch ends and starts, and `env_protection`, which is added to distances in denominators [Å]."""
+    """The radii of the switch [Å]."""
 
-    rcut: float
-    rcut_smth: float
-    protection: float = 0.0
+    rcut: float  # where the switch ends
+    rcut_smth: float  # where it starts
+    protection: float = 0.0  # `env_protection`, added to distances in denominators
 
 
 class Jacobian(NamedTuple):
     """The derivative of environment rows by edge vectors.
 
-    With t = 1/(r + protection) and w the switch, row = w·(t, x·t², y·t², z·t²), so that
     ∂row₀/∂x_k = radial·x_k and ∂row_i/∂x_k = isotropic·δ_ik + bend·x_i·x_k.
 
     Attributes
     ----------
     reach
-        See there.
+        The radii.
     stored
-        What it is computed from. On a GPU, edge vectors `(nreal, nnei, 3)` [Å] and neighbours `(nreal, nnei)`: kernels
-        compute the rest again. Elsewhere edge vectors, at the cut-off in empty slots, where everything vanishes; and
-        radial, isotropic and bend `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴].
+        What the derivative is computed from. With kernels, which compute the factors again: edge
+        vectors `(nreal, nnei, 3)` [Å] and neighbours `(nreal, nnei)`. Otherwise edge vectors, and
+        radial, isotropic and bend `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴]; empty slots are at the
+        cut-off, where everything vanishes.
     """
 
     reach: Reach
@@ -50,8 +54,8 @@ class Environment(NamedTuple):
 def quintic(u: Tensor) -> Tensor:
     """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
 
-    1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the same without
-    cancellation near its end.
+    1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the
+    same without cancellation near its end.
     """
     return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
 
@@ -91,16 +95,17 @@ def environment(edges: Tensor, neighbor: Tensor, reach: Reach) -> Environment:
 
 
 def edge_derivative(adjoint: Tensor, factor: Tensor, jacobian: Jacobian) -> Tensor:
-    """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)`, R = factor·row + constant.
+    """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)`.
 
-    `factor` is `(nreal, 4)`. The result is linear in dE/dR, and nothing else depends on parameters.
+    R is `factor` `(nreal, 4)` · row + constant. The result is linear in dE/dR, the only argument
+    that depends on parameters.
     """
     reach, stored = jacobian
     return linear(partial(_pull, reach), partial(_push, reach), adjoint, factor, *stored)
 
 
 def _pull(reach: Reach, adjoint: Tensor, factor: Tensor, edges: Tensor, *stored: Tensor) -> Tensor:
-    if len(stored) == 1:
+    if len(stored) == 1:  # the neighbours, for kernels
         from deepmd_muon.model.descriptor import environment_kernels
 
         return environment_kernels.pull(adjoint, factor, edges, *stored, *reach)
@@ -115,7 +120,7 @@ def _push(
     reach: Reach, cotangent: Tensor, factor: Tensor, edges: Tensor, *stored: Tensor
 ) -> Tensor:
     """Return the Jacobian times the cotangent."""
-    if len(stored) == 1:
+    if len(stored) == 1:  # the neighbours, for kernels
         from deepmd_muon.model.descriptor import environment_kernels
 
         return environment_kernels.push(cotangent, factor, edges, *stored, *reach)

@@ -1,9 +1,16 @@
-"""Triton kernels of edge vectors, environment rows and their derivative, one launch each.
+"""Triton kernels of edge vectors, environment rows and their derivative, and of forces.
 
-`environment` and `deepmd_muon.model.energy_model.edge_vectors` define the results.
+`environment.environment`, `environment.edge_derivative`, `energy_model.edge_vectors` and
+`energy_model.forces_of` define the results; `test_model_kernels` compares them.
+
+An edge is a pair of an atom i and a slot of its neighbour list; edge = i·nnei + slot. The vectors
+r_ij and everything computed from them are in float64. Rows, and what multiplies them, may be in
+single precision.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,43 +22,39 @@ WARPS_OF_BLOCK = 8  # a thread for each edge
 WARPS = 1  # of a program for the edges of an atom: one warp waits for no other
 
 
+class Switched(NamedTuple):
+    """The functions of the distance in environment rows."""
+
+    distance: Any  # r
+    t: Any  # 1/(r + protection)
+    switch: Any  # w
+    slope: Any  # dw/dr
+
+
+class Curvature(NamedTuple):
+    """The factors of `environment.Jacobian`."""
+
+    radial: Any
+    isotropic: Any
+    bend: Any
+
+
+# ----- helpers of kernels ------------------------------------------------------------------------
+
+
 @triton.jit
-def _edge_vectors_kernel(
-    out,
-    coord,
-    box,
-    order,
-    frame,
-    neighbor,
-    shift,
-    count,
-    nnei,
-    periodic: tl.constexpr,
-    block: tl.constexpr,
-):
-    """r_ij = coord[j] + S·box − coord[i]."""
+def edges_of_program(count, block: tl.constexpr):
+    """Return the edges of a program, int64, and which of them exist."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = edge < count
-    atom = edge // nnei
-    here = tl.load(order + atom, real, 0) * 3
-    there = tl.maximum(tl.load(neighbor + edge, real, 0), 0) * 3
-    if periodic:
-        cell = tl.load(frame + atom, real, 0) * 9
-        s0 = tl.load(shift + edge * 3, real, 0).to(tl.float64)
-        s1 = tl.load(shift + edge * 3 + 1, real, 0).to(tl.float64)
-        s2 = tl.load(shift + edge * 3 + 2, real, 0).to(tl.float64)
-    for k in tl.static_range(3):
-        x = tl.load(coord + there + k, real, 0.0) - tl.load(coord + here + k, real, 0.0)
-        if periodic:
-            x += s0 * tl.load(box + cell + k, real, 0.0)
-            x += s1 * tl.load(box + cell + 3 + k, real, 0.0)
-            x += s2 * tl.load(box + cell + 6 + k, real, 0.0)
-        tl.store(out + edge * 3 + k, x, real)
+    return edge, edge < count
 
 
 @triton.jit
 def loaded_edges(edges, neighbor, edge, real, rcut: tl.constexpr):
-    """Return the components of some edge vectors; empty slots are at the cut-off, where everything vanishes."""
+    """Return x, y, z of some edges.
+
+    Empty slots are at the cut-off, where everything vanishes.
+    """
     none = tl.load(neighbor + edge, real, -1) < 0
     x = tl.where(none, rcut, tl.load(edges + edge * 3, real, 1.0))
     y = tl.where(none, rcut, tl.load(edges + edge * 3 + 1, real, 1.0))
@@ -61,172 +64,66 @@ def loaded_edges(edges, neighbor, edge, real, rcut: tl.constexpr):
 
 @triton.jit
 def switched(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
-    """Return the distance, t, the switch, without cancellation at the cut-off, and its slope."""
+    """Return `Switched`: w = v³·(10 − 15v + 6v²) with v = (rcut − r)/(rcut − rcut_smth) in [0, 1].
+
+    Written in v, w does not cancel near the cut-off.
+    """
     distance = tl.sqrt(x * x + y * y + z * z)
     v = tl.minimum(tl.maximum((rcut - distance) / (rcut - rcut_smth), 0.0), 1.0)
-    switch = v * v * v * (10.0 - (15.0 - 6.0 * v) * v)
     bump = v * (1.0 - v)
-    return (
-        distance,
-        1.0 / (distance + protection),
-        switch,
-        bump * bump * (-30.0 / (rcut - rcut_smth)),
+    return Switched(
+        distance=distance,
+        t=1.0 / (distance + protection),
+        switch=v * v * v * (10.0 - (15.0 - 6.0 * v) * v),
+        slope=bump * bump * (-30.0 / (rcut - rcut_smth)),
     )
 
 
 @triton.jit
 def curvature(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
-    """Return radial, isotropic and bend of the `Jacobian`."""
-    distance, t, switch, slope = switched(x, y, z, rcut, rcut_smth, protection)
-    per_distance, isotropic, slope_t = 1.0 / distance, switch * t * t, slope * t
-    return (
-        (slope_t - isotropic) * per_distance,
-        isotropic,
-        (slope_t - 2.0 * isotropic) * t * per_distance,
+    """Return `Curvature`."""
+    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    per_distance = 1.0 / f.distance
+    isotropic = f.switch * f.t * f.t
+    slope_t = f.slope * f.t
+    return Curvature(
+        radial=(slope_t - isotropic) * per_distance,
+        isotropic=isotropic,
+        bend=(slope_t - 2.0 * isotropic) * f.t * per_distance,
     )
 
 
 @triton.jit
+def load_three(values, edge, mask):
+    """Load three numbers of each edge, 0 where the mask is false."""
+    v0 = tl.load(values + edge * 3, mask, 0.0)
+    v1 = tl.load(values + edge * 3 + 1, mask, 0.0)
+    v2 = tl.load(values + edge * 3 + 2, mask, 0.0)
+    return v0, v1, v2
+
+
+@triton.jit
+def store_three(out, edge, mask, x, y, z):
+    """Store three numbers of each edge."""
+    tl.store(out + edge * 3, x.to(out.dtype.element_ty), mask)
+    tl.store(out + edge * 3 + 1, y.to(out.dtype.element_ty), mask)
+    tl.store(out + edge * 3 + 2, z.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
 def store_four(out, edge, real, a, b, c, d):
-    """Store four numbers of each edge side by side, in pairs."""
-    first, second = tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
-    values = tl.join(tl.join(a, c), tl.join(b, d))
+    """Store four numbers of each edge side by side, in one vectorized store."""
+    pair = tl.arange(0, 2)[None, :, None]
+    in_pair = tl.arange(0, 2)[None, None, :]
+    values = tl.join(tl.join(a, c), tl.join(b, d))  # (edges, 2, 2): a, b, c, d in memory
     tl.store(
-        out + edge[:, None, None] * 4 + first * 2 + second,
+        out + edge[:, None, None] * 4 + pair * 2 + in_pair,
         values.to(out.dtype.element_ty),
         real[:, None, None],
     )
 
 
-@triton.jit
-def _environment_kernel(
-    rows, edges, neighbor, count,
-    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Write rows of some edges."""
-    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = edge < count
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    _, t, switch, _ = switched(x, y, z, rcut, rcut_smth, protection)
-    isotropic = switch * t * t
-    store_four(rows, edge, real, switch * t, isotropic * x, isotropic * y, isotropic * z)
-
-
-@triton.jit
-def _pull_kernel(
-    out, adjoint, factor, edges, neighbor, count, nnei,
-    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """dE/dr_ij from dE/dR, R = factor·row + constant."""
-    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = edge < count
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    radial, isotropic, bend = curvature(x, y, z, rcut, rcut_smth, protection)
-    at = factor + edge // nnei * 4
-    a0 = tl.load(adjoint + edge * 4, real, 0.0).to(tl.float64) * tl.load(at, real, 0.0)
-    a1 = tl.load(adjoint + edge * 4 + 1, real, 0.0).to(tl.float64) * tl.load(at + 1, real, 0.0)
-    a2 = tl.load(adjoint + edge * 4 + 2, real, 0.0).to(tl.float64) * tl.load(at + 2, real, 0.0)
-    a3 = tl.load(adjoint + edge * 4 + 3, real, 0.0).to(tl.float64) * tl.load(at + 3, real, 0.0)
-    scale = radial * a0 + bend * (a1 * x + a2 * y + a3 * z)
-    tl.store(out + edge * 3, isotropic * a1 + scale * x, real)
-    tl.store(out + edge * 3 + 1, isotropic * a2 + scale * y, real)
-    tl.store(out + edge * 3 + 2, isotropic * a3 + scale * z, real)
-
-
-@triton.jit
-def _push_kernel(
-    out, cotangent, factor, edges, neighbor, count, nnei,
-    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Apply the transpose of `_pull_kernel`."""
-    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = edge < count
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    radial, isotropic, bend = curvature(x, y, z, rcut, rcut_smth, protection)
-    c1, c2 = tl.load(cotangent + edge * 3, real, 0.0), tl.load(cotangent + edge * 3 + 1, real, 0.0)
-    c3 = tl.load(cotangent + edge * 3 + 2, real, 0.0)
-    along = c1 * x + c2 * y + c3 * z
-    turn = bend * along
-    at = factor + edge // nnei * 4
-    store_four(
-        out, edge, real,
-        radial * along * tl.load(at, real, 0.0),
-        (isotropic * c1 + turn * x) * tl.load(at + 1, real, 0.0),
-        (isotropic * c2 + turn * y) * tl.load(at + 2, real, 0.0),
-        (isotropic * c3 + turn * z) * tl.load(at + 3, real, 0.0),
-    )  # fmt: skip
-
-
-@triton.jit
-def _scatter_kernel(force, slope, order, neighbor, nnei, block: tl.constexpr):
-    """Add the slopes of one atom's edges to the force on it, and take each from that on the neighbour."""
-    atom = tl.program_id(0).to(tl.int64)
-    here = force + tl.load(order + atom) * 3
-    for begin in range(0, nnei, block):
-        column = begin + tl.arange(0, block)
-        edge = atom * nnei + column
-        there = tl.load(neighbor + edge, column < nnei, -1)
-        for k in tl.static_range(3):
-            part = tl.load(slope + edge * 3 + k, column < nnei, 0.0)
-            tl.atomic_add(here + k, tl.sum(part))
-            tl.atomic_add(force + there * 3 + k, -part, there >= 0)
-
-
-@triton.jit
-def _gather_kernel(slope, force, order, neighbor, count, nnei, block: tl.constexpr):
-    """Apply the transpose of `_scatter_kernel`."""
-    edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = edge < count
-    here = tl.load(order + edge // nnei, real, 0) * 3
-    there = tl.load(neighbor + edge, real, -1)
-    for k in tl.static_range(3):
-        difference = tl.load(force + here + k, real, 0.0) - tl.load(
-            force + there * 3 + k, there >= 0, 0.0
-        )
-        tl.store(slope + edge * 3 + k, difference, real)
-
-
-@triton.jit
-def _force_and_virial_kernel(
-    force, virial, slope, edges, order, neighbor, nnei, natoms, block: tl.constexpr
-):
-    """Add forces as `_scatter_kernel` does, and write the virial of one atom's edges to its column."""
-    atom = tl.program_id(0).to(tl.int64)
-    own = tl.load(order + atom)
-    here, column_of_virial = force + own * 3, virial + own // natoms * (9 * natoms) + own % natoms
-    zero = tl.zeros((block,), tl.float64)
-    f0, f1, f2 = zero, zero, zero
-    xx, xy, xz = zero, zero, zero
-    yx, yy, yz = zero, zero, zero
-    zx, zy, zz = zero, zero, zero
-    for begin in range(0, nnei, block):
-        column = begin + tl.arange(0, block)
-        real = column < nnei
-        edge = atom * nnei + column
-        there = tl.load(neighbor + edge, real, -1)
-        s0, s1 = tl.load(slope + edge * 3, real, 0.0), tl.load(slope + edge * 3 + 1, real, 0.0)
-        s2 = tl.load(slope + edge * 3 + 2, real, 0.0)
-        x, y = tl.load(edges + edge * 3, real, 0.0), tl.load(edges + edge * 3 + 1, real, 0.0)
-        z = tl.load(edges + edge * 3 + 2, real, 0.0)
-        f0, f1, f2 = f0 + s0, f1 + s1, f2 + s2
-        xx, xy, xz = xx - s0 * x, xy - s0 * y, xz - s0 * z
-        yx, yy, yz = yx - s1 * x, yy - s1 * y, yz - s1 * z
-        zx, zy, zz = zx - s2 * x, zy - s2 * y, zz - s2 * z
-        tl.atomic_add(force + there * 3, -s0, there >= 0)
-        tl.atomic_add(force + there * 3 + 1, -s1, there >= 0)
-        tl.atomic_add(force + there * 3 + 2, -s2, there >= 0)
-    tl.atomic_add(here, tl.sum(f0))
-    tl.atomic_add(here + 1, tl.sum(f1))
-    tl.atomic_add(here + 2, tl.sum(f2))
-    tl.store(column_of_virial, tl.sum(xx))
-    tl.store(column_of_virial + natoms, tl.sum(xy))
-    tl.store(column_of_virial + 2 * natoms, tl.sum(xz))
-    tl.store(column_of_virial + 3 * natoms, tl.sum(yx))
-    tl.store(column_of_virial + 4 * natoms, tl.sum(yy))
-    tl.store(column_of_virial + 5 * natoms, tl.sum(yz))
-    tl.store(column_of_virial + 6 * natoms, tl.sum(zx))
-    tl.store(column_of_virial + 7 * natoms, tl.sum(zy))
-    tl.store(column_of_virial + 8 * natoms, tl.sum(zz))
+# ----- edge vectors ------------------------------------------------------------------------------
 
 
 def edge_vectors(
@@ -237,27 +134,101 @@ def edge_vectors(
     neighbor: Tensor,
     shift: Tensor | None,
 ) -> Tensor:
-    """Return r_ij `(nreal, nnei, 3)` [Å]; arguments as in `Structures`."""
+    """Return r_ij (nreal, nnei, 3) [Å]; arguments as in `Structures`."""
     out = coord.new_empty(*neighbor.shape, 3)
     periodic = box is not None and shift is not None
     _edge_vectors_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out, coord.contiguous(), box.contiguous() if box is not None else coord, order, frame, neighbor.contiguous(),
-        shift.contiguous() if shift is not None else neighbor, neighbor.numel(), neighbor.shape[1],
-        periodic=periodic, block=BLOCK,
-    )  # fmt: skip
+        out=out,
+        coord=coord.contiguous(),
+        # Dummies without a box, which the kernel does not read.
+        box=coord if box is None else box.contiguous(),
+        order=order,
+        frame=frame,
+        neighbor=neighbor.contiguous(),
+        shift=neighbor if shift is None else shift.contiguous(),
+        count=neighbor.numel(),
+        nnei=neighbor.shape[1],
+        periodic=periodic,
+        block=BLOCK,
+    )
     return out
+
+
+@triton.jit(do_not_specialize=["nnei"])  # `count` is in the mask of a vectorized load
+def _edge_vectors_kernel(
+    out,  # (nreal, nnei, 3), written
+    coord,  # (atoms, 3)
+    box,  # (frames, 3, 3)
+    order,  # (nreal,): number of the atom
+    frame,  # (nreal,)
+    neighbor,  # (nreal, nnei): number of the neighbour, negative in empty slots
+    shift,  # (nreal, nnei, 3): S, in cells
+    count,
+    nnei,
+    periodic: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write r_ij = coord[j] + S·box − coord[i]; arbitrary in empty slots."""
+    edge, real = edges_of_program(count, block)
+    i = edge // nnei
+    atom_i = tl.load(order + i, real, 0)
+    atom_j = tl.maximum(tl.load(neighbor + edge, real, 0), 0)
+    if periodic:
+        cell = tl.load(frame + i, real, 0) * 9
+        s0 = tl.load(shift + edge * 3, real, 0).to(tl.float64)
+        s1 = tl.load(shift + edge * 3 + 1, real, 0).to(tl.float64)
+        s2 = tl.load(shift + edge * 3 + 2, real, 0).to(tl.float64)
+    for k in tl.static_range(3):
+        x_j = tl.load(coord + atom_j * 3 + k, real, 0.0)
+        x = x_j - tl.load(coord + atom_i * 3 + k, real, 0.0)
+        if periodic:
+            x += s0 * tl.load(box + cell + k, real, 0.0)
+            x += s1 * tl.load(box + cell + 3 + k, real, 0.0)
+            x += s2 * tl.load(box + cell + 6 + k, real, 0.0)
+        tl.store(out + edge * 3 + k, x, real)
+
+
+# ----- environment rows and their derivative -----------------------------------------------------
 
 
 def environment(
     edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, protection: float
 ) -> Tensor:
-    """Return rows `(nreal, nnei, 4)`; arguments as in `environment.environment`."""
+    """Return rows (nreal, nnei, 4); arguments as in `environment.environment`."""
     rows = edges.new_empty(*neighbor.shape, 4)
     _environment_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        rows, edges.contiguous(), neighbor.contiguous(), neighbor.numel(),
-        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
-    )  # fmt: skip
+        rows=rows,
+        edges=edges.contiguous(),
+        neighbor=neighbor.contiguous(),
+        count=neighbor.numel(),
+        rcut=rcut,
+        rcut_smth=rcut_smth,
+        protection=protection,
+        block=BLOCK,
+        num_warps=WARPS_OF_BLOCK,
+    )
     return rows
+
+
+@triton.jit(do_not_specialize=["count"])
+def _environment_kernel(
+    rows,  # (nreal, nnei, 4), written
+    edges,  # (nreal, nnei, 3)
+    neighbor,  # (nreal, nnei)
+    count,
+    rcut: tl.constexpr,
+    rcut_smth: tl.constexpr,
+    protection: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write row = w·(t, x·t², y·t², z·t²)."""
+    edge, real = edges_of_program(count, block)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
+    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    isotropic = f.switch * f.t * f.t
+    store_four(
+        rows, edge, real, a=f.switch * f.t, b=isotropic * x, c=isotropic * y, d=isotropic * z
+    )
 
 
 def pull(
@@ -269,14 +240,63 @@ def pull(
     rcut_smth: float,
     protection: float,
 ) -> Tensor:
-    """Return dE/dr_ij `(nreal, nnei, 3)` from dE/dR `(nreal, nnei, 4)`, R = `factor` (nreal, 4) · row + constant."""
+    """Return dE/dr_ij (nreal, nnei, 3) from dE/dR (nreal, nnei, 4).
+
+    R is `factor` (nreal, 4) · row + constant.
+    """
     out = torch.empty(edges.shape, dtype=edges.dtype, device=edges.device)
-    tensors = adjoint.contiguous(), factor.contiguous(), edges.contiguous(), neighbor.contiguous()
     _pull_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out, *tensors, neighbor.numel(), neighbor.shape[1],
-        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
-    )  # fmt: skip
+        out=out,
+        adjoint=adjoint.contiguous(),
+        factor=factor.contiguous(),
+        edges=edges.contiguous(),
+        neighbor=neighbor.contiguous(),
+        count=neighbor.numel(),
+        nnei=neighbor.shape[1],
+        rcut=rcut,
+        rcut_smth=rcut_smth,
+        protection=protection,
+        block=BLOCK,
+        num_warps=WARPS_OF_BLOCK,
+    )
     return out
+
+
+@triton.jit(do_not_specialize=["count", "nnei"])
+def _pull_kernel(
+    out,  # (nreal, nnei, 3), written
+    adjoint,  # (nreal, nnei, 4): dE/dR
+    factor,  # (nreal, 4)
+    edges,  # (nreal, nnei, 3)
+    neighbor,  # (nreal, nnei)
+    count,
+    nnei,
+    rcut: tl.constexpr,
+    rcut_smth: tl.constexpr,
+    protection: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write dE/dr_ij = isotropic·(a₁, a₂, a₃) + (radial·a₀ + bend·(a₁x + a₂y + a₃z))·r_ij.
+
+    Here a = factor·dE/dR.
+    """
+    edge, real = edges_of_program(count, block)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
+    j = curvature(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    at = factor + edge // nnei * 4
+    a0 = tl.load(adjoint + edge * 4, real, 0.0).to(tl.float64) * tl.load(at, real, 0.0)
+    a1 = tl.load(adjoint + edge * 4 + 1, real, 0.0).to(tl.float64) * tl.load(at + 1, real, 0.0)
+    a2 = tl.load(adjoint + edge * 4 + 2, real, 0.0).to(tl.float64) * tl.load(at + 2, real, 0.0)
+    a3 = tl.load(adjoint + edge * 4 + 3, real, 0.0).to(tl.float64) * tl.load(at + 3, real, 0.0)
+    scale = j.radial * a0 + j.bend * (a1 * x + a2 * y + a3 * z)
+    store_three(
+        out,
+        edge,
+        real,
+        x=j.isotropic * a1 + scale * x,
+        y=j.isotropic * a2 + scale * y,
+        z=j.isotropic * a3 + scale * z,
+    )
 
 
 def push(
@@ -288,53 +308,223 @@ def push(
     rcut_smth: float,
     protection: float,
 ) -> Tensor:
-    """Apply the transpose of `pull` `(nreal, nnei, 4)`, in the dtype of `factor`."""
+    """Apply the transpose of `pull` (nreal, nnei, 4), in the dtype of `factor`."""
     out = factor.new_empty(*neighbor.shape, 4)
-    tensors = cotangent.contiguous(), factor.contiguous(), edges.contiguous(), neighbor.contiguous()
     _push_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out, *tensors, neighbor.numel(), neighbor.shape[1],
-        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
-    )  # fmt: skip
+        out=out,
+        cotangent=cotangent.contiguous(),
+        factor=factor.contiguous(),
+        edges=edges.contiguous(),
+        neighbor=neighbor.contiguous(),
+        count=neighbor.numel(),
+        nnei=neighbor.shape[1],
+        rcut=rcut,
+        rcut_smth=rcut_smth,
+        protection=protection,
+        block=BLOCK,
+        num_warps=WARPS_OF_BLOCK,
+    )
     return out
 
 
+@triton.jit(do_not_specialize=["count", "nnei"])
+def _push_kernel(
+    out,  # (nreal, nnei, 4), written
+    cotangent,  # (nreal, nnei, 3): c
+    factor,  # (nreal, 4)
+    edges,  # (nreal, nnei, 3)
+    neighbor,  # (nreal, nnei)
+    count,
+    nnei,
+    rcut: tl.constexpr,
+    rcut_smth: tl.constexpr,
+    protection: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write out = factor·(radial·(c·r_ij), isotropic·c + bend·(c·r_ij)·r_ij)."""
+    edge, real = edges_of_program(count, block)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
+    j = curvature(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    c1, c2, c3 = load_three(cotangent, edge, real)
+    along = c1 * x + c2 * y + c3 * z
+    turn = j.bend * along
+    at = factor + edge // nnei * 4
+    store_four(
+        out,
+        edge,
+        real,
+        a=j.radial * along * tl.load(at, real, 0.0),
+        b=(j.isotropic * c1 + turn * x) * tl.load(at + 1, real, 0.0),
+        c=(j.isotropic * c2 + turn * y) * tl.load(at + 2, real, 0.0),
+        d=(j.isotropic * c3 + turn * z) * tl.load(at + 3, real, 0.0),
+    )
+
+
+# ----- forces and virial -------------------------------------------------------------------------
+
+
 def scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
-    """Return the forces `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`; the order of additions varies."""
+    """Return forces (natoms, 3) from dE/dr_ij (nreal, nnei, 3); the order of additions varies."""
     force = slope.new_zeros(natoms, 3)
-    block = min(BLOCK, max(16, triton.next_power_of_2(neighbor.shape[1])))
     _scatter_kernel[(neighbor.shape[0],)](
-        force, slope.contiguous(), order, neighbor.contiguous(), neighbor.shape[1], block=block
+        force=force,
+        slope=slope.contiguous(),
+        order=order,
+        neighbor=neighbor.contiguous(),
+        nnei=neighbor.shape[1],
+        block=_block_of_atom(neighbor),
     )
     return force
+
+
+def _block_of_atom(neighbor: Tensor) -> int:
+    """Return how many edges of one atom a program takes at once."""
+    return min(BLOCK, max(16, int(triton.next_power_of_2(neighbor.shape[1]))))
+
+
+@triton.jit
+def _scatter_kernel(
+    force,  # (natoms, 3), added to
+    slope,  # (nreal, nnei, 3): dE/dr_ij
+    order,  # (nreal,)
+    neighbor,  # (nreal, nnei)
+    nnei,
+    block: tl.constexpr,
+):
+    """Add each dE/dr_ij to the force on atom i, and subtract it from that on atom j."""
+    i = tl.program_id(0).to(tl.int64)
+    force_i = force + tl.load(order + i) * 3
+    for begin in range(0, nnei, block):
+        column = begin + tl.arange(0, block)
+        edge = i * nnei + column
+        j = tl.load(neighbor + edge, column < nnei, -1)
+        for k in tl.static_range(3):
+            component = tl.load(slope + edge * 3 + k, column < nnei, 0.0)
+            tl.atomic_add(force_i + k, tl.sum(component))
+            tl.atomic_add(force + j * 3 + k, -component, j >= 0)
+
+
+def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
+    """Apply the transpose of `scatter` (nreal, nnei, 3)."""
+    slope = force.new_empty(*neighbor.shape, 3)
+    _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
+        slope=slope,
+        force=force.contiguous(),
+        order=order,
+        neighbor=neighbor.contiguous(),
+        count=neighbor.numel(),
+        nnei=neighbor.shape[1],
+        block=BLOCK,
+    )
+    return slope
+
+
+@triton.jit(do_not_specialize=["nnei"])  # `count` is in the mask of a vectorized load
+def _gather_kernel(
+    slope,  # (nreal, nnei, 3), written
+    force,  # (natoms, 3)
+    order,  # (nreal,)
+    neighbor,  # (nreal, nnei)
+    count,
+    nnei,
+    block: tl.constexpr,
+):
+    """Write slope_ij = force_i − force_j, with 0 for the neighbour of an empty slot."""
+    edge, real = edges_of_program(count, block)
+    atom_i = tl.load(order + edge // nnei, real, 0)
+    j = tl.load(neighbor + edge, real, -1)
+    for k in tl.static_range(3):
+        force_i = tl.load(force + atom_i * 3 + k, real, 0.0)
+        force_j = tl.load(force + j * 3 + k, j >= 0, 0.0)
+        tl.store(slope + edge * 3 + k, force_i - force_j, real)
 
 
 def force_and_virial(
     slope: Tensor, edges: Tensor, order: Tensor, neighbor: Tensor, nframes: int, natoms: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `scatter` `(nframes·natoms, 3)`, and −Σ dE/dr_ij ⊗ r_ij `(nframes, 9)`.
+    """Return the result of `scatter` (nframes·natoms, 3), and −Σ dE/dr_ij ⊗ r_ij (nframes, 9).
 
-    Each atom has a place of its own for its part of the virial, so that the order of these additions does not vary.
+    The kernel writes the virial atom by atom, so that the order of these additions does not vary.
     """
-    zeros = slope.new_zeros(12, nframes * natoms)
-    force, of_atoms = zeros[:3].view(-1, 3), zeros[3:].view(nframes, 9, natoms)
-    block = min(BLOCK, max(16, triton.next_power_of_2(neighbor.shape[1])))
+    zeros = slope.new_zeros(12, nframes * natoms)  # one launch clears both
+    force = zeros[:3].view(-1, 3)
+    atom_virial = zeros[3:].view(nframes, 9, natoms)
     _force_and_virial_kernel[(neighbor.shape[0],)](
-        force, of_atoms, slope.contiguous(), edges.contiguous(), order, neighbor.contiguous(),
-        neighbor.shape[1], natoms, block=block, num_warps=WARPS,
-    )  # fmt: skip
-    return force, of_atoms.sum(2)
-
-
-def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
-    """Apply the transpose of `scatter` `(nreal, nnei, 3)`."""
-    slope = force.new_empty(*neighbor.shape, 3)
-    _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        slope,
-        force.contiguous(),
-        order,
-        neighbor.contiguous(),
-        neighbor.numel(),
-        neighbor.shape[1],
-        block=BLOCK,
+        force=force,
+        atom_virial=atom_virial,
+        slope=slope.contiguous(),
+        edges=edges.contiguous(),
+        order=order,
+        neighbor=neighbor.contiguous(),
+        nnei=neighbor.shape[1],
+        natoms=natoms,
+        block=_block_of_atom(neighbor),
+        num_warps=WARPS,
     )
-    return slope
+    return force, atom_virial.sum(2)
+
+
+@triton.jit(do_not_specialize=["natoms"])
+def _force_and_virial_kernel(
+    force,  # (nframes·natoms, 3), added to
+    atom_virial,  # (nframes, 9, natoms), written
+    slope,  # (nreal, nnei, 3): dE/dr_ij
+    edges,  # (nreal, nnei, 3): r_ij
+    order,  # (nreal,): frame·natoms + atom
+    neighbor,  # (nreal, nnei)
+    nnei,
+    natoms,
+    block: tl.constexpr,
+):
+    """Add forces as `_scatter_kernel` does, and write −Σ_j dE/dr_ij ⊗ r_ij of one atom i."""
+    i = tl.program_id(0).to(tl.int64)
+    atom = tl.load(order + i)
+    force_i = force + atom * 3
+    virial_i = atom_virial + atom // natoms * (9 * natoms) + atom % natoms
+    zero = tl.zeros((block,), tl.float64)
+    f0 = zero
+    f1 = zero
+    f2 = zero
+    xx = zero
+    xy = zero
+    xz = zero
+    yx = zero
+    yy = zero
+    yz = zero
+    zx = zero
+    zy = zero
+    zz = zero
+    for begin in range(0, nnei, block):
+        column = begin + tl.arange(0, block)
+        real = column < nnei
+        edge = i * nnei + column
+        j = tl.load(neighbor + edge, real, -1)
+        s0, s1, s2 = load_three(slope, edge, real)
+        x, y, z = load_three(edges, edge, real)
+        f0 += s0
+        f1 += s1
+        f2 += s2
+        xx -= s0 * x
+        xy -= s0 * y
+        xz -= s0 * z
+        yx -= s1 * x
+        yy -= s1 * y
+        yz -= s1 * z
+        zx -= s2 * x
+        zy -= s2 * y
+        zz -= s2 * z
+        tl.atomic_add(force + j * 3, -s0, j >= 0)
+        tl.atomic_add(force + j * 3 + 1, -s1, j >= 0)
+        tl.atomic_add(force + j * 3 + 2, -s2, j >= 0)
+    tl.atomic_add(force_i, tl.sum(f0))
+    tl.atomic_add(force_i + 1, tl.sum(f1))
+    tl.atomic_add(force_i + 2, tl.sum(f2))
+    tl.store(virial_i, tl.sum(xx))
+    tl.store(virial_i + natoms, tl.sum(xy))
+    tl.store(virial_i + 2 * natoms, tl.sum(xz))
+    tl.store(virial_i + 3 * natoms, tl.sum(yx))
+    tl.store(virial_i + 4 * natoms, tl.sum(yy))
+    tl.store(virial_i + 5 * natoms, tl.sum(yz))
+    tl.store(virial_i + 6 * natoms, tl.sum(zx))
+    tl.store(virial_i + 7 * natoms, tl.sum(zy))
+    tl.store(virial_i + 8 * natoms, tl.sum(zz))

@@ -1,8 +1,14 @@
 """Descriptors: the contract between their folders and the rest of the package.
 
-A descriptor's folder holds `settings.py` (a `DescriptorSettings`: keys, defaults, rules, the neighbour list it reads,
-how "auto" resolves), `module.py` (a `Descriptor`, built from these settings) and `deepmd_kit.py` (a `Translation`).
-`deepmd_muon.model.registry` names them by the `type` of the input; nothing outside of the folder mentions them.
+A descriptor is a folder with
+
+- `settings.py`, a `DescriptorSettings`: keys, defaults, rules, the neighbour list that the
+  descriptor reads, and how "auto" resolves;
+- `module.py`, a `Descriptor`, built from these settings;
+- `deepmd_kit.py`, a `Translation`.
+
+`deepmd_muon.model.registry` names them by the `type` of the input; nothing outside of the folder
+mentions them.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ class Described(NamedTuple):
     descriptor
         Shape `(nreal, dim_out)`, atoms in the order of `Structures.order`.
     pullback
-        See `Pullback`; None when the call asked for no forces.
+        See `Pullback`; None if the call asked for no forces.
     """
 
     descriptor: torch.Tensor
@@ -38,8 +44,9 @@ class Described(NamedTuple):
 class Descriptor(Protocol):
     """A `torch.nn.Module`, built as `cls(settings, type_map, seed)`.
 
-    `settings` is the frozen `DescriptorSettings` with numbers for every "auto"; `type_map` the element symbols;
-    `seed` an int, a sequence of ints or None, used when the settings have no seed of their own.
+    `settings` is the frozen `DescriptorSettings` with numbers for every "auto". `type_map` has the
+    element symbols. `seed` is an int, a sequence of ints or None; it is used if the settings have
+    no seed.
     """
 
     dim_out: int
@@ -48,8 +55,9 @@ class Descriptor(Protocol):
     def __call__(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> Described:
         """Describe every atom from its edge vectors `(nreal, nnei, 3)` [Å], float64.
 
-        `structures` holds the neighbour list that the settings request. A slot without neighbour has `neighbor` −1
-        and an arbitrary edge: mask it before a root or a division, so that no second derivative becomes NaN.
+        `structures` has the neighbour list that the settings request. A slot without a neighbour
+        has a negative `neighbor` and an arbitrary edge: mask it before a root or a division, so
+        that no second derivative becomes NaN.
         """
 
 
@@ -63,7 +71,10 @@ class Standardised(Protocol):
         """Return the rows of every edge before standardisation."""
 
     def used_slots(self, structures: Structures) -> torch.Tensor | None:
-        """Return which slots count as they are `(nreal, nnei)`, the others as zero; None when all do."""
+        """Return which slots count in the statistics `(nreal, nnei)`, the others as zero.
+
+        None means that all do.
+        """
 
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Take mean and deviation of the rows per centre type `(ntypes, 4)`."""
@@ -74,12 +85,13 @@ class Interpolated(Protocol):
     """A descriptor whose networks training steps may interpolate."""
 
     pieces: Pieces
-    """How the interval of a network's argument is cut; without pieces, the networks themselves are evaluated."""
+    """How the interval of a network's argument is cut; no pieces evaluate the networks."""
 
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> Pieces:
-        """Return the pieces that the present weights need on such a batch; none where interpolation is too coarse.
+        """Return the pieces that the present weights need on such a batch.
 
-        The present ones are kept as long as they suffice.
+        They stay the same as long as they suffice. None are returned if interpolation is too
+        coarse.
         """
 
 
@@ -99,18 +111,19 @@ class Tabulated(Protocol):
     """Used where no gradient is wanted; None evaluates the networks."""
 
     def tabulate(self, structures: Structures, edges: torch.Tensor, nearest: float) -> Table | None:
-        """Return a table for the present weights and batches like this one; None where it would be too coarse.
+        """Return a table for the present weights and batches like this one.
 
-        Atoms may also come as near as `nearest` [Å].
+        Atoms may also come as near as `nearest` [Å]. None is returned if a table would be too
+        coarse.
         """
 
 
 @runtime_checkable
 class Recomputing(Protocol):
-    """A descriptor whose layers may be computed again in the backward passes, which saves memory."""
+    """A descriptor with layers that can be computed again in backward passes, to save memory."""
 
     recompute: bool
-    """Whether they are."""
+    """Whether they are computed again."""
 
 
 @runtime_checkable
@@ -118,19 +131,19 @@ class TypeIndexed(Protocol):
     """A descriptor or fitting net that can change its type map."""
 
     type_axes: ClassVar[Mapping[str, int]]
-    """Names of its parameters and buffers that have a row for each type, and the axis of these rows."""
+    """Names of its tensors that have a row for each type, and the axis of these rows."""
 
 
 class _Seed(torch.autograd.Function):
-    """A number whose derivative by a tensor is a given cotangent, from which autograd can start.
+    """A number with a given derivative by a tensor, from which autograd can start.
 
-    ``torch.autograd.grad(tensor, ..., cotangent)`` does the same, but compares the shapes by torch's symbolic shapes,
-    whose import (with sympy) takes 0.3 s.
+    ``torch.autograd.grad(tensor, ..., cotangent)`` does the same, but compares shapes by torch's
+    symbolic shapes. Their import (with sympy) takes 0.3 s.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, cotangent: tuple[torch.Tensor]) -> torch.Tensor:
-        # a tuple, no input: autograd shall not go up the graph of the cotangent
+        # The cotangent comes in a tuple, because autograd must not go up its graph.
         ctx.cotangent = cotangent
         return tensor.new_zeros(())
 
@@ -142,12 +155,13 @@ class _Seed(torch.autograd.Function):
 def describe_by_autograd(
     function: Callable[[torch.Tensor], torch.Tensor], edges: torch.Tensor, *, force: bool
 ) -> Described:
-    """Describe atoms with the pullback that autograd finds: the default for a descriptor without a faster one.
+    """Describe atoms with autograd's pullback, for descriptors without a written-out one.
 
     Parameters
     ----------
     function
-        Maps edge vectors `(nreal, nnei, 3)` [Å] to the descriptor `(nreal, dim_out)`; twice differentiable.
+        Maps edge vectors `(nreal, nnei, 3)` [Å] to the descriptor `(nreal, dim_out)`; twice
+        differentiable.
     edges
         The edge vectors.
     force

@@ -30,9 +30,10 @@ Self = TypeVar("Self", bound="DescriptorSettings")
 class NeighborRequest:
     """The neighbour list that a descriptor reads.
 
-    A row of the list holds the neighbours of one atom, nearest first, in one section (mixed types) or one section for
-    each type. In a mixed list the neighbours within a shorter cut-off are the first columns of the row, so that a
-    descriptor with several cut-offs needs one list and the counts of `inner`.
+    A row of the list has the neighbours of one atom, nearest first, in one section (mixed types)
+    or one section for each type. In a mixed list the neighbours within a shorter cut-off are the
+    first columns of the row, so that a descriptor with several cut-offs needs one list and the
+    counts of `inner`.
 
     Attributes
     ----------
@@ -43,8 +44,8 @@ class NeighborRequest:
     by_type
         Whether the columns are grouped by the neighbour's type.
     inner
-        Shorter cut-offs [Å] of a mixed list, each with the most neighbours kept within it. `Structures.inner` then
-        counts for every atom the leading columns inside.
+        Shorter cut-offs [Å] of a mixed list, each with the most neighbours kept within it.
+        `Structures.inner` then counts for every atom the leading columns inside.
     """
 
     rcut: float
@@ -66,13 +67,13 @@ class NeighborCounts(Protocol):
 
 
 class DescriptorSettings(Section):
-    """Base of the settings of a descriptor: its keys, and what follows from them before a module exists."""
+    """Base of a descriptor's settings: its keys, and what follows from them without a module."""
 
     type: ClassVar[str]
     share_levels: ClassVar[tuple[int, ...]] = (0,)
     """Levels at which branches may share the descriptor: 0 all of it, 1 its `type_embedding`."""
     one_fitting_net: ClassVar[bool] = False
-    """Whether the descriptor depends on the type of the centre, so that one fitting net serves all types."""
+    """Whether one fitting net serves all types: the descriptor depends on the centre's type."""
 
     def neighbors(self) -> NeighborRequest:
         """Return the neighbour list the descriptor reads.
@@ -95,7 +96,8 @@ class DescriptorSettings(Section):
         Parameters
         ----------
         count
-            Counts the neighbours in the training data within a cut-off [Å]; called only when `needs_counts`.
+            Counts the neighbours in the training data within a cut-off [Å]; called only if
+            `needs_counts`.
         """
         return self
 
@@ -104,9 +106,11 @@ class DescriptorSettings(Section):
         return self
 
     def statistics_key(self) -> dict[str, Any]:
-        """Return the settings that determine the descriptor's statistics, as plain values; all unless overridden."""
-        plain: dict[str, Any] = {"type": self.type, **thaw(self)}
-        return plain
+        """Return the settings that determine the descriptor's statistics, as plain values.
+
+        These are all settings unless a subclass overrides the method.
+        """
+        return {"type": self.type, **thaw(self)}
 
 
 SEL: dict[str, Any] = {"minimum": 0, **SLOTS, "pattern": AUTO_SEL}
@@ -133,15 +137,18 @@ class EmbeddingSettings(DescriptorSettings):
         (10, 20, 40),
         **WIDTH,
         doc=(
-            "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, adds its input "
-            "to its output."
+            "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, "
+            "adds its input to its output."
         ),
     )
     axis_neuron: int = setting(
         4,
         **WIDTH,
         alias=("n_axis_neuron",),
-        doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
+        doc=(
+            "Number of columns of the embedding matrix that the descriptor multiplies the whole "
+            "matrix with."
+        ),
     )
     activation_function: str = setting("tanh", **ACTIVATION)
     resnet_dt: bool = setting(

@@ -49,6 +49,27 @@ def attention_of(
     return attention, features, Gates(mask, gate, None, 0)
 
 
+def reference_layer(layer, features, gates):
+    """Return what a layer of attention returns, with torch's own operations; they define its derivatives."""
+    attention = layer.attention_layer
+    norm = layer.attn_layer_norm
+    inner = attention.in_proj.tensors
+    outer = attention.out_proj.tensors
+    qkv = (features @ inner.matrix + inner.bias).unflatten(-1, (3, -1))
+    if attention.normalize:
+        qkv = torch.nn.functional.normalize(qkv, dim=-1)
+    query, key, value = qkv.unbind(-2)
+    soft = torch.baddbmm(gates.mask, query, key.mT, alpha=attention.scale).softmax(-1)
+    mixed = (soft * gates.factor) @ value
+    return torch.nn.functional.layer_norm(
+        features + mixed @ outer.matrix + outer.bias,
+        features.shape[-1:],
+        weight=norm.matrix,
+        bias=norm.bias,
+        eps=norm.eps,
+    )
+
+
 def attention_results(attention, features, gates, *, written, force=True):
     """Return features behind attention, their slopes, and gradients of losses: of values, of slopes, of both.
 
@@ -60,10 +81,10 @@ def attention_results(attention, features, gates, *, written, force=True):
             return attention(features, gates, force=force)
         out = features
         for layer in attention.attention_layers:
-            out = layer.by_autograd(out, gates)
+            out = reference_layer(layer, out, gates)
         return out
 
-    inputs = (features, gates.after, *attention.parameters())
+    inputs = (features, gates.factor, *attention.parameters())
     out = forward(force)
     if not force:
         return [out, *torch.autograd.grad(out.sin().sum(), inputs)]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from dpa1_attention import OPTIONS, attention_of, attention_results
+from dpa1_attention import OPTIONS, attention_of, attention_results, reference_layer
 from dpa1_embedding import NETS, assert_same_embedding, embedding_results
 from model_batches import HERE, batch_of, read_fixture, stored_model
 
@@ -129,23 +129,23 @@ def test_written_derivatives_of_attention_are_slopes_of_differences():
     def value(x, gate, *given):
         named = dict(zip(dict(attention.named_parameters()), given, strict=True))
         return torch.func.functional_call(
-            attention, named, (x, gates._replace(after=gate)), {"force": False}
+            attention, named, (x, gates._replace(factor=gate)), {"force": False}
         )
 
     def adjoints(x, gate, mix, *given):
         named = dict(zip(dict(attention.named_parameters()), given, strict=True))
         out = torch.func.functional_call(
-            attention, named, (x, gates._replace(after=gate)), {"force": True}
+            attention, named, (x, gates._replace(factor=gate)), {"force": True}
         )
         return torch.autograd.grad((out * mix).sum(), (x, gate), create_graph=True)
 
     mix = torch.randn(
         features.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
     )
-    torch.autograd.gradcheck(value, (features, gates.after, *weights), check_undefined_grad=False)
+    torch.autograd.gradcheck(value, (features, gates.factor, *weights), check_undefined_grad=False)
     torch.autograd.gradcheck(
         adjoints,
-        (features, gates.after, mix.requires_grad_(), *weights),
+        (features, gates.factor, mix.requires_grad_(), *weights),
         check_undefined_grad=False,
     )
 
@@ -182,7 +182,7 @@ def test_forces_and_gradients_of_a_model_with_written_attention(name, recompute,
             monkeypatch.setattr(
                 attention_module.AttentionLayer,
                 "forward",
-                lambda layer, features, gates, force: layer.by_autograd(features, gates),
+                lambda layer, features, gates, force: reference_layer(layer, features, gates),
             )
         out = model(batch)
         (

@@ -1,12 +1,16 @@
-"""Triton kernels of an attention layer's passes, for the parts that work row by row; `attention_rows` defines them.
+"""Triton kernels of an attention layer's passes, for the parts that work row by row.
 
-Each program takes whole rows, and moves each number once. Q, K and V of an edge lie side by side in memory, so that one
-product makes them, and one takes all their cotangents.
+`attention_rows` has the same functions with their formulas, and defines the results;
+`attention_passes` has the symbols. `test_attention_kernels` compares the results.
+
+A program takes whole rows and moves each number once. Q, K and V of a neighbour are side by side in
+memory, (nreal, ncolumns, 3, attn), so that one product makes all three, and one product takes their
+cotangents. Tensors are contiguous unless they come with strides.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,251 +22,73 @@ from deepmd_muon.model.descriptor.dpa1.attention_rows import Adjoints, Tangents,
 TILE = 512  # elements of a program, at least a row
 
 
+class Tile(NamedTuple):
+    """The rows of a program. `block` is a power of two that holds `width` columns."""
+
+    row: Any  # (rows,), int64
+    exists: Any  # (rows,): row < count
+    column: Any  # (block,)
+    inside: Any  # (block,): column < width
+    at: Any  # (rows, block): where the elements are
+    mask: Any  # (rows, block)
+
+
 @triton.jit
-def _places(count, width, rows: tl.constexpr, block: tl.constexpr):
-    """Return the rows of a program, their columns, the places of their elements, and which of these exist."""
+def _tile(count, width, rows: tl.constexpr, block: tl.constexpr):
+    """Return the `Tile` of a program."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
-    return (
-        row,
-        column,
-        row[:, None] * width + column[None, :],
-        (row < count)[:, None] & (column < width)[None, :],
-    )
-
-
-@triton.jit
-def _rescale_kernel(
-    x, inverse, bias, count, width, shortest: tl.constexpr, rows: tl.constexpr, block: tl.constexpr
-):
-    """Add the bias to rows, of which Q, K and V take turns, divide them by their length, and write the factors."""
-    row, column, at, real = _places(count, width, rows, block)
-    value = tl.load(x + at, real, 0.0) + tl.load(
-        bias + (row % 3)[:, None] * width + column[None, :], real, 0.0
-    )
-    factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), shortest)
-    tl.store(inverse + row, factor, row < count)
-    tl.store(x + at, value * factor[:, None], real)
-
-
-@triton.jit
-def _unscale_kernel(x, turn, y, inverse, count, width, rows: tl.constexpr, block: tl.constexpr):
-    """Replace x by (x − y·turn)·inverse with turn = x·y."""
-    row, _, at, real = _places(count, width, rows, block)
-    value, unit = tl.load(x + at, real, 0.0), tl.load(y + at, real, 0.0)
-    along = tl.sum(value * unit, 1)
-    tl.store(turn + row, along, row < count)
-    tl.store(
-        x + at,
-        (value - unit * along[:, None]) * tl.load(inverse + row, row < count, 0.0)[:, None],
-        real,
-    )
-
-
-@triton.jit
-def _bend_scaling_kernel(
-    x,
-    y,
-    inverse,
-    y_dot,
-    x_bar,
-    bar_turn,
-    dot_turn,
-    count,
-    width,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Unscale x, and add the derivative of that along `y_dot`, applied to `x_bar`."""
-    row, _, at, real = _places(count, width, rows, block)
-    value, unit = tl.load(x + at, real, 0.0), tl.load(y + at, real, 0.0)
-    moved, bar = tl.load(y_dot + at, real, 0.0), tl.load(x_bar + at, real, 0.0)
-    factor = tl.load(inverse + row, row < count, 0.0)
-    of_unit = tl.sum(value * unit, 1) * factor + tl.sum(moved * bar, 1)
-    of_moved = tl.load(bar_turn + row, row < count, 0.0) * factor
-    of_bar = tl.load(dot_turn + row, row < count, 0.0) * factor
-    result = (
-        value * factor[:, None]
-        - unit * of_unit[:, None]
-        - moved * of_moved[:, None]
-        - bar * of_bar[:, None]
-    )
-    tl.store(x + at, result, real)
-
-
-@triton.jit
-def _attend_kernel(
-    gated, soft, mask, gate, of_atom, of_row, of_column, count, width,
-    scale: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Replace products QKᵀ in `soft` by P, and write A; the last three of the first line are strides of the gate."""
-    row, column, at, real = _places(count, width, rows, block)
-    atom = row // width
-    hidden = tl.load(mask + atom[:, None] * width + column[None, :], real, 0.0)
-    score = tl.where(
-        (column < width)[None, :], tl.load(soft + at, real, 0.0) * scale + hidden, float("-inf")
-    )
-    power = tl.exp(score - tl.max(score, 1)[:, None])
-    weight = power / tl.sum(power, 1)[:, None]
-    here = gate + (atom * of_atom + row % width * of_row)[:, None] + (column * of_column)[None, :]
-    tl.store(soft + at, weight, real)
-    tl.store(gated + at, weight * tl.load(here, real, 0.0), real)
-
-
-@triton.jit
-def _pull_attention_kernel(
-    scores,
-    turn,
-    of_gate,
-    bar,
-    gated,
-    soft,
-    count,
-    width,
-    scale: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write the cotangents of scores and gate from that of A, `bar`."""
-    row, _, at, real = _places(count, width, rows, block)
-    above, weight = tl.load(bar + at, real, 0.0), tl.load(soft + at, real, 0.0)
-    score = tl.load(gated + at, real, 0.0) * above
-    along = tl.sum(score, 1)
-    tl.store(turn + row, along, row < count)
-    tl.store(scores + at, (score - weight * along[:, None]) * scale, real)
-    tl.store(of_gate + at, weight * above, real)
-
-
-@triton.jit
-def _push_attention_kernel(
-    gated, scores, soft, gate, of_atom, of_row, of_column, dot, dot_atom, dot_row, dot_column, count, width,
-    scale: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Replace tangents of the scores by those of P, and write those of A; `dot` is the tangent of the gate."""
-    row, column, at, real = _places(count, width, rows, block)
-    atom, inner = row // width, row % width
-    score, weight = tl.load(scores + at, real, 0.0) * scale, tl.load(soft + at, real, 0.0)
-    moved = (score - tl.sum(weight * score, 1)[:, None]) * weight
-    here = gate + (atom * of_atom + inner * of_row)[:, None] + (column * of_column)[None, :]
-    along = dot + (atom * dot_atom + inner * dot_row)[:, None] + (column * dot_column)[None, :]
-    tl.store(scores + at, moved, real)
-    tl.store(
-        gated + at, moved * tl.load(here, real, 0.0) + weight * tl.load(along, real, 0.0), real
-    )
-
-
-@triton.jit
-def _bend_attention_kernel(
-    of_gate, scores, gated, soft, gated_bar, soft_turn, gated_dot, soft_dot, count, width,
-    scale: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Replace the cotangents of A in `scores` by those of the scores, and write those of the gate."""
-    row, _, at, real = _places(count, width, rows, block)
-    above, weight = tl.load(scores + at, real, 0.0), tl.load(soft + at, real, 0.0)
-    bar, moved = tl.load(gated_bar + at, real, 0.0), tl.load(soft_dot + at, real, 0.0)
-    score = tl.load(gated_dot + at, real, 0.0) * bar + tl.load(gated + at, real, 0.0) * above
-    along = tl.sum(score, 1)[:, None]
-    before = tl.load(soft_turn + row, row < count, 0.0)[:, None]
-    tl.store(scores + at, (score - moved * before - weight * along) * scale, real)
-    tl.store(of_gate + at, moved * bar + weight * above, real)
-
-
-@triton.jit
-def _normalise_kernel(
-    z, normed, spread, x, bias, factor, shift, count, width,
-    eps: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Replace products in `normed` by N, and write 1/deviation and Z."""
-    row, column, at, real = _places(count, width, rows, block)
-    inside = column < width
-    summed = (
-        tl.load(normed + at, real, 0.0)
-        + tl.load(x + at, real, 0.0)
-        + tl.load(bias + column, inside, 0.0)[None, :]
-    )
-    centred = tl.where(inside[None, :], summed - (tl.sum(summed, 1) / width)[:, None], 0.0)
-    factors = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
-    result = centred * factors[:, None]
-    tl.store(spread + row, factors, row < count)
-    tl.store(normed + at, result, real)
-    scaled = result * tl.load(factor + column, inside, 0.0)[None, :]
-    tl.store(z + at, scaled + tl.load(shift + column, inside, 0.0)[None, :], real)
-
-
-@triton.jit
-def _unnormalise_kernel(
-    out,
-    turn,
-    x,
-    factor,
-    normed,
-    spread,
-    count,
-    width,
-    scaled: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write the derivative of the normalisation applied to x, times the factor if `scaled`."""
-    row, column, at, real = _places(count, width, rows, block)
-    value, unit = tl.load(x + at, real, 0.0), tl.load(normed + at, real, 0.0)
-    if scaled:
-        value *= tl.load(factor + column, column < width, 0.0)[None, :]
-    along, mean = tl.sum(value * unit, 1) / width, tl.sum(value, 1) / width
-    tl.store(turn + row, along, row < count)
-    result = value - unit * along[:, None] - mean[:, None]
-    tl.store(out + at, result * tl.load(spread + row, row < count, 0.0)[:, None], real)
-
-
-@triton.jit
-def _bend_normalisation_kernel(
-    out, normed, spread, bar, bar_turn, dot, dot_turn, above, factor, count, width,
-    eps: tl.constexpr, attached: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Write the derivative of `_unnormalise_kernel` along `dot`, applied to `bar`; with `attached` add its result."""
-    row, column, at, real = _places(count, width, rows, block)
     exists = row < count
-    unit, moved, below = (
-        tl.load(normed + at, real, 0.0),
-        tl.load(dot + at, real, 0.0),
-        tl.load(bar + at, real, 0.0),
+    inside = column < width
+    return Tile(
+        row=row,
+        exists=exists,
+        column=column,
+        inside=inside,
+        at=row[:, None] * width + column[None, :],
+        mask=exists[:, None] & inside[None, :],
     )
-    r = tl.load(spread + row, exists, 0.0)
-    turns = tl.load(bar_turn + row, exists, 0.0), tl.load(dot_turn + row, exists, 0.0)
-    first = tl.sum(moved * below, 1) / width + turns[0] * turns[1] * (r * r * r * r) * eps
-    result = (
-        -unit * first[:, None] - moved * (turns[0] * r)[:, None] - below * (turns[1] * r)[:, None]
-    )
-    if attached:
-        value = (
-            tl.load(above + at, real, 0.0) * tl.load(factor + column, column < width, 0.0)[None, :]
-        )
-        along, mean = tl.sum(value * unit, 1) / width, tl.sum(value, 1) / width
-        result += (value - unit * along[:, None] - mean[:, None]) * r[:, None]
-    tl.store(out + at, result, real)
 
 
-def _form(x: Tensor) -> tuple[tuple[int], tuple[int, int], dict[str, Any]]:
-    """Return the grid for the rows of x, their number and width, and the tile."""
-    width = x.shape[-1]
-    count, block = x.numel() // width, max(16, int(triton.next_power_of_2(width)))
+@triton.jit
+def _load(tensor, tile):
+    """Load a tensor's rows (rows, block)."""
+    return tl.load(tensor + tile.at, tile.mask, 0.0)
+
+
+@triton.jit
+def _load_by_row(tensor, tile):
+    """Load one number for each row (rows, 1)."""
+    return tl.load(tensor + tile.row, tile.exists, 0.0)[:, None]
+
+
+@triton.jit
+def _load_by_column(tensor, tile):
+    """Load one number for each column (1, block)."""
+    return tl.load(tensor + tile.column, tile.inside, 0.0)[None, :]
+
+
+@triton.jit
+def _load_gate(gate, tile, width, atom_stride, row_stride, column_stride):
+    """Load the rows of a gate with strides, which may be 0, (nreal, ncolumns, ncolumns)."""
+    atom = tile.row // width
+    start = atom * atom_stride + tile.row % width * row_stride
+    at = gate + start[:, None] + (tile.column * column_stride)[None, :]
+    return tl.load(at, tile.mask, 0.0)
+
+
+def _launch(kernel: triton.JITFunction, like: Tensor, **arguments: Any) -> None:
+    """Launch a kernel on the rows of all tensors, which have the shape of `like`."""
+    width = like.shape[-1]
+    count = like.numel() // width
+    block = max(16, int(triton.next_power_of_2(width)))
     rows = max(1, TILE // block)
-    return (triton.cdiv(count, rows),), (count, width), {"rows": rows, "block": block}
+    kernel[(triton.cdiv(count, rows),)](
+        count=count, width=width, rows=rows, block=block, **arguments
+    )
 
 
-def _beside(parts: Tensor) -> Tensor:
-    """Return Q, K and V as they lie in memory `(nreal, ncolumns, 3, attn)`."""
-    return parts.permute(1, 2, 0, 3)
-
-
-def _rows_of(parts: Tensor) -> Tensor:
-    """Return Q, K and V of an edge in one row `(nreal·ncolumns, 3·attn)`."""
-    return _beside(parts).flatten(2).flatten(0, 1)
-
-
-def _per_part(parts: Tensor) -> Tensor:
-    """Return a tensor for a number of each row of Q, K and V `(3, nreal, ncolumns, 1)`, side by side as they are."""
-    return parts.new_empty(*_beside(parts).shape[:3], 1).permute(2, 0, 1, 3)
+# ----- Q, K, V = rescale(X·W + b) ----------------------------------------------------------------
 
 
 def project(x: Tensor, matrix: Tensor) -> Tensor:
@@ -273,111 +99,362 @@ def project(x: Tensor, matrix: Tensor) -> Tensor:
 def project_and_rescale(
     x: Tensor, matrix: Tensor, bias: Tensor, shortest: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """See `attention_rows`; cuBLAS takes twice as long for a product to which it adds a bias in float64."""
-    parts = project(x, matrix)
+    """See `attention_rows`; cuBLAS takes twice as long for a product with a bias in float64."""
+    qkv = project(x, matrix)
     if shortest is None:
-        _beside(parts).add_(bias.view(3, -1))
-        return parts, None
-    inverse = _per_part(parts)
-    grid, sizes, form = _form(parts)
-    _rescale_kernel[grid](parts, inverse, bias, *sizes, shortest=shortest, **form)
-    return parts, inverse
+        _in_memory(qkv).add_(bias.view(3, -1))
+        return qkv, None
+    inverse_length = _number_by_row(qkv)
+    _launch(
+        _rescale_kernel, qkv, x=qkv, inverse_length=inverse_length, bias=bias, shortest=shortest
+    )
+    return qkv, inverse_length
 
 
-def unproject(raw: Tensor, matrix: Tensor, start: Tensor) -> Tensor:
+@triton.jit(do_not_specialize=["count"])
+def _rescale_kernel(
+    x,  # (count, width), in place: X·W, then Q, K and V; a row for each of them in turn
+    inverse_length,  # (count,), written
+    bias,  # (3, width)
+    count,
+    width,
+    shortest: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write y = (x + b)·r with r = 1/max(|x + b|, shortest)."""
+    tile = _tile(count, width, rows, block)
+    at_bias = (tile.row % 3)[:, None] * width + tile.column[None, :]
+    value = _load(x, tile) + tl.load(bias + at_bias, tile.mask, 0.0)
+    factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), shortest)
+    tl.store(inverse_length + tile.row, factor, tile.exists)
+    tl.store(x + tile.at, value * factor[:, None], tile.mask)
+
+
+def project_adjoint(projected_bar: Tensor, matrix: Tensor, start: Tensor) -> Tensor:
     """See `attention_rows`."""
-    return torch.addmm(start.flatten(0, 1), _rows_of(raw), matrix.mT).view_as(start)
+    rows = _neighbor_rows(projected_bar)
+    return torch.addmm(start.flatten(0, 1), rows, matrix.mT).view_as(start)
 
 
-def products(x: Tensor, raw: Tensor) -> Tensor:
+def project_gradient(x: Tensor, projected_bar: Tensor) -> Tensor:
     """See `attention_rows`."""
-    return torch.mm(x.flatten(0, 1).mT, _rows_of(raw))
+    return torch.mm(x.flatten(0, 1).mT, _neighbor_rows(projected_bar))
 
 
-def unscale_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def rescale_derivative_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """See `attention_rows`."""
-    if v.inverse is None:
+    if v.inverse_length is None:
         return x, None
-    turn = _per_part(x)
-    grid, sizes, form = _form(x)
-    _unscale_kernel[grid](x, turn, v.parts, v.inverse, *sizes, **form)
-    return x, turn
+    along = _number_by_row(x)
+    _launch(
+        _rescale_derivative_kernel,
+        x,
+        x=x,
+        along=along,
+        y=v.qkv,
+        inverse_length=v.inverse_length,
+    )
+    return x, along
 
 
-def bend_scaling_(v: Values, a: Adjoints, t: Tangents, raw: Tensor) -> Tensor:
+@triton.jit(do_not_specialize=["count"])
+def _rescale_derivative_kernel(
+    x,  # (count, width), in place
+    along,  # (count,), written
+    y,  # (count, width): Q, K, V
+    inverse_length,  # (count,): r
+    count,
+    width,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write (x − y·along)·r with along = Σ x·y."""
+    tile = _tile(count, width, rows, block)
+    value = _load(x, tile)
+    unit = _load(y, tile)
+    product = tl.sum(value * unit, 1)
+    tl.store(along + tile.row, product, tile.exists)
+    result = (value - unit * product[:, None]) * _load_by_row(inverse_length, tile)
+    tl.store(x + tile.at, result, tile.mask)
+
+
+def rescale_gradient_(v: Values, a: Adjoints, t: Tangents, qkv_hat: Tensor) -> Tensor:
     """See `attention_rows`."""
-    if v.inverse is not None:
-        grid, sizes, form = _form(raw)
-        _bend_scaling_kernel[grid](
-            raw, v.parts, v.inverse, t.parts, a.raw, a.part_turn, t.part_turn, *sizes, **form
+    if v.inverse_length is not None:
+        _launch(
+            _rescale_gradient_kernel,
+            qkv_hat,
+            x=qkv_hat,
+            y=v.qkv,
+            inverse_length=v.inverse_length,
+            y_dot=t.qkv,
+            x_bar=a.projected,
+            bar_along=a.length_along,
+            dot_along=t.length_along,
         )
-    return raw
+    return qkv_hat
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rescale_gradient_kernel(
+    x,  # (count, width), in place: ŷ
+    y,  # (count, width)
+    inverse_length,  # (count,): r
+    y_dot,  # (count, width)
+    x_bar,  # (count, width)
+    bar_along,  # (count,)
+    dot_along,  # (count,)
+    count,
+    width,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write ŷ·r − y·(r·Σŷ·y + Σẏ·x̄) − ẏ·r·bar_along − x̄·r·dot_along."""
+    tile = _tile(count, width, rows, block)
+    value = _load(x, tile)
+    unit = _load(y, tile)
+    unit_dot = _load(y_dot, tile)
+    bar = _load(x_bar, tile)
+    r = tl.load(inverse_length + tile.row, tile.exists, 0.0)
+    by_unit = tl.sum(value * unit, 1) * r + tl.sum(unit_dot * bar, 1)
+    by_dot = tl.load(bar_along + tile.row, tile.exists, 0.0) * r
+    by_bar = tl.load(dot_along + tile.row, tile.exists, 0.0) * r
+    result = (
+        value * r[:, None]
+        - unit * by_unit[:, None]
+        - unit_dot * by_dot[:, None]
+        - bar * by_bar[:, None]
+    )
+    tl.store(x + tile.at, result, tile.mask)
+
+
+def _in_memory(qkv: Tensor) -> Tensor:
+    """Return Q, K and V in the order of memory (nreal, ncolumns, 3, attn)."""
+    return qkv.permute(1, 2, 0, 3)
+
+
+def _neighbor_rows(qkv: Tensor) -> Tensor:
+    """Return Q, K and V of a neighbour in one row (nreal·ncolumns, 3·attn)."""
+    return _in_memory(qkv).flatten(2).flatten(0, 1)
+
+
+def _number_by_row(qkv: Tensor) -> Tensor:
+    """Allocate a number for each row of Q, K and V (3, nreal, ncolumns, 1), in memory order."""
+    return qkv.new_empty(*_in_memory(qkv).shape[:3], 1).permute(2, 0, 1, 3)
+
+
+# ----- P = softmax(scale·QKᵀ + mask), A = P∘E ----------------------------------------------------
 
 
 def attend(
     query: Tensor, key: Tensor, mask: Tensor, gate: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See `attention_rows`."""
-    soft = torch.bmm(query, key.mT)
+    soft = torch.bmm(query, key.mT)  # the kernel replaces QKᵀ by P
     gated = torch.empty_like(soft)
-    grid, sizes, form = _form(soft)
-    _attend_kernel[grid](
-        gated,
+    atom_stride, row_stride, column_stride = gate.expand_as(soft).stride()
+    _launch(
+        _attend_kernel,
         soft,
-        mask.contiguous(),
-        gate,
-        *gate.expand_as(soft).stride(),
-        *sizes,
+        gated=gated,
+        soft=soft,
+        mask=mask.contiguous(),
+        gate=gate,
+        atom_stride=atom_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
         scale=scale,
-        **form,
     )
     return soft, gated
 
 
-def pull_attention(v: Values, gated: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+@triton.jit(do_not_specialize=["count"])
+def _attend_kernel(
+    gated,  # (count, width), written: A; count = nreal·ncolumns, width = ncolumns
+    soft,  # (count, width), in place: QKᵀ, then P
+    mask,  # (nreal, width)
+    gate,  # E, with strides
+    atom_stride,
+    row_stride,
+    column_stride,
+    count,
+    width,
+    scale: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write P = softmax(scale·QKᵀ + mask) and A = P∘E."""
+    tile = _tile(count, width, rows, block)
+    atom = tile.row // width
+    addend = tl.load(mask + atom[:, None] * width + tile.column[None, :], tile.mask, 0.0)
+    score = _load(soft, tile) * scale + addend
+    score = tl.where(tile.inside[None, :], score, float("-inf"))
+    power = tl.exp(score - tl.max(score, 1)[:, None])
+    weight = power / tl.sum(power, 1)[:, None]
+    e = _load_gate(gate, tile, width, atom_stride, row_stride, column_stride)
+    tl.store(soft + tile.at, weight, tile.mask)
+    tl.store(gated + tile.at, weight * e, tile.mask)
+
+
+def attend_adjoint(v: Values, gated_bar: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """See `attention_rows`."""
-    scores, of_gate = torch.empty_like(gated), torch.empty_like(gated)
-    turn = gated.new_empty(*gated.shape[:2], 1)
-    grid, sizes, form = _form(gated)
-    _pull_attention_kernel[grid](
-        scores, turn, of_gate, gated, v.gated, v.soft, *sizes, scale=scale, **form
-    )
-    return scores, turn, of_gate
-
-
-def push_attention(
-    v: Values, scores: Tensor, gate: Tensor, of_gate: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """See `attention_rows`."""
-    gated = torch.empty_like(scores)
-    grid, sizes, form = _form(scores)
-    strides = gate.expand_as(scores).stride(), of_gate.expand_as(scores).stride()
-    _push_attention_kernel[grid](
-        gated, scores, v.soft, gate, *strides[0], of_gate, *strides[1], *sizes, scale=scale, **form
-    )
-    return scores, gated
-
-
-def bend_attention(
-    v: Values, a: Adjoints, t: Tangents, gated: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """See `attention_rows`; `gated` is overwritten."""
-    of_gate = torch.empty_like(gated)
-    grid, sizes, form = _form(gated)
-    _bend_attention_kernel[grid](
-        of_gate,
-        gated,
-        v.gated,
-        v.soft,
-        a.gated,
-        a.soft_turn,
-        t.gated,
-        t.soft,
-        *sizes,
+    scores_bar = torch.empty_like(gated_bar)
+    gate_bar = torch.empty_like(gated_bar)
+    along = gated_bar.new_empty(*gated_bar.shape[:2], 1)
+    _launch(
+        _attend_adjoint_kernel,
+        gated_bar,
+        scores_bar=scores_bar,
+        along=along,
+        gate_bar=gate_bar,
+        gated_bar=gated_bar,
+        gated=v.gated,
+        soft=v.soft,
         scale=scale,
-        **form,
     )
-    return gated, of_gate
+    return scores_bar, along, gate_bar
+
+
+@triton.jit(do_not_specialize=["count"])
+def _attend_adjoint_kernel(
+    scores_bar,  # (count, width), written
+    along,  # (count,), written
+    gate_bar,  # (count, width), written
+    gated_bar,  # (count, width): Ā
+    gated,  # (count, width): A
+    soft,  # (count, width): P
+    count,
+    width,
+    scale: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write scale·(A∘Ā − P·along) with along = Σ A∘Ā, and P∘Ā."""
+    tile = _tile(count, width, rows, block)
+    bar = _load(gated_bar, tile)
+    weight = _load(soft, tile)
+    product = _load(gated, tile) * bar
+    total = tl.sum(product, 1)
+    tl.store(along + tile.row, total, tile.exists)
+    tl.store(scores_bar + tile.at, (product - weight * total[:, None]) * scale, tile.mask)
+    tl.store(gate_bar + tile.at, weight * bar, tile.mask)
+
+
+def attend_tangent(
+    v: Values, scores_dot: Tensor, gate: Tensor, gate_dot: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `attention_rows`."""
+    gated_dot = torch.empty_like(scores_dot)
+    atom_stride, row_stride, column_stride = gate.expand_as(scores_dot).stride()
+    dot_atom_stride, dot_row_stride, dot_column_stride = gate_dot.expand_as(scores_dot).stride()
+    _launch(
+        _attend_tangent_kernel,
+        scores_dot,
+        gated_dot=gated_dot,
+        scores_dot=scores_dot,
+        soft=v.soft,
+        gate=gate,
+        atom_stride=atom_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
+        gate_dot=gate_dot,
+        dot_atom_stride=dot_atom_stride,
+        dot_row_stride=dot_row_stride,
+        dot_column_stride=dot_column_stride,
+        scale=scale,
+    )
+    return scores_dot, gated_dot
+
+
+@triton.jit(do_not_specialize=["count"])
+def _attend_tangent_kernel(
+    gated_dot,  # (count, width), written: Ȧ
+    scores_dot,  # (count, width), in place: the tangent of QKᵀ, then Ṗ
+    soft,  # (count, width): P
+    gate,  # E, with strides
+    atom_stride,
+    row_stride,
+    column_stride,
+    gate_dot,  # Ė, with strides
+    dot_atom_stride,
+    dot_row_stride,
+    dot_column_stride,
+    count,
+    width,
+    scale: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write Ṗ = P∘(σ − Σ P∘σ) with σ = scale·(QKᵀ)˙, and Ȧ = Ṗ∘E + P∘Ė."""
+    tile = _tile(count, width, rows, block)
+    score_dot = _load(scores_dot, tile) * scale
+    weight = _load(soft, tile)
+    weight_dot = (score_dot - tl.sum(weight * score_dot, 1)[:, None]) * weight
+    e = _load_gate(gate, tile, width, atom_stride, row_stride, column_stride)
+    e_dot = _load_gate(
+        gate_dot,
+        tile,
+        width,
+        atom_stride=dot_atom_stride,
+        row_stride=dot_row_stride,
+        column_stride=dot_column_stride,
+    )
+    tl.store(scores_dot + tile.at, weight_dot, tile.mask)
+    tl.store(gated_dot + tile.at, weight_dot * e + weight * e_dot, tile.mask)
+
+
+def attend_gradient(
+    v: Values, a: Adjoints, t: Tangents, gated_hat: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `attention_rows`; `gated_hat` becomes the first result."""
+    gate_hat = torch.empty_like(gated_hat)
+    _launch(
+        _attend_gradient_kernel,
+        gated_hat,
+        gate_hat=gate_hat,
+        scores_hat=gated_hat,
+        gated=v.gated,
+        soft=v.soft,
+        gated_bar=a.gated,
+        soft_along=a.soft_along,
+        gated_dot=t.gated,
+        soft_dot=t.soft,
+        scale=scale,
+    )
+    return gated_hat, gate_hat
+
+
+@triton.jit(do_not_specialize=["count"])
+def _attend_gradient_kernel(
+    gate_hat,  # (count, width), written
+    scores_hat,  # (count, width), in place: Â, then the cotangent of QKᵀ
+    gated,  # (count, width): A
+    soft,  # (count, width): P
+    gated_bar,  # (count, width): Ā
+    soft_along,  # (count,)
+    gated_dot,  # (count, width): Ȧ
+    soft_dot,  # (count, width): Ṗ
+    count,
+    width,
+    scale: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write scale·(B − Ṗ·soft_along − P·Σ B) with B = Ȧ∘Ā + A∘Â, and Ṗ∘Ā + P∘Â."""
+    tile = _tile(count, width, rows, block)
+    hat = _load(scores_hat, tile)
+    weight = _load(soft, tile)
+    bar = _load(gated_bar, tile)
+    weight_dot = _load(soft_dot, tile)
+    b = _load(gated_dot, tile) * bar + _load(gated, tile) * hat
+    along = tl.sum(b, 1)[:, None]
+    score = (b - weight_dot * _load_by_row(soft_along, tile) - weight * along) * scale
+    tl.store(scores_hat + tile.at, score, tile.mask)
+    tl.store(gate_hat + tile.at, weight_dot * bar + weight * hat, tile.mask)
+
+
+# ----- Z = γ∘N + β, N = (S − mean)/deviation -----------------------------------------------------
 
 
 def normalise(
@@ -385,47 +462,162 @@ def normalise(
     outer: Tensor,
     outer_bias: Tensor,
     x: Tensor,
-    factor: Tensor,
-    shift: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `attention_rows`."""
-    normed = torch.mm(mixed.flatten(0, 1), outer).view_as(x)
-    z, spread = torch.empty_like(normed), normed.new_empty(*x.shape[:2], 1)
-    grid, sizes, form = _form(normed)
-    _normalise_kernel[grid](
-        z, normed, spread, x.contiguous(), outer_bias, factor, shift, *sizes, eps=eps, **form
+    normed = torch.mm(mixed.flatten(0, 1), outer).view_as(x)  # the kernel replaces O·Wₒ by N
+    z = torch.empty_like(normed)
+    inverse_deviation = normed.new_empty(*x.shape[:2], 1)
+    _launch(
+        _normalise_kernel,
+        normed,
+        z=z,
+        normed=normed,
+        inverse_deviation=inverse_deviation,
+        x=x.contiguous(),
+        bias=outer_bias,
+        gamma=gamma,
+        beta=beta,
+        eps=eps,
     )
-    return z, normed, spread
+    return z, normed, inverse_deviation
 
 
-def unnormalise(v: Values, x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@triton.jit(do_not_specialize=["count"])
+def _normalise_kernel(
+    z,  # (count, width), written; count = nreal·ncolumns
+    normed,  # (count, width), in place: O·Wₒ, then N
+    inverse_deviation,  # (count,), written
+    x,  # (count, width)
+    bias,  # (width,): bₒ
+    gamma,  # (width,)
+    beta,  # (width,)
+    count,
+    width,
+    eps: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write N = (S − mean)/deviation of S = O·Wₒ + X + bₒ, and Z = γ∘N + β."""
+    tile = _tile(count, width, rows, block)
+    summed = _load(normed, tile) + _load(x, tile) + _load_by_column(bias, tile)
+    centred = summed - (tl.sum(summed, 1) / width)[:, None]
+    centred = tl.where(tile.inside[None, :], centred, 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
+    n = centred * r[:, None]
+    tl.store(inverse_deviation + tile.row, r, tile.exists)
+    tl.store(normed + tile.at, n, tile.mask)
+    scaled = n * _load_by_column(gamma, tile)
+    tl.store(z + tile.at, scaled + _load_by_column(beta, tile), tile.mask)
+
+
+def normalise_derivative(
+    v: Values, x: Tensor, gamma: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `attention_rows`."""
-    out, turn = torch.empty_like(v.normed), torch.empty_like(v.spread)
-    grid, sizes, form = _form(out)
-    scaled = factor is not None
-    _unnormalise_kernel[grid](
+    out = torch.empty_like(v.normed)
+    along = torch.empty_like(v.inverse_deviation)
+    _launch(
+        _normalise_derivative_kernel,
         out,
-        turn,
-        x.contiguous(),
-        factor if scaled else x,
-        v.normed,
-        v.spread,
-        *sizes,
-        scaled=scaled,
-        **form,
+        out=out,
+        along=along,
+        x=x.contiguous(),
+        gamma=x if gamma is None else gamma,  # a dummy, which the kernel does not read
+        normed=v.normed,
+        inverse_deviation=v.inverse_deviation,
+        has_gamma=gamma is not None,
     )
-    return out, turn
+    return out, along
 
 
-def bend_normalisation(
-    eps: float, v: Values, a: Adjoints, t: Tangents, above: Tensor | None, factor: Tensor
+@triton.jit(do_not_specialize=["count"])
+def _normalise_derivative_kernel(
+    out,  # (count, width), written
+    along,  # (count,), written
+    x,  # (count, width)
+    gamma,  # (width,), read if `has_gamma`
+    normed,  # (count, width): N
+    inverse_deviation,  # (count,)
+    count,
+    width,
+    has_gamma: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write (x − N·along − mean(x))/deviation with along = mean(x·N); x is times γ first."""
+    tile = _tile(count, width, rows, block)
+    value = _load(x, tile)
+    n = _load(normed, tile)
+    if has_gamma:
+        value *= _load_by_column(gamma, tile)
+    mean_product = tl.sum(value * n, 1) / width
+    mean = tl.sum(value, 1) / width
+    tl.store(along + tile.row, mean_product, tile.exists)
+    result = value - n * mean_product[:, None] - mean[:, None]
+    tl.store(out + tile.at, result * _load_by_row(inverse_deviation, tile), tile.mask)
+
+
+def normalise_gradient(
+    v: Values, a: Adjoints, t: Tangents, z_hat: Tensor | None, gamma: Tensor, eps: float
 ) -> Tensor:
     """See `attention_rows`."""
     out = torch.empty_like(v.normed)
-    grid, sizes, form = _form(out)
-    _bend_normalisation_kernel[grid](
-        out, v.normed, v.spread, a.summed, a.norm_turn, t.normed, t.norm_turn, out if above is None else above, factor,
-        *sizes, eps=eps, attached=above is not None, **form,
-    )  # fmt: skip
+    _launch(
+        _normalise_gradient_kernel,
+        out,
+        out=out,
+        normed=v.normed,
+        inverse_deviation=v.inverse_deviation,
+        summed_bar=a.summed,
+        bar_along=a.norm_along,
+        normed_dot=t.normed,
+        dot_along=t.norm_along,
+        z_hat=out if z_hat is None else z_hat,  # a dummy, which the kernel does not read
+        gamma=gamma,
+        eps=eps,
+        has_z_hat=z_hat is not None,
+    )
     return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _normalise_gradient_kernel(
+    out,  # (count, width), written
+    normed,  # (count, width): N
+    inverse_deviation,  # (count,): r
+    summed_bar,  # (count, width): S̄
+    bar_along,  # (count,)
+    normed_dot,  # (count, width): Ṅ
+    dot_along,  # (count,)
+    z_hat,  # (count, width), read if `has_z_hat`
+    gamma,  # (width,)
+    count,
+    width,
+    eps: tl.constexpr,
+    has_z_hat: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write −N·(mean(Ṅ·S̄) + eps·r⁴·bar_along·dot_along) − Ṅ·r·bar_along − S̄·r·dot_along.
+
+    With Ẑ, also add `_normalise_derivative_kernel` of γ∘Ẑ.
+    """
+    tile = _tile(count, width, rows, block)
+    n = _load(normed, tile)
+    n_dot = _load(normed_dot, tile)
+    s_bar = _load(summed_bar, tile)
+    r = tl.load(inverse_deviation + tile.row, tile.exists, 0.0)
+    n_bar_along = tl.load(bar_along + tile.row, tile.exists, 0.0)
+    n_dot_along = tl.load(dot_along + tile.row, tile.exists, 0.0)
+    by_n = tl.sum(n_dot * s_bar, 1) / width + n_bar_along * n_dot_along * (r * r * r * r) * eps
+    result = -n * by_n[:, None] - n_dot * (n_bar_along * r)[:, None]
+    result = result - s_bar * (n_dot_along * r)[:, None]
+    if has_z_hat:
+        value = _load(z_hat, tile) * _load_by_column(gamma, tile)
+        mean_product = tl.sum(value * n, 1) / width
+        mean = tl.sum(value, 1) / width
+        result += (value - n * mean_product[:, None] - mean[:, None]) * r[:, None]
+    tl.store(out + tile.at, result, tile.mask)

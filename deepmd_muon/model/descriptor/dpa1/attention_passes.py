@@ -1,16 +1,32 @@
-"""A layer of attention with derivatives that are written out.
+"""A layer of attention with written-out derivatives (see `four_passes`).
 
-`AttentionLayer` defines the result by torch's operations, whose second gradient takes several times as many passes over
-memory. For features X and gates E,
+For features X and gates E of every atom, with ∘ the product by elements,
 
-    Q, K, V = X·W + b, rows divided by their length;   P = softmax(scale·QKᵀ + mask);   A = P·E (by elements);
-    S = X + A·V·Wₒ + bₒ;   N = (S − mean)/deviation;   Z = N·γ + β.
+    Q, K, V = X·W + b, rows divided by their length;   P = softmax(scale·QKᵀ + mask);   A = P∘E;
+    O = A·V;   S = X + O·Wₒ + bₒ;   N = (S − mean)/deviation;   Z = γ∘N + β.
 
-Products are here, what lies between them in `attention_rows` and, on a GPU, one launch each in `attention_kernels`.
+| symbol | name               | shape                        |
+|--------|--------------------|------------------------------|
+| X, Z   | `x`, `z`           | (nreal, ncolumns, width)     |
+| E      | `gate`             | (nreal, ncolumns, ncolumns)  |
+| W, b   | `matrix`, `bias`   | (width, 3·attn), (3·attn,)   |
+| QKᵀ    | `scores`           | (nreal, ncolumns, ncolumns)  |
+| P, A   | `soft`, `gated`    | (nreal, ncolumns, ncolumns)  |
+| O      | `mixed`            | (nreal, ncolumns, attn)      |
+| Wₒ, bₒ | `outer`, `outer_bias` | (attn, width), (width,)   |
+| S, N   | `summed`, `normed` | (nreal, ncolumns, width)     |
+| γ, β   | `gamma`, `beta`    | (width,)                     |
+
+Matrix products between tensors of all atoms are written here. What works row by row is in
+`attention_rows`, and on a GPU in `attention_kernels`, with one launch for each function.
+
+Autograd's second derivative of the same operations takes several times as many passes over memory;
+the tests compare the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,29 +40,47 @@ from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 
 class Inputs(NamedTuple):
-    """X `(nreal, ncolumns, width)`, E, which broadcasts to `(nreal, ncolumns, ncolumns)`, mask, W, b, Wₒ, bₒ, γ, β.
-
-    The mask `(nreal, 1, ncolumns)` has no gradient. W is `(width, 3·attn)`, Wₒ `(attn, width)`.
-    """
+    """The inputs of the operation."""
 
     x: Tensor
-    gate: Tensor
-    mask: Tensor
+    gate: Tensor  # broadcasts to (nreal, ncolumns, ncolumns)
+    mask: Tensor  # (nreal, 1, ncolumns), without gradient
     matrix: Tensor
     bias: Tensor
     outer: Tensor
     outer_bias: Tensor
-    factor: Tensor
-    shift: Tensor
+    gamma: Tensor
+    beta: Tensor
 
 
-def _by_rows(x: Tensor) -> Any:
-    """Return the module of the functions between products: Triton kernels where they can be used on features x."""
-    if not x.numel() or not triton_support.usable(x.device):
-        return attention_rows
-    from deepmd_muon.model.descriptor.dpa1 import attention_kernels
+class AdjointSaved(NamedTuple):
+    """What pass 2 hands over to pass 3 (all) and pass 4 (the adjoints)."""
 
-    return attention_kernels
+    gate: Tensor
+    matrix: Tensor
+    outer: Tensor
+    gamma: Tensor
+    values: Values
+    adjoints: Adjoints
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
+        """Name the tensors that `flat` returned."""
+        gate, matrix, outer, gamma, *others = tensors
+        n_values = len(Values._fields)
+        return cls(
+            gate=gate,
+            matrix=matrix,
+            outer=outer,
+            gamma=gamma,
+            values=Values(*others[:n_values]),
+            adjoints=Adjoints(*others[n_values:]),
+        )
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors in a row, as autograd saves them."""
+        return self.gate, self.matrix, self.outer, self.gamma, *self.values, *self.adjoints
 
 
 @dataclass(frozen=True)
@@ -67,90 +101,153 @@ class Attention(FourPasses):
     shortest: float | None
     eps: float
 
-    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
-        """See `FourPasses`."""
-        i = Inputs(*given)
-        rows = _by_rows(i.x)
-        parts, inverse = rows.project_and_rescale(i.x, i.matrix, i.bias, self.shortest)
-        query, key, value = parts
-        soft, gated = rows.attend(query, key, i.mask, i.gate, self.scale)
+    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 1, see `FourPasses`."""
+        i = Inputs(*inputs)
+        ops = _row_operations(i.x)
+        qkv, inverse_length = ops.project_and_rescale(i.x, i.matrix, i.bias, self.shortest)
+        query, key, value = qkv
+        soft, gated = ops.attend(query, key, mask=i.mask, gate=i.gate, scale=self.scale)
         mixed = torch.bmm(gated, value)
-        z, normed, spread = rows.normalise(
-            mixed, i.outer, i.outer_bias, i.x, i.factor, i.shift, self.eps
+        z, normed, inverse_deviation = ops.normalise(
+            mixed, i.outer, i.outer_bias, x=i.x, gamma=i.gamma, beta=i.beta, eps=self.eps
         )
-        return (z,), Values(parts, inverse, soft, gated, mixed, normed, spread)
-
-    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return the adjoints of X and E."""
-        (above,), i, v = cotangents, Inputs(*given), Values(*kept)
-        of_x, of_gate, adjoints = self._pull(above, i, v)
-        return (of_x, of_gate), (i.gate, i.matrix, i.outer, i.factor, *v, *adjoints)
-
-    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivative of Z; and `Tangents`."""
-        (x, of_gate), (gate, matrix, outer, factor), v = tangents, left[:4], Values(*left[4:11])
-        rows, (query, key, value) = _by_rows(x), v.parts
-        parts, part_turn = rows.unscale_(v, rows.project(x, matrix))
-        scores = torch.bmm(parts[0], key.mT).baddbmm_(query, parts[1].mT)
-        soft, gated = rows.push_attention(v, scores, gate, of_gate, self.scale)
-        mixed = torch.bmm(gated, value).baddbmm_(v.gated, parts[2])
-        summed = torch.addmm(x.flatten(0, 1), mixed.flatten(0, 1), outer).view_as(x)
-        normed, norm_turn = rows.unnormalise(v, summed)
-        return (normed * factor,), Tangents(
-            x, parts, part_turn, soft, gated, mixed, normed, norm_turn
+        saved = Values(
+            qkv=qkv,
+            inverse_length=inverse_length,
+            soft=soft,
+            gated=gated,
+            mixed=mixed,
+            normed=normed,
+            inverse_deviation=inverse_deviation,
         )
+        return (z,), saved
 
-    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
-        """See `FourPasses`."""
-        (above,), i, v = cotangents, Inputs(*given), Values(*kept)
-        rows = _by_rows(i.x)
-        if left is None:
-            of_x, of_gate, down = self._pull(above, i, v)
+    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+        """Pass 2: return the adjoints of X and E."""
+        (z_bar,) = cotangents
+        i = Inputs(*inputs)
+        v = Values(*value_saved)
+        x_bar, gate_bar, adjoints = self._pull(z_bar, i, v)
+        saved = AdjointSaved(
+            gate=i.gate, matrix=i.matrix, outer=i.outer, gamma=i.gamma, values=v, adjoints=adjoints
+        )
+        return (x_bar, gate_bar), saved.flat
+
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 3: return the derivative of Z, and `Tangents`."""
+        x_dot, gate_dot = tangents
+        saved = AdjointSaved.of(adjoint_saved)
+        v = saved.values
+        query, key, value = v.qkv
+        ops = _row_operations(x_dot)
+        qkv_dot, length_along = ops.rescale_derivative_(v, ops.project(x_dot, saved.matrix))
+        query_dot, key_dot, value_dot = qkv_dot
+        scores_dot = torch.bmm(query_dot, key.mT).baddbmm_(query, key_dot.mT)
+        soft_dot, gated_dot = ops.attend_tangent(
+            v, scores_dot, gate=saved.gate, gate_dot=gate_dot, scale=self.scale
+        )
+        mixed_dot = torch.bmm(gated_dot, value).baddbmm_(v.gated, value_dot)
+        summed_dot = torch.addmm(x_dot.flatten(0, 1), mixed_dot.flatten(0, 1), saved.outer)
+        normed_dot, norm_along = ops.normalise_derivative(v, summed_dot.view_as(x_dot))
+        tangent_saved = Tangents(
+            x=x_dot,
+            qkv=qkv_dot,
+            length_along=length_along,
+            soft=soft_dot,
+            gated=gated_dot,
+            mixed=mixed_dot,
+            normed=normed_dot,
+            norm_along=norm_along,
+        )
+        return (normed_dot * saved.gamma,), tangent_saved
+
+    def gradient(
+        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
+    ) -> Perhaps:
+        """Pass 4: return the gradients of `Inputs`; the mask has none."""
+        (z_hat,) = cotangents
+        i = Inputs(*inputs)
+        v = Values(*value_saved)
+        ops = _row_operations(i.x)
+        with_forces = adjoint_saved is not None
+        if with_forces:
+            a = AdjointSaved.of(adjoint_saved).adjoints
+            t = Tangents(*tangent_saved)
+            x_hat, gate_hat, summed_hat, projected_hat = self._pull_with_forces(z_hat, i, v, a, t)
         else:
-            a, t = Adjoints(*left[11:]), Tangents(*moved)
-            of_x, of_gate, down = self._pull_along(above, i, v, a, t)
-        summed = down.summed.flatten(0, 1)
-        of_matrix = rows.products(i.x, down.raw)
-        of_bias = down.raw.sum((1, 2)).flatten()
-        of_outer = torch.mm(v.mixed.flatten(0, 1).mT, summed)
-        of_factor = torch.zeros_like(i.factor) if above is None else (above * v.normed).sum((0, 1))
-        of_shift = torch.zeros_like(i.shift) if above is None else above.sum((0, 1))
-        if left is not None:
-            of_matrix += rows.products(t.x, a.raw)
-            of_outer.addmm_(t.mixed.flatten(0, 1).mT, a.summed.flatten(0, 1))
-            of_factor += (a.above * t.normed).sum((0, 1))
-        return of_x, of_gate, None, of_matrix, of_bias, of_outer, summed.sum(0), of_factor, of_shift
+            x_hat, gate_hat, adjoints = self._pull(z_hat, i, v)
+            summed_hat = adjoints.summed
+            projected_hat = adjoints.projected
+        matrix_hat = ops.project_gradient(i.x, projected_hat)
+        bias_hat = projected_hat.sum((1, 2)).flatten()
+        outer_hat = torch.mm(v.mixed.flatten(0, 1).mT, summed_hat.flatten(0, 1))
+        outer_bias_hat = summed_hat.flatten(0, 1).sum(0)
+        if z_hat is None:
+            gamma_hat = torch.zeros_like(i.gamma)
+            beta_hat = torch.zeros_like(i.beta)
+        else:
+            gamma_hat = (z_hat * v.normed).sum((0, 1))
+            beta_hat = z_hat.sum((0, 1))
+        if with_forces:
+            # The adjoints depend on these three as well: x̄·ẋ has the terms Ẋ·W̄, Ȯ·S̄ and Z̄∘Ṅ.
+            matrix_hat += ops.project_gradient(t.x, a.projected)
+            outer_hat.addmm_(t.mixed.flatten(0, 1).mT, a.summed.flatten(0, 1))
+            gamma_hat += (a.z * t.normed).sum((0, 1))
+        of_weights = (matrix_hat, bias_hat, outer_hat, outer_bias_hat, gamma_hat, beta_hat)
+        return x_hat, gate_hat, None, *of_weights
 
-    def _pull(self, above: Tensor, i: Inputs, v: Values) -> tuple[Tensor, Tensor, Adjoints]:
+    def _pull(self, z_bar: Tensor, i: Inputs, v: Values) -> tuple[Tensor, Tensor, Adjoints]:
         """Return the cotangents of X and E from that of Z, and those on the way."""
-        rows, (query, key, value) = _by_rows(i.x), v.parts
-        summed, norm_turn = rows.unnormalise(v, above, i.factor)
-        mixed = torch.matmul(summed, i.outer.mT)
-        gated = torch.bmm(mixed, value.mT)
-        scores, soft_turn, of_gate = rows.pull_attention(v, gated, self.scale)
-        parts = torch.empty_like(v.parts)
-        torch.bmm(scores, key, out=parts[0])
-        torch.bmm(scores.mT, query, out=parts[1])
-        torch.bmm(v.gated.mT, mixed, out=parts[2])
-        raw, part_turn = rows.unscale_(v, parts)
+        ops = _row_operations(i.x)
+        query, key, value = v.qkv
+        summed_bar, norm_along = ops.normalise_derivative(v, z_bar, i.gamma)
+        mixed_bar = torch.matmul(summed_bar, i.outer.mT)
+        gated_bar = torch.bmm(mixed_bar, value.mT)
+        scores_bar, soft_along, gate_bar = ops.attend_adjoint(v, gated_bar, self.scale)
+        qkv_bar = torch.empty_like(v.qkv)
+        torch.bmm(scores_bar, key, out=qkv_bar[0])
+        torch.bmm(scores_bar.mT, query, out=qkv_bar[1])
+        torch.bmm(v.gated.mT, mixed_bar, out=qkv_bar[2])
+        projected_bar, length_along = ops.rescale_derivative_(v, qkv_bar)
         adjoints = Adjoints(
-            above, summed, norm_turn, mixed, gated, scores, soft_turn, raw, part_turn
+            z=z_bar,
+            summed=summed_bar,
+            norm_along=norm_along,
+            mixed=mixed_bar,
+            gated=gated_bar,
+            scores=scores_bar,
+            soft_along=soft_along,
+            projected=projected_bar,
+            length_along=length_along,
         )
-        return rows.unproject(raw, i.matrix, summed), of_gate.sum_to_size(i.gate.shape), adjoints
+        x_bar = ops.project_adjoint(projected_bar, i.matrix, start=summed_bar)
+        return x_bar, gate_bar.sum_to_size(i.gate.shape), adjoints
 
-    def _pull_along(
-        self, above: Tensor | None, i: Inputs, v: Values, a: Adjoints, t: Tangents
-    ) -> tuple[Tensor, Tensor, Adjoints]:
-        """Return the result of `_pull`, and add to each cotangent the derivative of its adjoint along the tangents."""
-        rows, (query, key, value) = _by_rows(i.x), v.parts
-        summed = rows.bend_normalisation(self.eps, v, a, t, above, i.factor)
-        mixed = torch.matmul(summed, i.outer.mT)
-        gated = torch.bmm(mixed, value.mT).baddbmm_(a.mixed, t.parts[2].mT)
-        scores, of_gate = rows.bend_attention(v, a, t, gated, self.scale)
-        parts = torch.empty_like(v.parts)
-        torch.bmm(scores, key, out=parts[0]).baddbmm_(a.scores, t.parts[1])
-        torch.bmm(scores.mT, query, out=parts[1]).baddbmm_(a.scores.mT, t.parts[0])
-        torch.bmm(t.gated.mT, a.mixed, out=parts[2]).baddbmm_(v.gated.mT, mixed)
-        raw = rows.bend_scaling_(v, a, t, parts)
-        down = a._replace(summed=summed, mixed=mixed, gated=gated, scores=scores, raw=raw)
-        return rows.unproject(raw, i.matrix, summed), of_gate.sum_to_size(i.gate.shape), down
+    def _pull_with_forces(
+        self, z_hat: Tensor | None, i: Inputs, v: Values, a: Adjoints, t: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the cotangents of X, E, S and X·W + b, with the derivatives of their adjoints."""
+        ops = _row_operations(i.x)
+        query, key, value = v.qkv
+        query_dot, key_dot, value_dot = t.qkv
+        summed_hat = ops.normalise_gradient(v, a, t, z_hat=z_hat, gamma=i.gamma, eps=self.eps)
+        mixed_hat = torch.matmul(summed_hat, i.outer.mT)
+        gated_hat = torch.bmm(mixed_hat, value.mT).baddbmm_(a.mixed, value_dot.mT)
+        scores_hat, gate_hat = ops.attend_gradient(v, a, t, gated_hat, scale=self.scale)
+        qkv_hat = torch.empty_like(v.qkv)
+        torch.bmm(scores_hat, key, out=qkv_hat[0]).baddbmm_(a.scores, key_dot)
+        torch.bmm(scores_hat.mT, query, out=qkv_hat[1]).baddbmm_(a.scores.mT, query_dot)
+        torch.bmm(t.gated.mT, a.mixed, out=qkv_hat[2]).baddbmm_(v.gated.mT, mixed_hat)
+        projected_hat = ops.rescale_gradient_(v, a, t, qkv_hat)
+        x_hat = ops.project_adjoint(projected_hat, i.matrix, start=summed_hat)
+        return x_hat, gate_hat.sum_to_size(i.gate.shape), summed_hat, projected_hat
+
+
+def _row_operations(x: Tensor) -> Any:
+    """Return the module with the functions that work row by row for features x."""
+    if not x.numel() or not triton_support.usable(x.device):
+        return attention_rows
+    from deepmd_muon.model.descriptor.dpa1 import attention_kernels
+
+    return attention_kernels

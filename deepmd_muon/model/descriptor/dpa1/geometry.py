@@ -2,11 +2,12 @@
 
 For r_ij = (x_k) of length r, t = 1/(r + protection) and the switch w,
 
-    row = w·(t, x·t², y·t², z·t²);   R = (row − mean)/deviation;   e = r_ij/r;   D = e·min(1, L/1e-12), L = Σ_k R_k·e_k.
+    row = w·(t, x·t², y·t², z·t²);   R = (row − mean)/deviation;
+    e = r_ij/r;   D = e·min(1, L/1e-12), L = Σ_k R_k·e_k.
 
-deepmd-kit divides the last three entries of R by their length, but at least by 1e-12: so D is a unit vector, but
-shorter where R is, which is within some 1e-4 Å of the cut-off. Without smooth attention, this is where the energy that
-a neighbour adds there fades, with forces.
+deepmd-kit divides the last three entries of R by their length, but at least by 1e-12. So D is a
+unit vector, except within some 1e-4 Å of the cut-off, where R is shorter than 1e-12. Without smooth
+attention, the energy of a neighbour fades there, with forces.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ from deepmd_muon.model.nn import triton_support
 def geometry(
     edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach, with_switch: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return R `(nreal, nnei, 4)`, D `(nreal, nnei, 3)`, and w `(nreal, nnei)` if `with_switch`, 0 in empty slots.
-
-    All are in the dtype of `mean`, and twice differentiable by the edges. Kernels know them without the switch; torch's
-    operations define the result.
+    """Return R, D and the switch, twice differentiable by the edges, in the dtype of `mean`.
 
     Parameters
     ----------
@@ -36,36 +34,39 @@ def geometry(
     mean, inverse
         Mean and inverse deviation of the rows of every atom `(nreal, 4)`.
     with_switch
-        Whether w is wanted.
+        Whether w is wanted. The kernels do not compute it.
+
+    Returns
+    -------
+    tuple
+        R `(nreal, nnei, 4)`; D `(nreal, nnei, 3)`; w `(nreal, nnei)`, 0 in empty slots, or None.
     """
     if not with_switch and triton_support.usable(edges.device):
         rows, direction = _Geometry.apply(edges, neighbor, mean, inverse, reach)
         return rows, direction, None
     rows, switch, unit = smooth_rows(edges, neighbor >= 0, *reach)
     rows = (rows.to(mean.dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
-    return (
-        rows,
-        shortened(unit.to(mean.dtype), rows),
-        switch.to(mean.dtype) if with_switch else None,
-    )
+    direction = shortened(unit.to(mean.dtype), rows)
+    return rows, direction, switch.to(mean.dtype) if with_switch else None
 
 
 def smooth_rows(
     edges: Tensor, real: Tensor, rcut: float, rcut_smth: float, protection: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return environment rows `(nreal, nnei, 4)`, w `(nreal, nnei)` and e `(nreal, nnei, 3)`, in torch and TorchScript.
+    """Return environment rows, w and e; also in TorchScript.
 
-    `real` says which slots have neighbours.
+    `real` says which slots have neighbours. The results are `(nreal, nnei, 4)`, `(nreal, nnei)` and
+    `(nreal, nnei, 3)`.
     """
     edges = torch.where(real.unsqueeze(-1), edges, rcut)
     distance = (edges * edges).sum(-1).sqrt()
     v = ((rcut - distance) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-    switch = (
-        -quintic(v) * real
-    )  # without cancellation at the cut-off, which `shortened` would magnify
+    # 1 + quintic(1 − v) would cancel near the cut-off, and `shortened` would magnify the error.
+    switch = -quintic(v) * real
     t = 1.0 / (distance + protection)
-    rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
-    return rows, switch, edges / distance.unsqueeze(-1)
+    radial = (switch * t).unsqueeze(-1)
+    angular = (switch * t * t).unsqueeze(-1) * edges
+    return torch.cat([radial, angular], dim=-1), switch, edges / distance.unsqueeze(-1)
 
 
 def shortened(direction: Tensor, rows: Tensor, least: float = NORMALIZE_EPS) -> Tensor:
@@ -88,33 +89,34 @@ class _Geometry(torch.autograd.Function):
         return geometry_kernels.geometry(edges, neighbor, mean, inverse, reach)
 
     @staticmethod
-    def backward(ctx: Any, of_rows: Tensor, of_direction: Tensor) -> Any:
-        return (
-            _Pull.apply(of_rows, of_direction, *ctx.saved_tensors, ctx.reach),
-            None,
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, rows_bar: Tensor, direction_bar: Tensor) -> Any:
+        edges_bar = _Pull.apply(rows_bar, direction_bar, ctx.reach, *ctx.saved_tensors)
+        return edges_bar, None, None, None, None
 
 
 class _Pull(torch.autograd.Function):
-    """The cotangent of the edges, which is linear in those of R and D; they alone have a derivative."""
+    """The cotangent of the edges, which is linear in R̄ and D̄; only these have a derivative."""
 
     @staticmethod
-    def forward(ctx: Any, of_rows: Tensor, of_direction: Tensor, *data: Any) -> Tensor:
+    def forward(
+        ctx: Any, rows_bar: Tensor, direction_bar: Tensor, reach: Reach, *tensors: Tensor
+    ) -> Tensor:
         from deepmd_muon.model.descriptor.dpa1 import geometry_kernels
 
-        ctx.reach = data[-1]
-        ctx.save_for_backward(*data[:-1])
-        found: Tensor = geometry_kernels.pull(of_rows, of_direction, *data)
-        return found
+        ctx.reach = reach
+        ctx.save_for_backward(*tensors)
+        edges, neighbor, mean, inverse = tensors
+        return geometry_kernels.pull(
+            rows_bar, direction_bar, edges, neighbor, mean=mean, inverse=inverse, reach=reach
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, along: Tensor) -> Any:
+    def backward(ctx: Any, edges_dot: Tensor) -> Any:
         from deepmd_muon.model.descriptor.dpa1 import geometry_kernels
 
         edges, neighbor, mean, inverse = ctx.saved_tensors
-        rows, direction = geometry_kernels.push(along, edges, neighbor, mean, inverse, ctx.reach)
-        return rows, direction, None, None, None, None, None
+        rows_dot, direction_dot = geometry_kernels.push(
+            edges_dot, edges, neighbor, mean=mean, inverse=inverse, reach=ctx.reach
+        )
+        return rows_dot, direction_dot, None, None, None, None, None

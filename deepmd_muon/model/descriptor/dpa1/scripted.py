@@ -1,11 +1,16 @@
-"""DPA-1 for TorchScript: values and the explicit pullback of embedding and attention.
+"""DPA-1 for TorchScript: the descriptor, and the pullback from the descriptor to the edges.
 
-The graph of autograd holds the geometry alone, some numbers an edge; features and attention weights need hundreds.
+Autograd differentiates the geometry alone, which has a few numbers for each edge. Features and
+attention weights have hundreds of numbers for each edge; their derivatives are written out here.
+
+A bar marks derivatives of the energy: `x_bar` is dE/dx. The symbols of attention are those of
+`attention_passes`. With a switch w (smooth attention) its scores are (scale·QKᵀ + shift)·w − shift.
 """
 
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
@@ -25,84 +30,149 @@ from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import sums_pullback
 
 WORST_CONDITION = 1e5
-"""Largest ratio of squared lengths of queries, keys or values up to which an attention layer is folded."""
+"""Largest ratio of squared lengths of queries, keys or values up to which a layer is folded."""
+
+COVERS = Coverage(
+    frozenset(
+        {
+            "sel",
+            "rcut",
+            "rcut_smth",
+            "env_protection",
+            "exclude_types",
+            "neuron",
+            "axis_neuron",
+            "activation_function",
+            "resnet_dt",
+            "type_one_side",
+            "precision",
+            "trainable",
+            "seed",
+            "set_davg_zero",
+            "tebd_dim",
+            "use_tebd_bias",
+            "concat_output_tebd",
+            "tebd_input_mode",
+            "smooth_type_embedding",
+            "attn_layer",
+            "trainable_ln",
+            "attn",
+            "attn_dotr",
+            "normalize",
+            "scaling_factor",
+            "temperature",
+            "ln_eps",
+        }
+    )
+)
+"""The settings that the scripted and the tabulated form have."""
 
 
-class Attention(NamedTuple):
+# ----- records -----------------------------------------------------------------------------------
+
+
+class AttentionWeights(NamedTuple):
     """One attention layer.
 
     Attributes
     ----------
-    inner, outer
-        The linear layers of query, key and value, and that behind them.
+    inner
+        The linear layers of Q, K and V.
+    outer
+        The linear layer behind attention.
     folded
-        Their products, each for features with a 1 behind them, x̃: M = QKᵀ times the temperature, the Gram matrices of
-        query, key and value if these are normalised, and the product V of the layers of value and behind it, side by
-        side `(width + 1, 2·width + 1)` or `(width + 1, 5·width + 4)`; without rows where the layers are applied one by
-        one.
-    scale, shift, eps
+        Products of these layers, or no rows if the layer is not folded; see `_fold_weights`.
+    gamma, beta, eps
         Of the normalisation.
-    temperature
+    scale
         Factor of the scores.
     """
 
     inner: list[Dense]
     outer: Dense
-    folded: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor
+    folded: Tensor
+    gamma: Tensor
+    beta: Tensor
     eps: float
-    temperature: float
+    scale: float
 
 
 class Columns(NamedTuple):
     """The environment column by column; see `module.Neighborhood`."""
 
-    rows: torch.Tensor
-    weight: torch.Tensor
-    real: torch.Tensor
-    kind: torch.Tensor
-    switch: torch.Tensor
-    direction: torch.Tensor
+    rows: Tensor
+    weight: Tensor
+    real: Tensor
+    kind: Tensor
+    switch: Tensor
+    direction: Tensor
 
 
 class Gates(NamedTuple):
-    """The effect of masks, switches and angles on attention; see `attention.Gates`, whose mask is a flag here.
+    """The effect of masks, switches and angles on attention; see `attention.Gates`.
 
-    `switch` is empty unless attention is smooth.
+    Attributes
+    ----------
+    hidden
+        Columns that no row attends to (ncentre, 1, ncolumns).
+    factor, switch, unlisted
+        As in `attention.Gates`; `switch` has no elements unless attention is smooth.
     """
 
-    hidden: torch.Tensor
-    after: torch.Tensor
-    switch: torch.Tensor
-    beyond: int
+    hidden: Tensor
+    factor: Tensor
+    switch: Tensor
+    unlisted: int
 
 
-class Attended(NamedTuple):
+class Projected(NamedTuple):
+    """Tensors with scores ∝ query·keyᵀ, and the values that attention mixes.
+
+    Attributes
+    ----------
+    query, key, value
+        Q, K and V (ncentre, ncolumns, attn). Of a folded layer x̃·M, x̃
+        (ncentre, ncolumns, width + 1) and x̃·F (ncentre, ncolumns, width).
+    inverse
+        The inverse lengths of Q, K and V (ncentre·ncolumns, 1), if these are normalised. A folded
+        layer does not scale `query`, `key` and `value` by them.
+    gram_products
+        x̃ times the Gram matrices of a folded layer (ncentre·ncolumns, width + 1), if normalised.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inverse: list[Tensor]
+    gram_products: list[Tensor]
+
+
+class AttentionSaved(NamedTuple):
     """What the pullback of an attention layer reads.
 
     Attributes
     ----------
-    parts, inverse
-        Query, key and value `(ncentre, ncolumns, attn)`, and the inverse lengths that normalised them. Of a folded
-        layer: x̃, x̃·M and x̃·V, which the inverse lengths have not scaled, then x̃ times the Gram matrices.
+    projected
+        Queries, keys and values.
     scores
-        Scores `(ncentre, ncolumns, ncolumns)`, −1e30 where hidden; if attention is smooth, shifted ones before the
-        switch.
-    weights, factors
-        Softmax of the scores, and its product with `Gates.after`, of a folded layer also with the inverse lengths of
-        the values.
-    normed, deviation
-        Features before scale and shift `(ncentre·ncolumns, width)`, and the inverse deviation that normalised them.
+        Scores (ncentre, ncolumns, ncolumns), −1e30 where hidden. If attention is smooth, what the
+        switch multiplies.
+    soft
+        Softmax of the scores, P.
+    gated
+        P·`Gates.factor`, of a folded layer also times the inverse lengths of the values.
+    normed
+        Features before γ and β (ncentre·ncolumns, width).
+    inverse_deviation
+        1/deviation, by which these were normalised (ncentre·ncolumns, 1).
     """
 
-    parts: list[torch.Tensor]
-    inverse: list[torch.Tensor]
-    scores: torch.Tensor
-    weights: torch.Tensor
-    factors: torch.Tensor
-    normed: torch.Tensor
-    deviation: torch.Tensor
+    projected: Projected
+    scores: Tensor
+    soft: Tensor
+    gated: Tensor
+    normed: Tensor
+    inverse_deviation: Tensor
 
 
 class Tape(NamedTuple):
@@ -114,121 +184,385 @@ class Tape(NamedTuple):
         The graph of the geometry.
     embedded
         Features before attention and their derivatives by R₀ and, with a smooth gate, by the switch
-        `(2 or 3, ncentre·ncolumns, width)`.
+        (2 or 3, ncentre·ncolumns, width).
     layers
         Of attention.
     features
-        After it `(ncentre, ncolumns, width)`.
+        Features behind attention (ncentre, ncolumns, width).
     a
-        A `(ncentre, 4, width)`.
+        A (ncentre, 4, width).
     """
 
-    vectors: torch.Tensor
+    vectors: Tensor
     columns: Columns
     gates: Gates
-    embedded: torch.Tensor
-    layers: list[Attended]
-    features: torch.Tensor
-    a: torch.Tensor
+    embedded: Tensor
+    layers: list[AttentionSaved]
+    features: Tensor
+    a: Tensor
+
+
+# ----- the descriptor ----------------------------------------------------------------------------
+
+
+class ScriptedDPA1(torch.nn.Module):
+    """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
+
+    covers = COVERS
+    message_passing: Final[bool] = False
+    centres_cpu: Final[int] = GROUP
+    shift: Final[float] = SHIFT
+    request: Request
+    act: Act
+    layers: list[Dense]
+    attention: list[AttentionWeights]
+    mean: Tensor
+    scale: Tensor
+    table: Tensor
+    gate: Tensor
+
+    def __init__(self, module: DPA1) -> None:
+        super().__init__()
+        settings = module.settings
+        block = module.se_atten
+        self.slots = module.slots
+        self.axis = module.axis
+        self.width = module.width
+        self.rcut = settings.rcut
+        self.rcut_smth = settings.rcut_smth
+        self.protection = settings.env_protection
+        self.strip = settings.tebd_input_mode == "strip"
+        self.one_side = settings.type_one_side
+        self.smooth = settings.smooth_type_embedding
+        self.dotr = settings.attn_dotr
+        self.normalize = settings.normalize
+        self.empty_is_zero = settings.set_davg_zero
+        self.append_types = settings.concat_output_tebd
+        self.act = act_of(settings.activation_function)
+        self.layers = dense_layers(block.filter_layers[0])
+        self.attention = [
+            _copy_weights(layer, settings.normalize)  # type: ignore[arg-type]
+            for layer in block.dpa1_attention.attention_layers
+        ]
+        with torch.no_grad():
+            table = module.type_embedding().detach().clone()
+            gate = self._type_gate(module, table)
+        self.request = Request(
+            rcut=settings.rcut, sel=[module.slots], by_type=False, sort=False, ntypes=len(table)
+        )
+        self.register_buffer("mean", block.mean.detach()[:, 0].clone())
+        self.register_buffer("scale", 1.0 / block.stddev.detach()[:, 0])
+        self.register_buffer("table", table)
+        self.register_buffer("gate", gate)
+
+    def _type_gate(self, module: DPA1, table: Tensor) -> Tensor:
+        """Return the output of the net of the types for every pair (ntypes², width), or no rows."""
+        networks = module.se_atten.filter_layers_strip
+        if networks is None:
+            return table.new_zeros(0, self.width)
+        pairs = table.repeat(len(table), 1)  # row: centre·ntypes + neighbour
+        if not self.one_side:
+            centres = table.repeat_interleave(len(table), dim=0)
+            pairs = torch.cat([pairs, centres], dim=1)
+        return embed_rows(self.act, dense_layers(networks[0]), pairs)[0]
+
+    @torch.jit.export
+    def describe(self, near: Near) -> tuple[Tensor, Tape]:
+        """Return D (ncentre, dim_out) and the tape."""
+        vectors = near.vectors.detach().requires_grad_(True)
+        columns = self._columns(near, vectors)
+        ncentre, ncolumns = columns.kind.shape
+        rows = columns.rows.detach()
+        none = columns.rows.new_zeros([0])
+        pair = near.kind.unsqueeze(1) * self.table.shape[0] + columns.kind
+        embedded = embed_edges(
+            self.act,
+            self.layers,
+            x=rows[..., 0].reshape(-1),
+            pair=pair.view(-1),
+            types=self.table,
+            gate=self.gate,
+            switch=columns.switch.detach().view(-1) if self.strip and self.smooth else none,
+            one_side=self.one_side,
+        )
+        features = embedded[0].view(ncentre, ncolumns, self.width)
+        gates = Gates(none, none, none, 0)
+        layers = torch.jit.annotate(list[AttentionSaved], [])
+        if len(self.attention) > 0:
+            gates = self._gates(columns, near.neighbor.shape[1])
+            detached = _detach(gates)
+            for weights in self.attention:
+                saved = attend(weights, features, detached, self.normalize, self.shift)
+                layers.append(saved)
+                flat = torch.addcmul(weights.beta, saved.normed, weights.gamma)
+                features = flat.view(features.shape)
+        weighted = rows * columns.weight.unsqueeze(-1)
+        a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
+        descriptor = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
+        if self.append_types:
+            descriptor = torch.cat([descriptor, self.table[near.kind]], dim=1)
+        tape = Tape(
+            vectors=vectors,
+            columns=columns,
+            gates=gates,
+            embedded=embedded,
+            layers=layers,
+            features=features,
+            a=a,
+        )
+        return descriptor, tape
+
+    def _columns(self, near: Near, vectors: Tensor) -> Columns:
+        """Return the environment in the precision of the weights."""
+        real = near.neighbor >= 0
+        rows, switch, direction = smooth_rows(
+            vectors, real, self.rcut, self.rcut_smth, self.protection
+        )
+        dtype = self.mean.dtype
+        mean = self.mean[near.kind]
+        scale = self.scale[near.kind]
+        rows = (rows.to(dtype) - mean.unsqueeze(1)) * scale.unsqueeze(1)
+        columns = Columns(
+            rows=rows,
+            weight=real.to(dtype),
+            real=real,
+            kind=near.types[near.neighbor.clamp(min=0)].clamp(min=0),
+            switch=switch.to(dtype),
+            direction=shortened(direction.to(dtype), rows),
+        )
+        if self.empty_is_zero:
+            return columns
+        # One more column represents all empty slots (−1). A neighbour of an excluded pair (−2)
+        # fills its slot.
+        n_empty = (self.slots - (near.neighbor != -1).sum(1, keepdim=True)).to(dtype)
+        empty_row = (-mean * scale).unsqueeze(1)
+        return Columns(
+            rows=torch.cat([columns.rows, empty_row], dim=1),
+            weight=torch.cat([columns.weight, n_empty], dim=1),
+            real=torch.nn.functional.pad(real, [0, 1]),
+            kind=torch.cat([columns.kind, near.first_type.unsqueeze(1)], dim=1),
+            switch=torch.nn.functional.pad(columns.switch, [0, 1]),
+            direction=torch.nn.functional.pad(columns.direction, [0, 0, 0, 1]),
+        )
+
+    def _gates(self, columns: Columns, listed: int) -> Gates:
+        """Return the mask and the factors; the first `listed` columns take one slot each."""
+        real = columns.real
+        ncolumns = real.shape[1]
+        switch = columns.rows.new_zeros([0])
+        hidden = ~real
+        factor = real.to(self.mean.dtype).unsqueeze(2).expand(-1, -1, ncolumns)
+        if self.smooth:
+            switch = columns.switch.unsqueeze(2) * columns.switch.unsqueeze(1)
+            factor = switch
+            # Empty slots have scores, too; only the column of all empty slots is hidden.
+            hidden = (torch.arange(ncolumns, device=real.device) >= listed).expand_as(real)
+        if self.dotr:
+            factor = factor * torch.bmm(columns.direction, columns.direction.transpose(1, 2))
+        return Gates(
+            hidden=hidden.unsqueeze(1),
+            factor=factor,
+            switch=switch,
+            unlisted=self.slots - listed if self.smooth else 0,
+        )
+
+    @torch.jit.export
+    def pullback(self, adjoint: Tensor, tape: Tape) -> Tensor:
+        """Return dE/dr_ij (ncentre, nnei, 3) from dE/dD (ncentre, dim_out)."""
+        columns = tape.columns
+        gates = tape.gates
+        weight = columns.weight.unsqueeze(-1)
+        a_bar = sums_pullback(adjoint, tape.a, self.axis, self.slots)
+        features_bar = torch.bmm(columns.rows.detach() * weight, a_bar).view(-1, self.width)
+        rows_bar = torch.bmm(tape.features, a_bar.transpose(1, 2)) * weight
+        factor_bar = torch.zeros_like(gates.factor)
+        switch_bar = torch.zeros_like(gates.switch)
+        detached = _detach(gates)
+        for index in range(len(tape.layers) - 1, -1, -1):
+            features_bar = attend_pullback(
+                self.attention[index],
+                features_bar,
+                tape.layers[index],
+                gates=detached,
+                factor_bar=factor_bar,
+                switch_bar=switch_bar,
+                shift=self.shift,
+            )
+        rows_bar[..., 0] += (features_bar * tape.embedded[1]).sum(-1).view(columns.kind.shape)
+        # The rest is geometry: autograd continues from the tensors that depend on it.
+        results = [columns.rows]
+        adjoints = torch.jit.annotate(list[Tensor | None], [rows_bar])
+        if tape.embedded.shape[0] > 2:
+            results.append(columns.switch)
+            adjoints.append((features_bar * tape.embedded[2]).sum(-1).view(columns.kind.shape))
+        if gates.factor.requires_grad:
+            results.append(gates.factor)
+            adjoints.append(factor_bar)
+        if gates.switch.requires_grad:
+            results.append(gates.switch)
+            adjoints.append(switch_bar)
+        slope = torch.autograd.grad(results, [tape.vectors], adjoints)[0]
+        assert slope is not None
+        return slope
+
+
+def _detach(gates: Gates) -> Gates:
+    return Gates(gates.hidden, gates.factor.detach(), gates.switch.detach(), gates.unlisted)
 
 
 def embed_edges(
     act: Act,
     layers: list[Dense],
-    x: torch.Tensor,
-    pair: torch.Tensor,
-    types: torch.Tensor,
-    gate: torch.Tensor,
-    switch: torch.Tensor,
+    x: Tensor,
+    pair: Tensor,
+    types: Tensor,
+    gate: Tensor,
+    switch: Tensor,
     one_side: bool,
-) -> torch.Tensor:
-    """Return features of edges, their derivatives by R₀ and, with a switch, by the switch `(2 or 3, n, width)`.
+) -> Tensor:
+    """Return features of edges and their derivatives by R₀ and, with a switch, by the switch.
 
     Parameters
     ----------
     act, layers
         The embedding net.
     x
-        R₀ `(n,)`.
+        R₀ (n,).
     pair
-        centre·ntypes + neighbour `(n,)`.
+        centre·ntypes + neighbour (n,).
     types
-        Embedding of every type `(ntypes, tebd_dim)`.
+        Embedding of every type (ntypes, tebd_dim).
     gate
-        In strip mode the result of the net of the types for every pair `(ntypes², width)`, else without rows.
+        In strip mode the output of the net of the types for every pair (ntypes², width), else
+        without rows.
     switch
-        Factor of the gate `(n,)`; empty where it has none.
+        Factor of the gate (n,); no elements if it has none.
     one_side
         Whether features depend on the type of the neighbour alone.
+
+    Returns
+    -------
+    Tensor
+        G, dG/dR₀ and, with a switch, dG/dswitch (2 or 3, n, width).
     """
     ntypes = types.shape[0]
+    strip = gate.shape[0] > 0
     inputs = [x.unsqueeze(1)]
-    if gate.shape[0] == 0:
+    if not strip:
         inputs.append(types[pair % ntypes])
         if not one_side:
             inputs.append(types[torch.div(pair, ntypes, rounding_mode="floor")])
-    found = embed_rows(act, layers, torch.cat(inputs, dim=1))
-    if gate.shape[0] == 0:
-        return found
+    radial = embed_rows(act, layers, torch.cat(inputs, dim=1))
+    if not strip:
+        return radial
     factor = gate[pair]
     if switch.shape[0] == 0:
-        return found * (1.0 + factor)
-    both = found * (1.0 + factor * switch.unsqueeze(1))
-    return torch.cat([both, (found[0] * factor).unsqueeze(0)])
+        return radial * (1.0 + factor)
+    gated = radial * (1.0 + factor * switch.unsqueeze(1))
+    by_switch = radial[0] * factor
+    return torch.cat([gated, by_switch.unsqueeze(0)])
+
+
+# ----- an attention layer ------------------------------------------------------------------------
 
 
 def attend(
-    layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shift: float
-) -> Attended:
-    """Return one attention layer's values for features `(ncentre, ncolumns, width)`."""
+    weights: AttentionWeights, x: Tensor, gates: Gates, normalize: bool, shift: float
+) -> AttentionSaved:
+    """Return the values of an attention layer for features (ncentre, ncolumns, width)."""
     ncentre, ncolumns, width = x.shape
     flat = x.view(-1, width)
-    folded = layer.folded.shape[0] > 0
-    parts: list[torch.Tensor] = []
-    inverse: list[torch.Tensor] = []
+    folded = weights.folded.shape[0] > 0
     if folded:
-        parts, inverse = _fold(layer, x, normalize)
-        scores = torch.bmm(parts[1], parts[0].transpose(1, 2))
-        if normalize:
-            _scale_pairs(scores, inverse)
+        projected = _project_folded(weights, x, normalize)
     else:
-        for dense in layer.inner:
-            part = add_product(dense.bias, flat, dense.matrix)
-            if normalize:
-                inverse.append(part.norm(2.0, [-1], True).clamp_(min=1e-12).reciprocal())
-                part = part.mul_(inverse[-1])
-            parts.append(part.view(ncentre, ncolumns, part.shape[1]))
-        scores = torch.bmm(parts[0], parts[1].transpose(1, 2)).mul_(layer.temperature)
-    kept = scores
+        projected = _project(weights, x, normalize)
+    scores = torch.bmm(projected.query, projected.key.transpose(1, 2))
+    if not folded:
+        scores.mul_(weights.scale)
+    elif normalize:
+        _scale_pairs(scores, projected.inverse)
+    scores_before_switch = scores
     if gates.switch.shape[0] > 0:
-        kept = scores.add_(shift)
-        scores = (kept * gates.switch).sub_(shift)
+        scores_before_switch = scores.add_(shift)
+        scores = (scores_before_switch * gates.switch).sub_(shift)
     scores = scores.masked_fill_(gates.hidden, -1e30)
-    if gates.beyond > 0 and ncolumns > 0:
+    if gates.unlisted > 0 and ncolumns > 0:
+        # Slots without a column have the score −shift.
         top = scores.amax(-1, keepdim=True).clamp_(min=-shift)
         powers = (scores - top).exp()
-        weights = powers.div_(
-            powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp()
-        )
+        of_unlisted = float(gates.unlisted) * (-shift - top).exp()
+        soft = powers.div_(powers.sum(-1, keepdim=True) + of_unlisted)
     else:
-        weights = scores.softmax(-1)
-    factors = weights * gates.after
+        soft = scores.softmax(-1)
+    gated = soft * gates.factor
     if folded:
         if normalize:
-            factors.mul_(inverse[2].view(ncentre, 1, ncolumns))
-        mixed = x + layer.outer.bias
-        torch.baddbmm(mixed, factors, parts[2], out=mixed)
-        total = mixed.view(-1, width)
+            gated.mul_(projected.inverse[2].view(ncentre, 1, ncolumns))
+        mixed = x + weights.outer.bias
+        torch.baddbmm(mixed, gated, projected.value, out=mixed)
+        summed = mixed.view(-1, width)
     else:
-        mixed = torch.bmm(factors, parts[2]).view(-1, parts[2].shape[2])
-        total = add_product(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
-    total = total.sub_(total.mean(-1, keepdim=True))  # on CPUs var_mean takes several times as long
-    deviation = (total.norm(2.0, [-1], True).square_().div_(width) + layer.eps).rsqrt()
-    return Attended(parts, inverse, kept, weights, factors, total.mul_(deviation), deviation)
+        mixed = torch.bmm(gated, projected.value).view(-1, projected.value.shape[2])
+        summed = add_product(weights.outer.bias, mixed, weights.outer.matrix).add_(flat)
+    # On CPUs var_mean takes several times as long.
+    centred = summed.sub_(summed.mean(-1, keepdim=True))
+    variance = centred.norm(2.0, [-1], True).square_().div_(width)
+    inverse_deviation = (variance + weights.eps).rsqrt()
+    return AttentionSaved(
+        projected=projected,
+        scores=scores_before_switch,
+        soft=soft,
+        gated=gated,
+        normed=centred.mul_(inverse_deviation),
+        inverse_deviation=inverse_deviation,
+    )
 
 
-def _scale_pairs(pairs: torch.Tensor, inverse: list[torch.Tensor]) -> None:
-    """Multiply pairs `(ncentre, ncolumns, ncolumns)` by the inverse lengths of query and key.
+def _project(weights: AttentionWeights, x: Tensor, normalize: bool) -> Projected:
+    """Return Q, K and V of features (ncentre, ncolumns, width)."""
+    ncentre, ncolumns, width = x.shape
+    flat = x.view(-1, width)
+    projections: list[Tensor] = []
+    inverse: list[Tensor] = []
+    for dense in weights.inner:
+        projection = add_product(dense.bias, flat, dense.matrix)
+        if normalize:
+            length = projection.norm(2.0, [-1], True)
+            inverse.append(length.clamp_(min=1e-12).reciprocal())
+            projection = projection.mul_(inverse[-1])
+        projections.append(projection.view(ncentre, ncolumns, projection.shape[1]))
+    gram_products: list[Tensor] = []
+    return Projected(projections[0], projections[1], projections[2], inverse, gram_products)
+
+
+def _project_folded(weights: AttentionWeights, x: Tensor, normalize: bool) -> Projected:
+    """Return x̃·M, x̃ and x̃·F of features (ncentre, ncolumns, width); see `_fold_weights`."""
+    ncentre, ncolumns, width = x.shape
+    wide = width + 1
+    flat = x.view(-1, width)
+    extended = torch.cat([flat, flat.new_ones([flat.shape[0], 1])], dim=1)
+    products = product(extended, weights.folded)
+    shape = [ncentre, ncolumns, wide]  # explicit: a lone atom has no columns
+    inverse: list[Tensor] = []
+    gram_products: list[Tensor] = []
+    if normalize:
+        for index in range(3):  # one by one: a temporary of all three is slow to write
+            gram_product = products[:, (index + 1) * wide : (index + 2) * wide]
+            square = (gram_product * extended).sum(-1, keepdim=True)
+            inverse.append(square.clamp_(min=1e-24).rsqrt())
+            gram_products.append(gram_product)
+    return Projected(
+        query=products[:, :wide].view(shape),
+        key=extended.view(shape),
+        value=products[:, products.shape[1] - width :].view([ncentre, ncolumns, width]),
+        inverse=inverse,
+        gram_products=gram_products,
+    )
+
+
+def _scale_pairs(pairs: Tensor, inverse: list[Tensor]) -> None:
+    """Multiply pairs (ncentre, ncolumns, ncolumns) by the inverse lengths of query and key.
 
     This touches less memory than scaling the features: a row has fewer pairs than features.
     """
@@ -236,314 +570,168 @@ def _scale_pairs(pairs: torch.Tensor, inverse: list[torch.Tensor]) -> None:
     pairs.mul_(inverse[0].view(ncentre, ncolumns, 1)).mul_(inverse[1].view(ncentre, 1, ncolumns))
 
 
-def _fold(
-    layer: Attention, x: torch.Tensor, normalize: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return `Attended.parts` and `Attended.inverse` of a folded layer for features `(ncentre, ncolumns, width)`."""
-    ncentre, ncolumns, width = x.shape
-    wide = width + 1
-    flat = x.view(-1, width)
-    extended = torch.cat([flat, flat.new_ones([flat.shape[0], 1])], dim=1)
-    products = product(extended, layer.folded)
-    moved, values = products[:, :wide], products[:, products.shape[1] - width :]
-    shape = [ncentre, ncolumns, wide]  # explicit: a lone atom has no columns
-    parts = [extended.view(shape), moved.view(shape), values.view([ncentre, ncolumns, width])]
-    inverse: list[torch.Tensor] = []
-    if normalize:
-        for index in range(3):  # one by one: a temporary of all three is slow to write
-            gram = products[:, (index + 1) * wide : (index + 2) * wide]
-            inverse.append((gram * extended).sum(-1, keepdim=True).clamp_(min=1e-24).rsqrt())
-            parts.append(gram)
-    return parts, inverse
-
-
 def attend_pullback(
-    layer: Attention,
-    above: torch.Tensor,
-    tape: Attended,
+    weights: AttentionWeights,
+    z_bar: Tensor,
+    saved: AttentionSaved,
     gates: Gates,
-    of_after: torch.Tensor,
-    of_switch: torch.Tensor,
+    factor_bar: Tensor,
+    switch_bar: Tensor,
     shift: float,
-) -> torch.Tensor:
-    """Return dE/dx from dE/dy of one layer `(ncentre·ncolumns, width)`, and add to the derivatives by its gates."""
-    value = tape.parts[2]
-    folded = layer.folded.shape[0] > 0
-    normalize = len(tape.inverse) > 0
-    scaled = above * layer.scale
-    along = (scaled * tape.normed).mean(-1, keepdim=True)
-    below = (
-        scaled.sub_(scaled.mean(-1, keepdim=True))
-        .addcmul_(tape.normed, along, value=-1.0)
-        .mul_(tape.deviation)
-    )
-    of_mixed = (below if folded else product(below, layer.outer.matrix.t())).view(value.shape)
-    of_value = torch.bmm(tape.factors.transpose(1, 2), of_mixed)
-    # The softmax: dE/dscore = w·(dE/dw − Σ w·dE/dw), also with a constant in its denominator.
-    of_scores = torch.bmm(of_mixed, value.transpose(1, 2)).mul_(tape.weights)
+) -> Tensor:
+    """Return dE/dx (ncentre·ncolumns, width) from that of the layer's output.
+
+    The layer's part of dE/dfactor and dE/dswitch is added to `factor_bar` and `switch_bar`.
+    """
+    projected = saved.projected
+    value = projected.value
+    folded = weights.folded.shape[0] > 0
+    normalize = len(projected.inverse) > 0
+    # The normalisation: s̄ = (n̄ − mean(n̄) − n·mean(n̄·n))/deviation.
+    normed_bar = z_bar * weights.gamma
+    along = (normed_bar * saved.normed).mean(-1, keepdim=True)
+    centred_bar = normed_bar.sub_(normed_bar.mean(-1, keepdim=True))
+    summed_bar = centred_bar.addcmul_(saved.normed, along, value=-1.0).mul_(saved.inverse_deviation)
+    mixed_bar = summed_bar if folded else product(summed_bar, weights.outer.matrix.t())
+    mixed_bar = mixed_bar.view(value.shape)
+    value_bar = torch.bmm(saved.gated.transpose(1, 2), mixed_bar)
+    # The softmax: dE/dscore = p·(dE/dp − Σ p·dE/dp), also with a constant in its denominator.
+    scores_bar = torch.bmm(mixed_bar, value.transpose(1, 2)).mul_(saved.soft)
     if folded and normalize:
-        of_scores.mul_(tape.inverse[2].view(value.shape[0], 1, value.shape[1]))
-    of_after.add_(of_scores)
-    of_scores.mul_(gates.after)
-    of_lengths = torch.jit.annotate(
-        list[torch.Tensor], []
-    )  # −dE/dlog(length) of query, key and value
+        scores_bar.mul_(projected.inverse[2].view(value.shape[0], 1, value.shape[1]))
+    factor_bar.add_(scores_bar)
+    scores_bar.mul_(gates.factor)
+    lengths_bar: list[Tensor] = []  # −dE/dlog(length) of queries, keys and values
     if folded and normalize:
-        of_lengths.append(of_scores.sum(1))
-    of_scores.addcmul_(tape.weights, of_scores.sum(-1, keepdim=True), value=-1.0)
-    scores = tape.scores
+        lengths_bar.append(scores_bar.sum(1))  # of values
+    scores_bar.addcmul_(saved.soft, scores_bar.sum(-1, keepdim=True), value=-1.0)
+    scores = saved.scores
     if gates.switch.shape[0] > 0:
-        of_switch.addcmul_(of_scores, scores)
-        of_scores.mul_(gates.switch)
+        switch_bar.addcmul_(scores_bar, scores)
+        scores_bar.mul_(gates.switch)
         scores = scores - shift
     if folded:
         if normalize:
-            products = of_scores * scores
-            of_lengths = [products.sum(2), products.sum(1)] + of_lengths  # noqa: RUF005 (TorchScript has no stars in lists)
-            _scale_pairs(of_scores, tape.inverse)
-        return _unfold(layer, below, tape, of_scores, of_value, of_lengths)
-    query, key = tape.parts[0], tape.parts[1]
-    of_scores.mul_(layer.temperature)
-    adjoints = [torch.bmm(of_scores, key), torch.bmm(of_scores.transpose(1, 2), query), of_value]
+            products = scores_bar * scores
+            lengths_bar.insert(0, products.sum(1))  # of keys
+            lengths_bar.insert(0, products.sum(2))  # of queries
+            _scale_pairs(scores_bar, projected.inverse)
+        return _pull_folded(weights, summed_bar, projected, scores_bar, value_bar, lengths_bar)
+    scores_bar.mul_(weights.scale)
+    return _pull_projections(weights, summed_bar, projected, scores_bar, value_bar)
+
+
+def _pull_projections(
+    weights: AttentionWeights,
+    summed_bar: Tensor,
+    projected: Projected,
+    scores_bar: Tensor,
+    value_bar: Tensor,
+) -> Tensor:
+    """Return `summed_bar` plus what dE/dx gets through Q, K and V."""
+    projections = [projected.query, projected.key, projected.value]
+    adjoints = [
+        torch.bmm(scores_bar, projected.key),
+        torch.bmm(scores_bar.transpose(1, 2), projected.query),
+        value_bar,
+    ]
+    x_bar = summed_bar
     for index in range(3):
         adjoint = adjoints[index]
-        if normalize:
-            part = tape.parts[index]
-            adjoint.addcmul_(part, (adjoint * part).sum(-1, keepdim=True), value=-1.0)
-            adjoint = adjoint.view(-1, part.shape[2]).mul_(tape.inverse[index])
-        width = adjoint.shape[-1]
-        below = add_product(below, adjoint.view(-1, width), layer.inner[index].matrix.t())
-    return below
+        if len(projected.inverse) > 0:
+            unit = projections[index]
+            adjoint.addcmul_(unit, (adjoint * unit).sum(-1, keepdim=True), value=-1.0)
+            adjoint = adjoint.view(-1, unit.shape[2]).mul_(projected.inverse[index])
+        flat = adjoint.view(-1, adjoint.shape[-1])
+        x_bar = add_product(x_bar, flat, weights.inner[index].matrix.t())
+    return x_bar
 
 
-def _unfold(
-    layer: Attention,
-    below: torch.Tensor,
-    tape: Attended,
-    of_scores: torch.Tensor,
-    of_value: torch.Tensor,
-    of_lengths: list[torch.Tensor],
-) -> torch.Tensor:
-    """Add the contribution of a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
+def _pull_folded(
+    weights: AttentionWeights,
+    summed_bar: Tensor,
+    projected: Projected,
+    scores_bar: Tensor,
+    value_bar: Tensor,
+    lengths_bar: list[Tensor],
+) -> Tensor:
+    """Return `summed_bar`, overwritten, plus what dE/dx gets through a folded layer's products.
 
-    A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass has computed.
+    `lengths_bar` are −dE/dlog(length) of queries, keys and values (ncentre, ncolumns), if
+    normalised. A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass computed.
     """
-    width = below.shape[1]
-    extended, moved = tape.parts[0], tape.parts[1]
-    of_x = below.view(of_value.shape)
-    torch.baddbmm(of_x, of_scores.transpose(1, 2), moved[:, :, :width], out=of_x)
-    for index in range(len(of_lengths)):
-        rate = tape.inverse[index].square().mul_(of_lengths[index].view(-1, 1))
-        below.addcmul_(tape.parts[index + 3][:, :width], rate, value=-1.0)
-    first, last = (
-        layer.folded[:width, : width + 1],
-        layer.folded[:width, layer.folded.shape[1] - width :],
-    )
-    accumulate_product(below, torch.bmm(of_scores, extended).view(-1, width + 1), first.t())
-    accumulate_product(below, of_value.view(-1, width), last.t())
-    return below
+    x_bar = summed_bar
+    width = x_bar.shape[1]
+    wide = width + 1
+    by_centre = x_bar.view(value_bar.shape)  # the same memory
+    through_key = projected.query[:, :, :width]
+    torch.baddbmm(by_centre, scores_bar.transpose(1, 2), through_key, out=by_centre)
+    for index in range(len(lengths_bar)):
+        rate = projected.inverse[index].square().mul_(lengths_bar[index].view(-1, 1))
+        x_bar.addcmul_(projected.gram_products[index][:, :width], rate, value=-1.0)
+    score_matrix = weights.folded[:width, :wide]
+    value_matrix = weights.folded[:width, weights.folded.shape[1] - width :]
+    query_bar = torch.bmm(scores_bar, projected.key).view(-1, wide)
+    accumulate_product(x_bar, query_bar, score_matrix.t())
+    accumulate_product(x_bar, value_bar.view(-1, width), value_matrix.t())
+    return x_bar
 
 
-def _attention_of(layer: AttentionLayer, normalize: bool) -> Attention:
-    own, norm = layer.attention_layer, layer.attn_layer_norm
-    inner, outer = (
-        (part.matrix.detach().clone(), part.tensors.bias.detach().clone())
-        for part in (own.in_proj, own.out_proj)
-    )
-    parts = [
-        Dense(matrix.contiguous(), bias.clone(), None, 0)
-        for matrix, bias in zip(inner[0].chunk(3, dim=1), inner[1].chunk(3), strict=True)
+# ----- the weights of a layer --------------------------------------------------------------------
+
+
+def _copy_weights(layer: AttentionLayer, normalize: bool) -> AttentionWeights:
+    """Return copies of a layer's weights."""
+    attention = layer.attention_layer
+    norm = layer.attn_layer_norm
+    matrices = attention.in_proj.matrix.detach().clone().chunk(3, dim=1)
+    biases = attention.in_proj.tensors.bias.detach().clone().chunk(3)
+    inner = [
+        Dense(matrix.contiguous(), bias.clone(), idt=None, copies=0)
+        for matrix, bias in zip(matrices, biases, strict=True)
     ]
-    scale, shift = norm.matrix.detach().clone(), norm.bias.detach().clone()
-    last = Dense(*outer, None, 0)
-    folded = _folded(parts, last, normalize, float(own.scale))
-    return Attention(parts, last, folded, scale, shift, float(norm.eps), float(own.scale))
+    outer = Dense(
+        attention.out_proj.matrix.detach().clone(),
+        attention.out_proj.tensors.bias.detach().clone(),
+        idt=None,
+        copies=0,
+    )
+    scale = float(attention.scale)
+    return AttentionWeights(
+        inner=inner,
+        outer=outer,
+        folded=_fold_weights(inner, outer, normalize, scale),
+        gamma=norm.matrix.detach().clone(),
+        beta=norm.bias.detach().clone(),
+        eps=float(norm.eps),
+        scale=scale,
+    )
 
 
-def _folded(inner: list[Dense], outer: Dense, normalize: bool, temperature: float) -> torch.Tensor:
-    """Return `Attention.folded`; no rows where features are wider than attention, or lengths would lose digits."""
+def _fold_weights(inner: list[Dense], outer: Dense, normalize: bool, scale: float) -> Tensor:
+    """Return products of a layer's matrices, for features with a 1 behind them, x̃.
+
+    W̃ is the matrix of a linear layer with its bias as the last row. The products, side by side:
+
+    - M = scale·W̃_q·W̃_kᵀ (width + 1, width + 1), the matrix of the scores;
+    - if normalised, the Gram matrices W̃·W̃ᵀ of query, key and value, of the same shape;
+    - F = W̃_v·Wₒ (width + 1, width).
+
+    The result has no rows, and the layer is not folded, if features are wider than attention
+    (folding would cost time), or if lengths would lose digits.
+    """
     width, attn = inner[0].matrix.shape
-    query, key, value = (torch.cat([dense.matrix, dense.bias[None]]).double() for dense in inner)
     none = outer.matrix.new_zeros(0, 0)
     if width >= attn:
         return none
-    products = [temperature * (query @ key.t())]
+    query, key, value = (torch.cat([dense.matrix, dense.bias[None]]).double() for dense in inner)
+    products = [scale * (query @ key.t())]
     if normalize:
-        # Rounding errors of l² = x̃·G·x̃ are relative to the largest l², which is `condition` times the smallest.
-        condition = max(float(torch.linalg.cond(part)) ** 2 for part in (query, key, value))
-        if not condition < WORST_CONDITION:
+        # Rounding errors of l² = x̃·G·x̃ are relative to the largest l², which is `condition` times
+        # the smallest.
+        condition = max(float(torch.linalg.cond(matrix)) ** 2 for matrix in (query, key, value))
+        if not condition < WORST_CONDITION:  # also if it is NaN
             return none
-        products += [part @ part.t() for part in (query, key, value)]
-    return torch.cat([*products, value @ outer.matrix.double()], dim=1).to(outer.matrix.dtype)
-
-
-class ScriptedDPA1(torch.nn.Module):
-    """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
-
-    #: The settings that this form has.
-    covers = Coverage(
-        frozenset(
-            {
-                *("sel", "rcut", "rcut_smth", "env_protection", "exclude_types"),
-                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
-                *("precision", "trainable", "seed", "set_davg_zero"),
-                *("tebd_dim", "use_tebd_bias", "concat_output_tebd", "tebd_input_mode"),
-                *("smooth_type_embedding", "attn_layer", "trainable_ln"),
-                *("attn", "attn_dotr", "normalize", "scaling_factor", "temperature", "ln_eps"),
-            }
-        )
-    )
-    message_passing: Final[bool] = False
-    centres_cpu: Final[int] = GROUP
-    shift: Final[float] = SHIFT
-    request: Request
-    act: Act
-    layers: list[Dense]
-    attention: list[Attention]
-    mean: torch.Tensor
-    scale: torch.Tensor
-    table: torch.Tensor
-    gate: torch.Tensor
-
-    def __init__(self, module: DPA1) -> None:
-        super().__init__()
-        own, block = module.settings, module.se_atten
-        self.slots, self.axis, self.width = module.slots, module.axis, module.width
-        self.rcut, self.rcut_smth, self.protection = own.rcut, own.rcut_smth, own.env_protection
-        self.strip, self.one_side = own.tebd_input_mode == "strip", own.type_one_side
-        self.smooth, self.dotr = own.smooth_type_embedding, own.attn_dotr
-        self.normalize = own.normalize
-        self.plain = own.set_davg_zero
-        self.append_types = own.concat_output_tebd
-        self.act = act_of(own.activation_function)
-        self.layers = dense_layers(block.filter_layers[0])
-        self.attention = [
-            _attention_of(layer, own.normalize)  # type: ignore[arg-type]
-            for layer in block.dpa1_attention.attention_layers
-        ]
-        with torch.no_grad():
-            table = module.type_embedding().detach().clone()
-        self.request = Request(own.rcut, [module.slots], False, False, len(table))
-        self.register_buffer("mean", block.mean.detach()[:, 0].clone())
-        self.register_buffer("scale", 1.0 / block.stddev.detach()[:, 0])
-        self.register_buffer("table", table)
-        self.register_buffer("gate", self._gate(module, table))
-
-    @torch.no_grad()
-    def _gate(self, module: DPA1, table: torch.Tensor) -> torch.Tensor:
-        """Return the result of the net of the types for every pair `(ntypes², width)`, or no rows."""
-        strip = module.se_atten.filter_layers_strip
-        if strip is None:
-            return table.new_zeros(0, self.width)
-        pairs = table.repeat(len(table), 1)
-        if not self.one_side:
-            pairs = torch.cat([pairs, table.repeat_interleave(len(table), dim=0)], dim=1)
-        return embed_rows(self.act, dense_layers(strip[0]), pairs)[0]
-
-    @torch.jit.export
-    def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
-        """Return D `(ncentre, dim_out)` and the tape."""
-        vectors = near.vectors.detach().requires_grad_(True)
-        columns = self._columns(near, vectors)
-        ncentre, ncolumns = columns.kind.shape
-        rows, none = columns.rows.detach(), columns.rows.new_zeros([0])
-        pair = near.kind.unsqueeze(1) * self.table.shape[0] + columns.kind
-        fade = columns.switch.detach().view(-1) if self.strip and self.smooth else none
-        embedded = embed_edges(
-            self.act,
-            self.layers,
-            rows[..., 0].reshape(-1),
-            pair.view(-1),
-            self.table,
-            self.gate,
-            fade,
-            self.one_side,
-        )
-        features = embedded[0].view(ncentre, ncolumns, self.width)
-        gates, layers = Gates(none, none, none, 0), torch.jit.annotate(list[Attended], [])
-        if len(self.attention) > 0:
-            gates = self._gates(columns, near.neighbor.shape[1])
-            plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
-            for layer in self.attention:
-                layers.append(attend(layer, features, plain, self.normalize, self.shift))
-                features = torch.addcmul(layer.shift, layers[-1].normed, layer.scale).view(
-                    features.shape
-                )
-        weighted = rows * columns.weight.unsqueeze(-1)
-        a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
-        descriptor = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
-        if self.append_types:
-            descriptor = torch.cat([descriptor, self.table[near.kind]], dim=1)
-        return descriptor, Tape(vectors, columns, gates, embedded, layers, features, a)
-
-    def _columns(self, near: Near, vectors: torch.Tensor) -> Columns:
-        """Return the environment in the precision of the weights."""
-        real = near.neighbor >= 0
-        rows, switch, direction = smooth_rows(
-            vectors, real, self.rcut, self.rcut_smth, self.protection
-        )
-        dtype = self.mean.dtype
-        mean, scale = self.mean[near.kind], self.scale[near.kind]
-        rows = (rows.to(dtype) - mean.unsqueeze(1)) * scale.unsqueeze(1)
-        kind = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
-        weight, switch, direction = (
-            real.to(dtype),
-            switch.to(dtype),
-            shortened(direction.to(dtype), rows),
-        )
-        if self.plain:
-            return Columns(rows, weight, real, kind, switch, direction)
-        empty = (self.slots - (near.neighbor != -1).sum(1, keepdim=True)).to(
-            dtype
-        )  # hidden ones are -2
-        return Columns(
-            torch.cat([rows, (-mean * scale).unsqueeze(1)], dim=1),
-            torch.cat([weight, empty], dim=1),
-            torch.nn.functional.pad(real, [0, 1]),
-            torch.cat([kind, near.first_type.unsqueeze(1)], dim=1),
-            torch.nn.functional.pad(switch, [0, 1]),
-            torch.nn.functional.pad(direction, [0, 0, 0, 1]),
-        )
-
-    def _gates(self, columns: Columns, slots: int) -> Gates:
-        """Return the mask and factors of the attention weights; the first `slots` columns take one slot each."""
-        real = columns.real
-        switch = columns.rows.new_zeros([0])
-        after = real.to(self.mean.dtype).unsqueeze(2).expand(-1, -1, real.shape[1])
-        if self.smooth:
-            switch = columns.switch.unsqueeze(2) * columns.switch.unsqueeze(1)
-            after = switch
-        if self.dotr:
-            after = after * torch.bmm(columns.direction, columns.direction.transpose(1, 2))
-        hidden = ~real
-        if self.smooth:
-            hidden = (torch.arange(real.shape[1], device=real.device) >= slots).expand_as(real)
-        return Gates(hidden.unsqueeze(1), after, switch, self.slots - slots if self.smooth else 0)
-
-    @torch.jit.export
-    def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
-        """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
-        columns, gates = tape.columns, tape.gates
-        a_bar = sums_pullback(adjoint, tape.a, self.axis, self.slots)
-        weight = columns.weight.unsqueeze(-1)
-        of_features = torch.bmm(columns.rows.detach() * weight, a_bar).view(-1, self.width)
-        of_rows = torch.bmm(tape.features, a_bar.transpose(1, 2)) * weight
-        of_after, of_switch = torch.zeros_like(gates.after), torch.zeros_like(gates.switch)
-        plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
-        for index in range(len(tape.layers) - 1, -1, -1):
-            layer, values = self.attention[index], tape.layers[index]
-            of_features = attend_pullback(
-                layer, of_features, values, plain, of_after, of_switch, self.shift
-            )
-        of_rows[..., 0] += (of_features * tape.embedded[1]).sum(-1).view(columns.kind.shape)
-        results, adjoints = [columns.rows], torch.jit.annotate(list[torch.Tensor | None], [of_rows])
-        if tape.embedded.shape[0] > 2:
-            results.append(columns.switch)
-            adjoints.append((of_features * tape.embedded[2]).sum(-1).view(columns.kind.shape))
-        for result, slope in [(gates.after, of_after), (gates.switch, of_switch)]:
-            if result.requires_grad:
-                results.append(result)
-                adjoints.append(slope)
-        slope = torch.autograd.grad(results, [tape.vectors], adjoints)[0]
-        assert slope is not None
-        return slope
+        products += [matrix @ matrix.t() for matrix in (query, key, value)]
+    products.append(value @ outer.matrix.double())
+    return torch.cat(products, dim=1).to(outer.matrix.dtype)

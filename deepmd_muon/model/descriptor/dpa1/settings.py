@@ -35,9 +35,9 @@ class AttentionSettings(EmbeddingSettings):
         **SEL,
         forms='"auto", "auto:factor", a whole number or a list of whole numbers',
         doc=(
-            "Largest number of neighbours of all types that an atom may have inside rcut; of a list, only the sum "
-            "counts. 'auto:factor' takes the largest number found in the training data, times factor, rounded up to a "
-            "multiple of 4; 'auto' is 'auto:1.1'."
+            "Largest number of neighbours of all types that an atom may have inside rcut; of a "
+            "list, only the sum counts. 'auto:factor' takes the largest number found in the "
+            "training data, times factor, rounded up to a multiple of 4; 'auto' is 'auto:1.1'."
         ),
     )
     tebd_dim: int = setting(8, **WIDTH, doc="Length of the trained vector of each type.")
@@ -78,7 +78,10 @@ class AttentionSettings(EmbeddingSettings):
     seed: int | None = setting(
         None,
         minimum=0,
-        doc="Seed of the initial parameters, equal to deepmd-kit's from the same seed; left out, they are random.",
+        doc=(
+            "Seed of the initial parameters, equal to deepmd-kit's from the same seed; left out, "
+            "they are random."
+        ),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "lmax": Foreign("angular moments beyond vectors, which deepmd-kit has", (1,)),
@@ -114,8 +117,10 @@ class AttentionSettings(EmbeddingSettings):
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""
         keys = ("sel", "rcut", "rcut_smth", "set_davg_zero", "env_protection")
-        own = {"exclude_types": thaw(self.exclude_types)} if self.exclude_types else {}
-        return {"type": self.type, **{key: thaw(getattr(self, key)) for key in keys}, **own}
+        settings = {key: thaw(getattr(self, key)) for key in keys}
+        if self.exclude_types:
+            settings["exclude_types"] = thaw(self.exclude_types)
+        return {"type": self.type, **settings}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +132,9 @@ class DPA1Settings(AttentionSettings):
     tebd_input_mode: TebdInputMode = setting(
         "concat",
         doc=(
-            "How the types enter the embedding: 'concat' appends their vectors to the distance; 'strip' multiplies the "
-            "embedding of the distance by 1 + the output of a net of their own."
+            "How the types enter the embedding: 'concat' appends their vectors to the distance; "
+            "'strip' multiplies the embedding of the distance by 1 + the output of a net of their "
+            "own."
         ),
     )
     smooth_type_embedding: bool = setting(
@@ -150,7 +156,7 @@ class DPA1Settings(AttentionSettings):
 
 @dataclasses.dataclass(frozen=True)
 class SeAttenV2Settings(AttentionSettings):
-    """DPA-1 in its smooth form: 'se_atten' with tebd_input_mode 'strip' and smooth_type_embedding true."""
+    """Smooth DPA-1: 'se_atten' with tebd_input_mode 'strip' and smooth_type_embedding true."""
 
     type: ClassVar[str] = "se_atten_v2"
     tebd_input_mode: ClassVar[TebdInputMode] = "strip"
