@@ -176,9 +176,9 @@ class Embedding(FourPasses):
                     f,
                     for_derivatives,
                     layer.idt,
-                    before=dots.pre_activations[1 + index],
-                    down=hat,
-                    adjoint=bars[1 + index],
+                    h_dot=dots.pre_activations[1 + index],
+                    y_hat=hat,
+                    y_bar=bars[1 + index],
                 )
                 matrix_hat = torch.mm(x.t(), h_hat).addmm_(dots.inputs[index].t(), h_bar)
                 reversed_gradients += [idt_hat, bias_hat, matrix_hat]
@@ -191,9 +191,9 @@ class Embedding(FourPasses):
                 f,
                 saved.from_scalar,
                 None,
-                before=dots.pre_activations[0],
-                down=hat,
-                adjoint=bars[0],
+                h_dot=dots.pre_activations[0],
+                y_hat=hat,
+                y_bar=bars[0],
             )
             w_hat = torch.mm(i.s.t(), start_hat).addmm_(dots.s.t(), h_bar)
         return None, start_hat, w_hat.squeeze(0), *reversed_gradients[::-1]
