@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
+from deepmd_muon.optim.sharded.messages import Piece, Stack, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
@@ -33,21 +33,6 @@ class LocalParameter:
     p: Tensor
     state: Mapping[str, Tensor]
     group: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
-
-    group: int
-    shape: tuple[int, int]
-    jobs: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all matrices."""
-        rows, columns = self.shape
-        return len(self.jobs) * rows * columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +168,8 @@ class Bucket:
             plan=plan,
             rules=domain.rules,
             exchange=exchange,
-            stacks=[(stack.jobs, stack.shape) for stack in self.stacks],
+            stacks=self.stacks,
+            place_of_job=self._place_of_job,
             rank=rank,
             device=device,
         )

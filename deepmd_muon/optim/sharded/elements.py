@@ -103,7 +103,7 @@ class GatheredParts:
         self._params = params
         self._collectives = collectives
         self._group = group_of(tuple(sorted(ranks)), first[0].device)
-        places = dict(zip(ranks, first[1].layout.coordinates(), strict=True))
+        places = first[1].layout.places()
         self._runs: list[
             list[tuple[int, int]]
         ] = []  # for each rank and parameter: first row and number of rows

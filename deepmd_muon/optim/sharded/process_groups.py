@@ -141,11 +141,11 @@ def check_names(local_names: Sequence[HeldName], among: RankGroup) -> dict[HeldN
     return {held: number for number, held in enumerate(all_names)}
 
 
-class _Statement(NamedTuple):
-    """One rank's error, as class name and message, and the lines of its plan."""
+class _Report(NamedTuple):
+    """One rank's error, as class name and message, and the statements of its plan."""
 
     error: tuple[str, str] | None
-    lines: list[str]
+    statements: list[str]
 
 
 def check_plans(plan: Plan, domain: Domain, among: RankGroup, error: ShardingError | None) -> None:
@@ -168,27 +168,27 @@ def check_plans(plan: Plan, domain: Domain, among: RankGroup, error: ShardingErr
         On every rank, naming the first statement that differs.
     """
     error_text = None if error is None else (type(error).__name__, str(error))
-    statements = gather_if_different(_Statement(error_text, plan.lines(domain)), among)
-    if statements is None:
+    reports = gather_if_different(_Report(error_text, plan.statements(domain)), among)
+    if reports is None:
         return
     if error is not None:
         raise error
-    for rank, statement in zip(among.ranks, statements, strict=True):
-        if statement.error is not None:
-            class_name, message = statement.error
+    for rank, report in zip(among.ranks, reports, strict=True):
+        if report.error is not None:
+            class_name, message = report.error
             error_class = getattr(errors, class_name, ShardingError)
             raise error_class(f"rank {rank} cannot step: {message}")
     first_rank = among.ranks[0]
-    for rank, statement in zip(among.ranks, statements, strict=True):
+    for rank, report in zip(among.ranks, reports, strict=True):
         # The lengths may differ; that is reported below.
-        for first, second in zip(statements[0].lines, statement.lines, strict=False):
+        for first, second in zip(reports[0].statements, report.statements, strict=False):
             if first != second:
                 raise PlanMismatchError(
                     f"ranks {first_rank} and {rank} plan different steps; rank {first_rank}: "
                     f"{first}; rank {rank}: {second}. Parameters, settings and meshes must be the "
                     "same on all ranks."
                 )
-    counts = ", ".join(str(len(statement.lines)) for statement in statements)
+    counts = ", ".join(str(len(report.statements)) for report in reports)
     raise PlanMismatchError(
         f"the plans of ranks {among.ranks} differ in length: {counts} statements"
     )

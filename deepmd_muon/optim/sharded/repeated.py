@@ -139,7 +139,7 @@ def _places(
     The latter has the parts of all ranks, one behind the other, each of which takes as much space as the longest.
     """
     layout = shardings[0].layout
-    at = dict(zip(layout.ranks, layout.coordinates(), strict=True))
+    at = layout.places()
     starts = _starts([p.numel() for p in params], _ALIGNMENT)
     held = []
     for rank in ranks:
