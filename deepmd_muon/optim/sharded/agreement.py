@@ -24,8 +24,8 @@ from deepmd_muon.optim.groups.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import (
-    HeldName,
     RankGroup,
+    SharedName,
     check_names,
     gather_if_different,
     group_of,
@@ -59,7 +59,7 @@ _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.
 class _ParameterSettings(NamedTuple):
     """A parameter, and the number and settings of its group."""
 
-    held: HeldName
+    shared_name: SharedName
     group: int
     settings: dict[str, Any]
 
@@ -82,13 +82,15 @@ def check_settings(
     statements = []
     for param in params:
         ranks = tuple(sorted(param.layout.ranks))
-        routes.append(HeldName(ranks, f"{param} (route {param.entry.placement})"))
-        held = HeldName(ranks, param.entry.name)
-        statements.append(_ParameterSettings(held, param.group, settings[param.group]))
-    for among in largest_groups([held.ranks for held in routes], device):
+        routes.append(SharedName(ranks, f"{param} (route {param.entry.placement})"))
+        shared_name = SharedName(ranks, param.entry.name)
+        statements.append(_ParameterSettings(shared_name, param.group, settings[param.group]))
+    for among in largest_groups([shared_name.ranks for shared_name in routes], device):
         members = set(among.ranks)
-        check_names([held for held in routes if members.issuperset(held.ranks)], among)
-        local = [each for each in statements if members.issuperset(each.held.ranks)]
+        check_names(
+            [shared_name for shared_name in routes if members.issuperset(shared_name.ranks)], among
+        )
+        local = [each for each in statements if members.issuperset(each.shared_name.ranks)]
         statements_of_ranks = gather_if_different(local, among)
         if statements_of_ranks is not None:
             _require_same_settings(statements_of_ranks, among.ranks)
@@ -107,14 +109,14 @@ def _require_same_settings(
     statements_of_ranks: Sequence[Sequence[_ParameterSettings]], ranks: Sequence[int]
 ) -> None:
     """Raise PlanMismatchError for the first setting that differs between two ranks."""
-    first_seen: dict[HeldName, tuple[int, dict[str, Any]]] = {}  # its rank and settings
+    first_seen: dict[SharedName, tuple[int, dict[str, Any]]] = {}  # its rank and settings
     for rank, statements in zip(ranks, statements_of_ranks, strict=True):
-        for held, group, settings in statements:
-            first_rank, expected = first_seen.setdefault(held, (rank, settings))
+        for shared_name, group, settings in statements:
+            first_rank, expected = first_seen.setdefault(shared_name, (rank, settings))
             for key in KEYS:
                 if settings[key] != expected[key]:
                     raise PlanMismatchError(
-                        f"{key} of param_groups[{group}], to which {held.name!r} belongs, is "
+                        f"{key} of param_groups[{group}], to which {shared_name.name!r} belongs, is "
                         f"{expected[key]!r} on rank {first_rank} and {settings[key]!r} on rank "
                         f"{rank}; give all ranks the same settings"
                     )
@@ -163,7 +165,8 @@ def _checksum(x: Tensor) -> Tensor:
     n_rows = x.shape[0] if x.ndim else 1
     row_sums = elements.view(n_rows, -1).sum(1, dtype=torch.int64)  # wraps around
     weights = 2 * torch.arange(n_rows, device=x.device) + 1
-    return (row_sums * weights).sum() & (2**_CHECKSUM_BITS - 1)
+    checksum: Tensor = (row_sums * weights).sum() & (2**_CHECKSUM_BITS - 1)
+    return checksum
 
 
 class _SettingsEntry(NamedTuple):
@@ -197,7 +200,7 @@ class GroupColumns:
         self._rates: list[tuple[float, bool]] | None = None
 
     def watch(self, groups: Sequence[Group]) -> None:
-        """Compare the settings of these groups from now on; the next call of `changed` reads all."""
+        """Compare the settings of these groups; the next call of `changed` reads all of them."""
         self._groups = groups
         self._rates = None
 
@@ -286,17 +289,15 @@ class _Comparison:
     result: Tensor
     table: Tensor | None = None
 
-    def fill(self, columns: GroupColumns | None, device: torch.device) -> None:
+    def fill(self, columns: GroupColumns, device: torch.device) -> None:
         """Write this rank's gradients and settings to its table."""
         table = torch.zeros(self.result.shape, device="cpu")
         for param in self.params:
             row = 0 if param.p.grad is not None else 1
             table[row, param.column] = 1.0
-        table[
-            :, len(self.names) :
-        ] = -torch.inf  # below the values of the ranks that have the group
+        # Below the values of the ranks that have the group.
+        table[:, len(self.names) :] = -torch.inf
         for group, first in self.settings:
-            assert columns is not None
             values = torch.tensor(columns.values[group], device="cpu")
             table[:, first : first + len(KEYS)] = torch.stack([values, -values])
         self.table = table.view(-1).to(device)
@@ -342,19 +343,20 @@ class GradientPresence:
         self._device = device
         self._late = on_gpu if late is None else late
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._columns = columns
+        self._columns = columns or GroupColumns([])
         self._n_steps = 0
         rank_groups = largest_groups(ranks, device)
         # Replicas on one rank cannot differ.
         compared = [param for param in compared if len(param.ranks) > 1]
-        entries = [] if columns is None else columns.entries
         self._comparisons = []
         for among in rank_groups:
             group_params = [
                 param for param in compared if _first_with(rank_groups, param.ranks) is among
             ]
             group_entries = [
-                entry for entry in entries if _first_with(rank_groups, entry.ranks) is among
+                entry
+                for entry in self._columns.entries
+                if _first_with(rank_groups, entry.ranks) is among
             ]
             self._comparisons.append(_comparison(among, group_params, group_entries))
         self._presence: list[list[bool]] | None = None  # gradients in the present tables
@@ -407,7 +409,7 @@ class GradientPresence:
             [param.p.grad is not None for param in comparison.params]
             for comparison in self._comparisons
         ]
-        settings_changed = self._columns is not None and self._columns.changed()
+        settings_changed = self._columns.changed()
         if presence == self._presence and not settings_changed:
             return
         self._presence = presence
@@ -467,23 +469,23 @@ def _comparison(
     among: RankGroup, params: Sequence[ComparedParameter], entries: Sequence[_SettingsEntry]
 ) -> _Comparison:
     """Return what one group of ranks compares, after a comparison of names."""
-    held_params = [HeldName(param.ranks, param.name) for param in params]
-    held_entries = [HeldName(entry.ranks, entry.label) for entry in entries]
-    param_columns = check_names(held_params, among)
-    entry_numbers = check_names(held_entries, among)
+    param_names = [SharedName(param.ranks, param.name) for param in params]
+    entry_labels = [SharedName(entry.ranks, entry.label) for entry in entries]
+    param_columns = check_names(param_names, among)
+    entry_numbers = check_names(entry_labels, among)
     n_params = len(param_columns)
     n_columns = n_params + len(KEYS) * len(entry_numbers)
     return _Comparison(
         process_group=among.process_group,
-        names=[held.name for held in param_columns],
-        labels=[held.name for held in entry_numbers],
+        names=[shared_name.name for shared_name in param_columns],
+        labels=[shared_name.name for shared_name in entry_numbers],
         params=[
-            _LocalParameter(param.p, param_columns[held])
-            for param, held in zip(params, held_params, strict=True)
+            _LocalParameter(param.p, param_columns[shared_name])
+            for param, shared_name in zip(params, param_names, strict=True)
         ],
         settings=[
-            _LocalSettings(entry.group, n_params + len(KEYS) * entry_numbers[held])
-            for entry, held in zip(entries, held_entries, strict=True)
+            _LocalSettings(entry.group, n_params + len(KEYS) * entry_numbers[shared_name])
+            for entry, shared_name in zip(entries, entry_labels, strict=True)
         ],
         # Pinned, so that copies from a GPU are asynchronous.
         result=torch.zeros(2, n_columns, device="cpu", pin_memory=among.device.type == "cuda"),

@@ -99,7 +99,7 @@ def state_layout(
     return Layout(mesh, tuple(ranks), (ShardPlacement(dim),) * len(mesh))
 
 
-# ----- runs of one dimension -----------------------------------------------------------------------
+# ----- runs of one dimension ---------------------------------------------------------------------
 
 
 def total(runs: Runs) -> int:
@@ -201,7 +201,7 @@ def overlap(runs: Runs, start: int, stop: int) -> Overlap:
     return Overlap(local_start or 0, local_stop, tuple(runs_in_block))
 
 
-# ----- matrices ------------------------------------------------------------------------------------
+# ----- matrices ----------------------------------------------------------------------------------
 
 
 class Region(NamedTuple):
@@ -264,7 +264,7 @@ def block_bounds(view: MatrixView) -> tuple[BlockBounds, ...]:
     return tuple(BlockBounds(0, view.rows, *columns) for columns in itertools.pairwise(ends))
 
 
-# ----- state of rules ------------------------------------------------------------------------------
+# ----- state of rules ----------------------------------------------------------------------------
 
 
 def rule_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, extent: Extent) -> Layout:

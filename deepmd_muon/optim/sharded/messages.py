@@ -1,4 +1,7 @@
-"""One rank's part of a plan: the pieces in each message that it sends and receives. No communication."""
+"""One rank's part of a plan: the pieces in each message that it sends and receives.
+
+There is no communication.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from deepmd_muon.optim.sharded.layout import (
 )
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, PlannedParameter
 
-# ----- messages ------------------------------------------------------------------------------------
+# ----- messages ----------------------------------------------------------------------------------
 
 
 class Message(NamedTuple):
@@ -80,7 +83,7 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
 
 
 class _Entry(NamedTuple):
-    """A piece in a message: the position of its job, and its numbers of rules' values and elements."""
+    """A piece in a message: its job's position, and its numbers of rules' values and elements."""
 
     job: int
     lines: int
@@ -132,7 +135,7 @@ def rank_messages(
     )
 
 
-# ----- pieces --------------------------------------------------------------------------------------
+# ----- pieces ------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -151,36 +154,27 @@ class Piece(NamedTuple):
 
     @property
     def local_index(self) -> tuple[int, slice, slice]:
-        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
+        """Index of the piece in the rank's local view, (batch, rows, columns)."""
         rows = slice(self.rows.start, self.rows.stop)
         columns = slice(self.columns.start, self.columns.stop)
         return self.batch, rows, columns
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block: of its momentum for the gather, of its update for the return."""
+    """Return a rank's piece of a block's momentum, for the gather, or of its update."""
     p = plan.parameters[parameter]
-    region = regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank]
-    held = _held_block(p, block, region)
-    return Piece(parameter, block, batch=held.batch, rows=held.rows, columns=held.columns)
+    return _piece_in(regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank], p, parameter, block)
 
 
-class _HeldBlock(NamedTuple):
-    """A block in a rank's region."""
-
-    part: int  # of its matrix
-    batch: int  # index of its matrix in the region; -1 if the region has none of it
-    rows: Overlap
-    columns: Overlap
-
-
-def _held_block(p: PlannedParameter, block: int, region: Region) -> _HeldBlock:
+def _piece_in(region: Region, p: PlannedParameter, parameter: int, block: int) -> Piece:
+    """Return the piece of a block that a rank with this region of the parameter has."""
     parts = block_bounds(p.view)
     matrix, part = divmod(block, len(parts))
     bounds = parts[part]
     in_batch = overlap(region.batch, matrix, matrix + 1)
-    return _HeldBlock(
-        part=part,
+    return Piece(
+        parameter=parameter,
+        block=block,
         batch=in_batch.start if in_batch.size else -1,
         rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
         columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
@@ -188,7 +182,7 @@ def _held_block(p: PlannedParameter, block: int, region: Region) -> _HeldBlock:
 
 
 class Rectangle(NamedTuple):
-    """Adjacent rows and columns of a piece: as indices of the piece, and as indices of its block."""
+    """Adjacent rows and columns of a piece, as indices of the piece and of its block."""
 
     in_piece: tuple[slice, slice]
     in_block: tuple[slice, slice]
@@ -199,14 +193,14 @@ def rectangles(piece: Piece) -> list[Rectangle]:
 
     Strided shards and folded dimensions give several.
     """
-    found = []
+    rectangles_of_piece = []
     row = 0
     for row_start, row_stop in piece.rows.runs:
         next_row = row + row_stop - row_start
         column = 0
         for column_start, column_stop in piece.columns.runs:
             next_column = column + column_stop - column_start
-            found.append(
+            rectangles_of_piece.append(
                 Rectangle(
                     in_piece=(slice(row, next_row), slice(column, next_column)),
                     in_block=(slice(row_start, row_stop), slice(column_start, column_stop)),
@@ -214,7 +208,7 @@ def rectangles(piece: Piece) -> list[Rectangle]:
             )
             column = next_column
         row = next_row
-    return found
+    return rectangles_of_piece
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
@@ -226,14 +220,12 @@ def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, i
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
     """Return, for each part of a matrix, its rows and columns in the local momentum."""
     p = plan.parameters[parameter]
-    region = regions_by_rank(p.shape, p.view, p.layout_of("gather"))[rank]
-    parts = []
-    for part in range(len(block_bounds(p.view))):
-        held = _held_block(p, part, region)  # block `part` is in the first matrix; all are alike
-        rows = slice(held.rows.start, held.rows.stop)
-        columns = slice(held.columns.start, held.columns.stop)
-        parts.append((rows, columns))
-    return parts
+    slices = []
+    # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
+    for part in range(len(p.view.block_shapes)):
+        _, rows, columns = piece_of(plan, parameter, part, rank, "gather").local_index
+        slices.append((rows, columns))
+    return slices
 
 
 class Lines(NamedTuple):
@@ -268,14 +260,15 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     of = cast("Axis", tensor.extent)
     layout = lines_layout(p.shape, p.view, p.layout_of("gather"), of)
     region = regions_by_rank(p.shape, p.view, layout)[rank]
-    held = _held_block(p, block, region)
+    piece = _piece_in(region, p, parameter, block)
     batch, rows, columns = region.shape
     blocks_per_line = p.view.repeats(of)
     lengths = tensor.lengths(p.view)
+    part = block % len(lengths)
     return Lines(
         shape=(batch, rows if of == "rows" else columns, blocks_per_line, max(lengths)),
-        batch=held.batch,
-        inside=held.rows if of == "rows" else held.columns,
-        part=held.part if blocks_per_line > 1 else 0,
-        values=lengths[held.part],
+        batch=piece.batch,
+        inside=piece.rows if of == "rows" else piece.columns,
+        part=part if blocks_per_line > 1 else 0,
+        values=lengths[part],
     )

@@ -163,7 +163,8 @@ class _Holdings(NamedTuple):
     Attributes
     ----------
     sizes
-        For each part of a matrix, the rows and columns of each rank, if it holds some of the matrix.
+        For each part of a matrix, the rows and columns of each rank, if it holds some of the
+        matrix.
     ranks
         For each matrix, the ranks that hold some of it.
     """
@@ -178,7 +179,10 @@ class _Holdings(NamedTuple):
 
 
 class _HeldLines(NamedTuple):
-    """Who keeps a rule's state per row (axis 0) or column (1); `lengths` are of each part's lines."""
+    """The ranks that keep a rule's state per row (axis 0) or column (axis 1).
+
+    `lengths` has the number of values of a line of each part.
+    """
 
     axis: int
     lengths: Sequence[int]

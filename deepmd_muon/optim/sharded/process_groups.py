@@ -35,7 +35,7 @@ class RankGroup(NamedTuple):
     device: torch.device  # of the tensors that they exchange
 
 
-class HeldName(NamedTuple):
+class SharedName(NamedTuple):
     """A name, and the ranks, ascending, that hold the parameter."""
 
     ranks: tuple[int, ...]
@@ -89,7 +89,7 @@ def largest_groups(
 
 
 def gather_if_different(value: T, among: RankGroup) -> list[T] | None:
-    """Return every rank's value, in the order of `among.ranks`; None if all have the same `repr`."""
+    """Return every rank's value, in the order of ranks; None if all have the same `repr`."""
     digest = hashlib.sha256(repr(value).encode()).digest()
     local = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(among.device)
     digests = [torch.empty_like(local) for _ in among.ranks]
@@ -101,7 +101,7 @@ def gather_if_different(value: T, among: RankGroup) -> list[T] | None:
     return values
 
 
-def check_names(local_names: Sequence[HeldName], among: RankGroup) -> dict[HeldName, int]:
+def check_names(local_names: Sequence[SharedName], among: RankGroup) -> dict[SharedName, int]:
     """Check that parameters have the same names, in the same order, on all ranks that hold them.
 
     Parameters
@@ -123,22 +123,28 @@ def check_names(local_names: Sequence[HeldName], among: RankGroup) -> dict[HeldN
     """
     names_of_ranks = gather_if_different(list(local_names), among)
     if names_of_ranks is None:
-        return {held: number for number, held in enumerate(local_names)}
+        return {shared_name: number for number, shared_name in enumerate(local_names)}
     by_rank = dict(zip(among.ranks, names_of_ranks, strict=True))
-    all_names = list(dict.fromkeys(held for names in names_of_ranks for held in names))
-    for ranks in dict.fromkeys(held.ranks for held in all_names):
+    all_names = list(
+        dict.fromkeys(shared_name for names in names_of_ranks for shared_name in names)
+    )
+    for ranks in dict.fromkeys(shared_name.ranks for shared_name in all_names):
         first_rank = ranks[0]
-        expected = [held.name for held in by_rank[first_rank] if held.ranks == ranks]
+        expected = [
+            shared_name.name for shared_name in by_rank[first_rank] if shared_name.ranks == ranks
+        ]
         for rank in ranks:
-            names = [held.name for held in by_rank[rank] if held.ranks == ranks]
-            for first, second in zip_longest(expected, names, fillvalue="nothing more"):
-                if first != second:
+            names = [
+                shared_name.name for shared_name in by_rank[rank] if shared_name.ranks == ranks
+            ]
+            for expected_name, name in zip_longest(expected, names, fillvalue="nothing more"):
+                if expected_name != name:
                     raise PlanMismatchError(
                         f"ranks {first_rank} and {rank} do not train the same parameters; "
-                        f"rank {first_rank}: {first}; rank {rank}: {second}. Give all ranks the "
-                        "same parameters and routes, and freeze them alike."
+                        f"rank {first_rank}: {expected_name}; rank {rank}: {name}. Give all ranks "
+                        "the same parameters and routes, and freeze them alike."
                     )
-    return {held: number for number, held in enumerate(all_names)}
+    return {shared_name: number for number, shared_name in enumerate(all_names)}
 
 
 class _Report(NamedTuple):
@@ -181,12 +187,12 @@ def check_plans(plan: Plan, domain: Domain, among: RankGroup, error: ShardingErr
     first_rank = among.ranks[0]
     for rank, report in zip(among.ranks, reports, strict=True):
         # The lengths may differ; that is reported below.
-        for first, second in zip(reports[0].statements, report.statements, strict=False):
-            if first != second:
+        for expected, statement in zip(reports[0].statements, report.statements, strict=False):
+            if expected != statement:
                 raise PlanMismatchError(
                     f"ranks {first_rank} and {rank} plan different steps; rank {first_rank}: "
-                    f"{first}; rank {rank}: {second}. Parameters, settings and meshes must be the "
-                    "same on all ranks."
+                    f"{expected}; rank {rank}: {statement}. Parameters, settings and meshes must be "
+                    "the same on all ranks."
                 )
     counts = ", ".join(str(len(report.statements)) for report in reports)
     raise PlanMismatchError(

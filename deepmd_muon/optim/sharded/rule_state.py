@@ -60,8 +60,8 @@ class LineCopies:
 class RuleState:
     """State of rules in one bucket on this rank.
 
-    `stacks` are the matrices that this rank owns; `place_of_job` has the number of each job's stack and
-    the index of its matrix in the stack.
+    `stacks` are the matrices that this rank owns; `place_of_job` has the number of each job's stack
+    and the index of its matrix in the stack.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class RuleState:
         """Return key and description of the state per row or column of a job's parameter."""
         return carried(self._plan.parameters[self._jobs[job].parameter].rules).lines
 
-    # ----- views, created once -----------------------------------------------------------------
+    # ----- views, created once -------------------------------------------------------------------
 
     def bind(self, state: LocalState) -> None:
         """Create all views of the exchange's buffers and of the state."""
@@ -164,7 +164,7 @@ class RuleState:
         return copies
 
     def _owned_lines(self, side: Side, buffer: Tensor) -> LineCopies:
-        """Return the copies between a buffer of all holders' pieces and the lines of owned matrices."""
+        """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
         copies = LineCopies()
         for payload, peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
             job = self._jobs[payload.job]
@@ -180,17 +180,20 @@ class RuleState:
                     start = stop
         return copies
 
-    # ----- a step ------------------------------------------------------------------------------
+    # ----- a step --------------------------------------------------------------------------------
 
     def pack(self, headers: Tensor) -> None:
-        """Write this rank's state to the headers of its pieces, (pieces, fields), and to the buffer."""
+        """Write this rank's state to its pieces' headers, (pieces, fields), and to the buffer."""
         for column, numbers in enumerate(self._packed_numbers, start=1):
             if numbers.state:
                 headers[numbers.pieces, column] = torch.cat(numbers.state).double()
         self._packed_lines.write_buffer()
 
     def arrive(self, headers: Tensor) -> list[dict[str, Tensor]]:
-        """Return the state of the owned matrices by stack; `headers` has one of each, (matrices, fields)."""
+        """Return the state of the owned matrices by stack.
+
+        `headers` has a header of each matrix, (matrices, fields).
+        """
         self._arriving_lines.write_state()
         state: list[dict[str, Tensor]] = []
         for lines in self._owned:

@@ -1,7 +1,7 @@
 """The optimizer's step for parameters that live on several ranks.
 
-`ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte moves, and
-`run` takes the step. Matrices take one of three ways:
+`ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte
+moves, and `run` takes the step. Matrices take one of three ways:
 
 - a `Pipeline` exchanges pieces of matrices with their owners;
 - replicas that keep momenta in parts gather them and repeat the work (`RepeatedMuon`);
@@ -66,8 +66,7 @@ def sharded_step(
             if layout is None or entry.route == "frozen":
                 continue
             sharding = None
-            is_replica = replicas is not None and not isinstance(p, DTensor)
-            if settings.state == "sharded" and is_replica:
+            if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
                 sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
             param = ShardedParameter(
                 p, entry, group=number, layout=layout, device=p.device, sharding=sharding
@@ -148,7 +147,7 @@ class ShardedStep:
         self._compiled = False  # for the present gradients
 
     def reset(self) -> None:
-        """Release all references to parameters' memory and state; the next step binds them again."""
+        """Release all references to parameters and state; the next step binds them again."""
         self._bound = False
         self._compiled = False
         self._prepared = (), {}
@@ -182,7 +181,7 @@ class ShardedStep:
             return 0
         return sum(param.p not in self._with_gradient for param in self._matrices)
 
-    # ----- agreement ---------------------------------------------------------------------------
+    # ----- agreement -----------------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
@@ -242,7 +241,7 @@ class ShardedStep:
                 check_plans(self.plan, domain, among, self._error)
 
     def _compare_presence(self) -> GradientPresence:
-        """Return the comparison of gradients of parameters whose replicas would otherwise diverge."""
+        """Return the comparison of gradients of parameters with replicas that would diverge."""
         # Headers of exchanged matrices tell which gradients exist.
         exchanges_matrices = not (self._repeating or self.gathers)
         compared = []
@@ -255,7 +254,7 @@ class ShardedStep:
         sets_of_ranks = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
         return GradientPresence(compared, sets_of_ranks, self._device, columns=self._columns)
 
-    # ----- the step ----------------------------------------------------------------------------
+    # ----- the step ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the exchanges of the next step that need no gradient, if all is ready for them."""
