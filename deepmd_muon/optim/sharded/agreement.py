@@ -81,7 +81,7 @@ def check_settings(
     routes = []
     statements = []
     for param in params:
-        ranks = tuple(sorted(param.layout.ranks))
+        ranks = param.layout.sorted_ranks
         routes.append(SharedName(ranks, f"{param} (route {param.entry.placement})"))
         shared_name = SharedName(ranks, param.entry.name)
         statements.append(_ParameterSettings(shared_name, param.group, settings[param.group]))
@@ -138,7 +138,7 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     ]
     if not fresh:
         return
-    ranks = tuple(sorted(fresh[0].layout.ranks))  # plain tensors all live on `replicas`
+    ranks = fresh[0].layout.sorted_ranks  # plain tensors all live on `replicas`
     process_group = group_of(ranks, device)
     if process_group is None:
         return
@@ -191,7 +191,7 @@ class GroupColumns:
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
         entries: dict[tuple[tuple[int, ...], int], _SettingsEntry] = {}
         for param in params:
-            ranks = tuple(sorted(param.layout.ranks))
+            ranks = param.layout.sorted_ranks
             entry = _SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
             entries.setdefault((ranks, param.group), entry)
         self.entries = list(entries.values())

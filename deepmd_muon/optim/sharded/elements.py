@@ -50,7 +50,9 @@ class ElementwiseStep:
                 members[param.group, param.entry.route].append((param.elements(), param))
         self.waves = []
         for (number, route), params in members.items():
-            self.waves += waves_of(groups[number], route, params, state, memory, workspace)
+            self.waves += waves_of(
+                groups[number], route, params, state, memory=memory, workspace=workspace
+            )
 
     def step(
         self, control: StepControl, moments: Iterator[list[Tensor]] | None
@@ -146,8 +148,7 @@ class GatheredParts:
         self._params = params
         self._collectives = collectives
         self._n_ranks = len(first.sharding.layout.ranks)
-        ranks = tuple(sorted(first.sharding.layout.ranks))
-        self._group = group_of(ranks, first.p.device)
+        self._group = group_of(first.sharding.layout.sorted_ranks, first.p.device)
 
         # By parameter and rank. A row is all elements with one index along the sharded dimension.
         intervals = [sharding.intervals(p.shape) for p, sharding in params]

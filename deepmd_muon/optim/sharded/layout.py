@@ -61,6 +61,11 @@ class Layout:
         size = "x".join(map(str, self.mesh))
         return f"mesh {size}: {', '.join(str(p or 'Replicate') for p in self.placements)}"
 
+    @property
+    def sorted_ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(sorted(self.ranks))
+
     def places(self) -> dict[int, tuple[int, ...]]:
         """Return the mesh coordinates of every rank, in the order of `ranks`."""
         coordinates = itertools.product(*map(range, self.mesh))

@@ -204,14 +204,18 @@ class ShardedParameter(StateHolder):
 def layout_of(p: Tensor, replicas: Replicas | None) -> Layout | None:
     """Return a parameter's layout; None for a plain tensor without `replicas`."""
     if isinstance(p, DTensor):
-        mesh = p.device_mesh.mesh
-        placements = tuple(_from_torch(placement, p.ndim) for placement in p.placements)
-        return Layout(tuple(mesh.shape), tuple(mesh.flatten().tolist()), placements)
+        return _layout_of_dtensor(p)
     if replicas is None:
         return None
     if isinstance(replicas, DeviceMesh):
         return replicated(replicas.mesh.flatten().tolist())
     return replicated(dist.get_process_group_ranks(replicas))
+
+
+def _layout_of_dtensor(x: DTensor) -> Layout:
+    mesh = x.device_mesh.mesh
+    placements = tuple(_from_torch(placement, x.ndim) for placement in x.placements)
+    return Layout(tuple(mesh.shape), tuple(mesh.flatten().tolist()), placements)
 
 
 def local_runs(x: Tensor, dim: int) -> Runs:
@@ -220,10 +224,8 @@ def local_runs(x: Tensor, dim: int) -> Runs:
     There are none on a rank outside its mesh.
     """
     assert isinstance(x, DTensor)
-    layout = layout_of(x, None)
     place = x.device_mesh.get_coordinate()
-    assert layout is not None
-    return () if place is None else held_runs(x.shape[dim], dim, layout, tuple(place))
+    return () if place is None else held_runs(x.shape[dim], dim, _layout_of_dtensor(x), place)
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
@@ -232,9 +234,7 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
     There is no communication.
     """
     assert isinstance(like, DTensor)
-    layout = layout_of(like, None)
-    assert layout is not None
-    part = _local_elements(whole, layout, like.device_mesh.get_coordinate())
+    part = _local_elements(whole, _layout_of_dtensor(like), like.device_mesh.get_coordinate())
     local = local_of(like)
     return with_local(like, torch.empty_like(local).copy_(part.reshape(local.shape)))
 

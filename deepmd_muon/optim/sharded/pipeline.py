@@ -120,7 +120,7 @@ class MomentumUpdate:
         Rules whose statistics the bucket's headers carry, and inputs that rules request beside
         directions.
     momentum_groups
-        What advances together.
+        The momenta, in lists that advance together.
     order
         Positions in the plan of the parameters that advance here, in the order of
         `momentum_groups`.
@@ -431,10 +431,10 @@ class Pipeline:
         before: list[TransferBatch] = []
         after: list[TransferBatch] = []
         for number, update in enumerate(self.momentum_updates):
-            wanted = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
-            if wanted:
+            momenta = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
+            if momenta:
                 batches = before if number < self.n_first else after
-                batches.append(memory.transfer_batch(state, wanted))
+                batches.append(memory.transfer_batch(state, momenta))
         return before, after
 
 

@@ -464,7 +464,7 @@ def _domains(
     """Plan all domains; `may_gather` allows replicas to gather momenta that they keep in parts."""
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, parameter in enumerate(parameters):
-        members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
+        members[parameter.layout.sorted_ranks, parameter.itemsize].append(i)
     # Larger domains first: all ranks of a smaller domain inside one then know the loads from it.
     by_size = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
     domains: list[Domain] = []

@@ -59,7 +59,9 @@ class RepeatedMuon:
         self._on_host = memory is not None
         self._momenta = []
         for number, params in members.items():
-            for wave in waves_of(groups[number], "muon", params, state, memory, workspace):
+            for wave in waves_of(
+                groups[number], "muon", params, state, memory=memory, workspace=workspace
+            ):
                 wave_shardings = [shardings[p] for p in wave.params]
                 self._momenta.append(WholeMomenta(wave, wave_shardings, self._collectives))
 
@@ -132,7 +134,7 @@ class WholeMomenta:
         self.wave = wave
         self._collectives = collectives
         n_ranks = len(shardings[0].layout.ranks)
-        self._group = group_of(tuple(sorted(shardings[0].layout.ranks)), wave.device)
+        self._group = group_of(shardings[0].layout.sorted_ranks, wave.device)
 
         longest, source = _sources(wave.params, shardings)
         self._source = source.to(wave.device, torch.int32)

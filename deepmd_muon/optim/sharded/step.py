@@ -248,10 +248,10 @@ class ShardedStep:
         for param in self._sharded_params:
             exchanged = exchanges_matrices and param.entry.route == "muon"
             if not exchanged and len(param.layout.replicas()) > 1:
-                ranks = tuple(sorted(param.layout.ranks))
+                ranks = param.layout.sorted_ranks
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))
-        sets_of_ranks = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
+        sets_of_ranks = [param.layout.sorted_ranks for param in self._sharded_params]
         return GradientPresence(compared, sets_of_ranks, self._device, columns=self._columns)
 
     # ----- the step ------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class _Parts:
                 layout = layout_of(param.p, replicas)
                 assert layout is not None
                 name = f"{param.name!r} of shape {tuple(param.p.shape)}"
-                compared.append(ComparedParameter(param.p, name, tuple(sorted(layout.ranks))))
+                compared.append(ComparedParameter(param.p, name, layout.sorted_ranks))
             self._presence = GradientPresence(
                 compared, [param.ranks for param in compared], params[0].p.device
             )
