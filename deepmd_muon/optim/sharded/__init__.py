@@ -29,8 +29,8 @@ bucket
     The jobs that one exchange carries: one all-to-all for each leg. It travels
     (`Pipeline.travelling`).
 portion
-    A bucket of jobs whose pieces are all on one rank. It stays (`Pipeline.staying`): there is
-    no collective. In code both are of class `Bucket`.
+    A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
+    collective. In code both are of class `Bucket`.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
 header, plane

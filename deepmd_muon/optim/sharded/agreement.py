@@ -116,8 +116,8 @@ def _require_same_settings(
             for key in KEYS:
                 if settings[key] != expected[key]:
                     raise PlanMismatchError(
-                        f"{key} of param_groups[{group}], to which {shared_name.name!r} belongs, is "
-                        f"{expected[key]!r} on rank {first_rank} and {settings[key]!r} on rank "
+                        f"{key} of param_groups[{group}], to which {shared_name.name!r} belongs, "
+                        f"is {expected[key]!r} on rank {first_rank} and {settings[key]!r} on rank "
                         f"{rank}; give all ranks the same settings"
                     )
 
@@ -237,7 +237,7 @@ def _as_number(setting: object) -> float:
 
 
 class ComparedParameter(NamedTuple):
-    """A parameter whose replicas would diverge if only some ranks had its gradient.
+    """A parameter with replicas that would diverge if only some ranks had its gradient.
 
     `ranks` ascend. Names and their order must be the same on all of them.
     """
@@ -313,7 +313,7 @@ class GradientPresence:
     Parameters
     ----------
     compared
-        Parameters whose steps are not exchanged: a rank without a gradient would not step them.
+        Parameters with steps that are not exchanged: a rank without a gradient would not step them.
     ranks
         All sets of ranks that hold parameters; a subset of another set is compared as part of it.
     device

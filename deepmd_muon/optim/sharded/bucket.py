@@ -102,13 +102,13 @@ class Bucket:
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their
         momenta advance on every replica, even if another replica's momentum is sent.
     fresh
-        The parameters among these whose momenta no earlier bucket advances; set by `Pipeline`.
+        The parameters among these that no earlier bucket advances; set by `Pipeline`.
     measuring
-        The rules whose statistics the headers carry.
+        The rules with statistics in the headers.
     asked
-        The inputs that rules request beside directions; each is one more plane.
+        The inputs that rules request besides directions; each is one more plane.
     applying
-        The pieces whose updates arrive here, in the order of the messages.
+        The pieces that this rank updates, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
     elements
@@ -140,7 +140,7 @@ class Bucket:
         gather_in = exchange.inward["gather"]
         return_out = exchange.outward["return"]
         return_in = exchange.inward["return"]
-        # As a holder, this rank has its own pieces; as an owner, those of its peers.
+        # As a holder, this rank handles its own pieces; as an owner, its peers' pieces.
         self._packing = self._pieces("gather", gather_out, [rank] * len(gather_out.payloads))
         self.applying = self._pieces("return", return_in, [rank] * len(return_in.payloads))
         self._arriving = self._pieces("gather", gather_in, gather_in.peers)
@@ -264,7 +264,7 @@ class Bucket:
         self._headers = torch.zeros(
             len(self._packing), fields, dtype=torch.float64, device=self._device
         )
-        self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it where there is none
+        self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it for a missing gradient
         # A slice needs no gather on the device; usually all pieces are measured.
         all_measured = len(measured_pieces) == len(self._packing)
         self._measured_pieces = (

@@ -255,7 +255,7 @@ class Lines(NamedTuple):
 
 
 def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTensor) -> Lines:
-    """Return the rows or columns of a block whose values a rank keeps."""
+    """Return the rows or columns of a block that a rank keeps the values of."""
     p = plan.parameters[parameter]
     of = cast("Axis", tensor.extent)
     layout = lines_layout(p.shape, p.view, p.layout_of("gather"), of)

@@ -135,14 +135,14 @@ class ShardedParameter(StateHolder):
     sharding: StateSharding | None = None
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of the elements whose moments are on this rank."""
+        """Return the gradient of the elements that have their moments on this rank."""
         grad = self.p.grad
         if grad is None:
             return None
         return local_of(grad) if self.sharding is None else self.sharding.part(grad)
 
     def elements(self) -> Tensor:
-        """Return the elements whose moments are on this rank, sharing memory."""
+        """Return the elements that have their moments on this rank, sharing memory."""
         local = local_of(self.p).detach()
         return local if self.sharding is None else self.sharding.part(local)
 

@@ -117,7 +117,7 @@ class MomentumUpdate:
     Attributes
     ----------
     measuring, asked
-        Rules whose statistics the bucket's headers carry, and inputs that rules request beside
+        Rules with statistics in the bucket's headers, and inputs that rules request besides
         directions.
     momentum_groups
         The momenta, in lists that advance together.
@@ -200,8 +200,8 @@ class Pipeline:
         All-gathers after the step of 16-bit parameters of which each rank updates the part that it
         has master weights of.
     table_sources
-        For each bucket, the numbers of the momentum updates whose tables of statistics it reads;
-        set by `bind`.
+        For each bucket, the numbers of the momentum updates with the tables of statistics that it
+        reads; set by `bind`.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ class Pipeline:
 
 
 class InFlight(NamedTuple):
-    """A bucket whose collective is on its way."""
+    """A bucket with a collective on its way."""
 
     bucket: Bucket
     wait: Wait
@@ -454,7 +454,7 @@ class PipelineStep:
     Parameters
     ----------
     moments
-        Yields offloaded moments on the device: those of the first buckets, of the Adam waves (which
+        Yields offloaded moments on the device: of the first buckets, of the Adam waves (which
         the element-wise step takes), then of the other buckets; nothing for a bucket that advances
         no momentum. None without offload.
     """

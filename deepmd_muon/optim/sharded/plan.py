@@ -408,7 +408,7 @@ def plan_from_routes(
     settings: ShardedSettings | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan a model whose parameters all have one layout, such as for a cluster not yet available.
+    """Plan a model with one layout of all parameters, such as for a cluster not yet available.
 
     Parameters
     ----------

@@ -7,8 +7,8 @@ values themselves. So all ranks raise the same error, and it names what differs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -125,19 +125,15 @@ def check_names(local_names: Sequence[SharedName], among: RankGroup) -> dict[Sha
     if names_of_ranks is None:
         return {shared_name: number for number, shared_name in enumerate(local_names)}
     by_rank = dict(zip(among.ranks, names_of_ranks, strict=True))
-    all_names = list(
-        dict.fromkeys(shared_name for names in names_of_ranks for shared_name in names)
-    )
+    all_names = list(dict.fromkeys(itertools.chain(*names_of_ranks)))
     for ranks in dict.fromkeys(shared_name.ranks for shared_name in all_names):
         first_rank = ranks[0]
-        expected = [
-            shared_name.name for shared_name in by_rank[first_rank] if shared_name.ranks == ranks
-        ]
+        expected = _names_on(by_rank[first_rank], ranks)
         for rank in ranks:
-            names = [
-                shared_name.name for shared_name in by_rank[rank] if shared_name.ranks == ranks
-            ]
-            for expected_name, name in zip_longest(expected, names, fillvalue="nothing more"):
+            names = _names_on(by_rank[rank], ranks)
+            for expected_name, name in itertools.zip_longest(
+                expected, names, fillvalue="nothing more"
+            ):
                 if expected_name != name:
                     raise PlanMismatchError(
                         f"ranks {first_rank} and {rank} do not train the same parameters; "
@@ -145,6 +141,11 @@ def check_names(local_names: Sequence[SharedName], among: RankGroup) -> dict[Sha
                         "the same parameters and routes, and freeze them alike."
                     )
     return {shared_name: number for number, shared_name in enumerate(all_names)}
+
+
+def _names_on(shared_names: Sequence[SharedName], ranks: tuple[int, ...]) -> list[str]:
+    """Return the names of the parameters that exactly these ranks share."""
+    return [shared_name.name for shared_name in shared_names if shared_name.ranks == ranks]
 
 
 class _Report(NamedTuple):
@@ -191,8 +192,8 @@ def check_plans(plan: Plan, domain: Domain, among: RankGroup, error: ShardingErr
             if expected != statement:
                 raise PlanMismatchError(
                     f"ranks {first_rank} and {rank} plan different steps; rank {first_rank}: "
-                    f"{expected}; rank {rank}: {statement}. Parameters, settings and meshes must be "
-                    "the same on all ranks."
+                    f"{expected}; rank {rank}: {statement}. Parameters, settings and meshes must "
+                    "be the same on all ranks."
                 )
     counts = ", ".join(str(len(report.statements)) for report in reports)
     raise PlanMismatchError(

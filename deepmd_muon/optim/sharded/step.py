@@ -200,7 +200,7 @@ class ShardedStep:
         ShardingError
             On all ranks, when a parameter or its state cannot be exchanged; nothing is changed.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter whose step is not
+            On all ranks, when only some replicas have a gradient of a parameter and its step is not
             exchanged; on a GPU in the next step, or by `raise_deferred`.
         PlanMismatchError
             On all ranks, when parameters or routes differ in the first step, or settings of groups
@@ -272,7 +272,8 @@ class ShardedStep:
     ) -> None:
         """Take the step.
 
-        The Adam routes run while the first pieces of the Muon route are exchanged, or beside it.
+        The Adam routes run while the first pieces of the Muon route are exchanged. With gathered
+        momenta on a GPU, small ones run on another stream.
         `step_matrices` takes the step of a single process.
         """
         if self._repeating:
@@ -308,7 +309,7 @@ class ShardedStep:
         moments: Iterator[list[Tensor]] | None,
         step_matrices: StepMatrices,
     ) -> None:
-        """Take the step with gathered momenta; on a GPU, small Adam routes run beside it."""
+        """Take the step with gathered momenta; on a GPU, small Adam routes use another stream."""
         repeated.start()
         if moments is not None or self._side_stream is None:
             arriving = elements.step(control, moments)
