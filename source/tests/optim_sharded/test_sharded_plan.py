@@ -12,7 +12,6 @@ from example_rules import SoapMuon
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepmd_muon.optim import sharded
 from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
@@ -457,11 +456,6 @@ def test_settings_are_checked():
         ShardedSettings(bucket_bytes=0)
     with pytest.raises(InvalidSettingError, match="replication"):
         ShardedSettings(replication="some")
-
-
-def test_the_former_name_of_a_placement_is_deprecated():
-    with pytest.warns(DeprecationWarning, match="ShardPlacement"):
-        assert sharded.Split is ShardPlacement
 
 
 def test_sets_of_ranks_that_only_overlap_are_refused():
