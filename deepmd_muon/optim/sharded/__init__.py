@@ -1,9 +1,12 @@
-"""HybridMuon's step on several ranks: a plan of which rank orthogonalizes which matrix, and its execution.
+"""HybridMuon's step on several ranks.
+
+A plan says which rank orthogonalizes which matrix; a pipeline executes it.
 
 Glossary
 --------
 block
-    One matrix of a parameter: the parameter itself, one expert of a batched weight, one part of a fused weight.
+    One matrix of a parameter: the parameter itself, one expert of a batched weight, one part of a
+    fused weight.
 direction
     What is orthogonalized: the momentum, or Nesterov's combination of momentum and gradient.
 piece
@@ -11,25 +14,29 @@ piece
 owner
     The rank that orthogonalizes a block.
 holder
-    A rank that has a piece of a block's momentum (a *source*), or updates a piece of its elements (a *destination*).
+    A rank that has a piece of a block's momentum (a *source*), or updates a piece of its elements
+    (a *destination*).
 replica
     One complete copy of a parameter, on one rank or several.
 job
-    The exchange of one block: its owner, its sources and its destinations, each with its number of elements.
+    The exchange of one block: its owner, its sources and its destinations, each with its number of
+    elements.
 domain
     Parameters on the same ranks with elements of the same size. Each domain has its own exchanges.
 leg
     "gather": pieces of directions go to owners. "return": pieces of updates go to holders.
 bucket
-    The jobs that one exchange carries: one all-to-all for each leg. It travels (`Pipeline.travelling`).
+    The jobs that one exchange carries: one all-to-all for each leg. It travels
+    (`Pipeline.travelling`).
 portion
-    A bucket of jobs whose pieces are all on one rank. It stays (`Pipeline.staying`): there is
-    no collective. In code both are of class `Bucket`.
+    A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
+    collective. In code both are of class `Bucket`.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
 header, plane
-    A message has a header for each piece (whether it had a gradient, the rules' state per block, their sums), then
-    planes of elements: directions, and inputs that rules request (gradients, weights).
+    A message has a header for each piece (whether it had a gradient, the rules' state per block,
+    their sums), then planes of elements: directions, and inputs that rules request (gradients,
+    weights).
 slot
     The buffers of one bucket in flight.
 sums, statistics
@@ -38,7 +45,6 @@ sums, statistics
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +76,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Lazily, so that single-process training does not import torch.distributed.
-    if name == "Split":
-        warnings.warn(
-            "deepmd_muon.optim.sharded.Split is now ShardPlacement",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        name = "ShardPlacement"
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

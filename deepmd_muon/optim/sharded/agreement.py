@@ -1,12 +1,13 @@
-"""Agreement of ranks: before the first common step, they compare routes, settings and the values of replicas.
+"""Agreement of ranks on routes, settings, gradients and the values of replicas.
 
-In every step they compare which gradients exist and the settings of groups, and agree whether to skip the step.
+Before the first common step, `check_settings` and `check_replicas` compare routes, settings and
+values. In every step, `GradientPresence` compares which gradients exist, and the settings of
+groups; its collective also carries flags of the caller.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,171 +24,220 @@ from deepmd_muon.optim.groups.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import (
-    agreeing_groups,
+    RankGroup,
+    SharedName,
     check_names,
+    gather_if_different,
     group_of,
-    statements_if_different,
+    largest_groups,
 )
 from deepmd_muon.optim.state.schema import State
 
-# Without patterns: the routes that follow from them are compared, and patterns for parameters of one rank may differ.
-_KEYS = tuple(
+# Without patterns: the routes that follow from them are compared, and patterns for parameters of
+# one rank may differ.
+_CONFIG_KEYS = tuple(
     field.name
     for field in dataclasses.fields(HybridMuonConfig)
     if field.name not in OF_ALL_GROUPS.union(LISTS)
 )
-KEYS = ("lr", "maximize", *_KEYS)
+KEYS = ("lr", "maximize", *_CONFIG_KEYS)
 """The settings of a group that must be the same on all ranks that hold its parameters."""
 
-_NUMERIC = {"lr", "maximize"}.union(
+_NUMERIC_KEYS = {"lr", "maximize"}.union(
     field.name
     for field in dataclasses.fields(HybridMuonConfig)
     if isinstance(field.default, (int, float))
 )
-# The ranks and name of a parameter, and the number and settings of its group.
-_Statement = tuple[tuple[int, ...], str, int, dict[str, Any]]
-# If steps have no collective that can carry the settings, they are compared once in this many steps.
-_RARELY = 100
+# If steps have no collective that can carry the settings, one step in this many has one for them.
+_STEPS_PER_COMPARISON = 100
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
+_CHECKSUM_BITS = 62  # so that checksums and their negatives are int64
+_LISTED_NAMES = 10  # in an error
+_SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _ParameterSettings(NamedTuple):
+    """A parameter, and the number and settings of its group."""
+
+    shared_name: SharedName
+    group: int
+    settings: dict[str, Any]
 
 
 def check_settings(
     groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device
 ) -> None:
-    """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
+    """Compare names, routes and settings of all parameters among the ranks that hold them.
 
-    Reading a learning rate on a GPU synchronizes with it. Raises PlanMismatchError on all ranks, with the first
-    parameter that differs, or with group, key and both values of the first setting.
+    Tensors of `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
+
+    Raises
+    ------
+    PlanMismatchError
+        On all ranks, with the first parameter that differs, or with group, key and both values of
+        the first setting.
     """
-    members = [
-        (tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params
-    ]
-    settings = {}
-    for number in dict.fromkeys(p.group for p in params):
-        group = groups[number]
-        own = {key: getattr(group.settings, key) for key in _KEYS}
-        settings[number] = {
-            "lr": float(group.values["lr"]),
-            "maximize": group.values["maximize"],
-            **own,
-        }
-    for among, process_group in agreeing_groups([ranks for ranks, _, _ in members], device):
-        here = [member for member in members if set(member[0]) <= set(among)]
-        check_names([(ranks, name) for ranks, name, _ in here], among, process_group, device)
-        mine: list[_Statement] = [
-            (ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here
-        ]
-        everyone: list[list[_Statement]] | None
-        statement = repr(mine).encode()
-        everyone = statements_if_different(
-            statement, functools.partial(list, mine), among, process_group, device
+    settings = {number: _settings_of(groups[number]) for number in {p.group for p in params}}
+    routes = []
+    statements = []
+    for param in params:
+        ranks = param.layout.sorted_ranks
+        routes.append(SharedName(ranks, f"{param} (route {param.entry.placement})"))
+        shared_name = SharedName(ranks, param.entry.name)
+        statements.append(_ParameterSettings(shared_name, param.group, settings[param.group]))
+    for among in largest_groups([shared_name.ranks for shared_name in routes], device):
+        members = set(among.ranks)
+        check_names(
+            [shared_name for shared_name in routes if members.issuperset(shared_name.ranks)], among
         )
-        known: dict[Any, tuple[int, dict[str, Any]]] = {}
-        for rank, theirs in zip(among, everyone or (), strict=everyone is not None):
-            for ranks, name, number, values in theirs:
-                first, expected = known.setdefault((ranks, name), (rank, values))
-                differing = next((key for key in KEYS if values[key] != expected[key]), None)
-                if differing is not None:
+        local = [each for each in statements if members.issuperset(each.shared_name.ranks)]
+        statements_of_ranks = gather_if_different(local, among)
+        if statements_of_ranks is not None:
+            _require_same_settings(statements_of_ranks, among.ranks)
+
+
+def _settings_of(group: Group) -> dict[str, Any]:
+    """Return the values of `KEYS`."""
+    return {
+        "lr": float(group.values["lr"]),
+        "maximize": group.values["maximize"],
+        **{key: getattr(group.settings, key) for key in _CONFIG_KEYS},
+    }
+
+
+def _require_same_settings(
+    statements_of_ranks: Sequence[Sequence[_ParameterSettings]], ranks: Sequence[int]
+) -> None:
+    """Raise PlanMismatchError for the first setting that differs between two ranks."""
+    first_seen: dict[SharedName, tuple[int, dict[str, Any]]] = {}  # its rank and settings
+    for rank, statements in zip(ranks, statements_of_ranks, strict=True):
+        for shared_name, group, settings in statements:
+            first_rank, expected = first_seen.setdefault(shared_name, (rank, settings))
+            for key in KEYS:
+                if settings[key] != expected[key]:
                     raise PlanMismatchError(
-                        f"{differing} of param_groups[{number}], to which {name!r} belongs, is {expected[differing]!r} "
-                        f"on rank {first} and {values[differing]!r} on rank {rank}; give all ranks the same settings"
+                        f"{key} of param_groups[{group}], to which {shared_name.name!r} belongs, "
+                        f"is {expected[key]!r} on rank {first_rank} and {settings[key]!r} on rank "
+                        f"{rank}; give all ranks the same settings"
                     )
 
 
 def check_replicas(state: State, params: Sequence[ShardedParameter], device: torch.device) -> None:
-    """Compare the values of plain parameters that have not been stepped yet with those of their replicas.
+    """Compare the values of plain parameters that have not been stepped yet with their replicas.
 
-    Later, replicas may differ by rounding if ranks repeat the work on different hardware. Parameters with state were
-    compared before, or their values come from a checkpoint. Raises ReplicaMismatchError on all ranks, with all
-    names.
+    Later, replicas may differ by rounding if ranks repeat the work on different hardware.
+    Parameters with state were compared before, or their values come from a checkpoint.
+
+    Raises
+    ------
+    ReplicaMismatchError
+        On all ranks, with the names of all parameters that differ.
     """
     fresh = [
         p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()
     ]
     if not fresh:
         return
-    ranks = tuple(sorted(fresh[0].layout.ranks))  # those of `replicas`
-    group = group_of(ranks, device)
-    if group is None:
+    ranks = fresh[0].layout.sorted_ranks  # plain tensors all live on `replicas`
+    process_group = group_of(ranks, device)
+    if process_group is None:
         return
-    digests = []  # 62-bit checksums of each tensor's bits, weighted by row; without a copy of the tensor
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for param in fresh:
-        x = param.p.detach()
-        bits = x.contiguous().view(-1).view(kinds[x.itemsize]).view(x.shape[0] if x.ndim else 1, -1)
-        rows = bits.sum(1, dtype=torch.int64)  # wraps around
-        weights = 2 * torch.arange(len(rows), device=x.device) + 1
-        digests.append(((rows * weights).sum() & (2**62 - 1)).to(device))
-    mine = torch.stack(digests)
-    extremes = torch.stack([mine, -mine])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    different = [
-        p
-        for p, equal in zip(fresh, (extremes[0] == -extremes[1]).tolist(), strict=True)
-        if not equal
-    ]
-    if different:
-        names = ", ".join(map(repr, (p.entry.name for p in different[:10]))) + ", …" * (
-            len(different) > 10
-        )
+    checksums = torch.stack([_checksum(param.p.detach()).to(device) for param in fresh])
+    extremes = torch.stack([checksums, -checksums])  # maximum and −minimum, (2, parameters)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
+    is_same = (extremes[0] == -extremes[1]).tolist()
+    names = [repr(p.entry.name) for p, same in zip(fresh, is_same, strict=True) if not same]
+    if names:
+        listed = ", ".join(names[:_LISTED_NAMES])
+        if len(names) > _LISTED_NAMES:
+            listed += ", …"
         raise ReplicaMismatchError(
-            f"the values of {names} differ between ranks {ranks}, where `replicas` declares copies; broadcast them "
-            "before the first step (DistributedDataParallel does). List parameters that differ between ranks on "
-            "purpose, such as experts, in local_patterns."
+            f"the values of {listed} differ between ranks {ranks}, where `replicas` declares "
+            "copies; broadcast them before the first step (DistributedDataParallel does). List "
+            "parameters that differ between ranks on purpose, such as experts, in local_patterns."
         )
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """Return a non-negative int64 scalar: the bits of all elements, weighted by row."""
+    # Views only: there is no copy of the tensor.
+    elements = x.contiguous().view(-1).view(_SAME_SIZE_INTEGERS[x.itemsize])
+    n_rows = x.shape[0] if x.ndim else 1
+    row_sums = elements.view(n_rows, -1).sum(1, dtype=torch.int64)  # wraps around
+    weights = 2 * torch.arange(n_rows, device=x.device) + 1
+    checksum: Tensor = (row_sums * weights).sum() & (2**_CHECKSUM_BITS - 1)
+    return checksum
+
+
+class _SettingsEntry(NamedTuple):
+    """The settings of one group, on the ranks that share some of its parameters."""
+
+    ranks: tuple[int, ...]
+    label: str  # with the name of the first such parameter
+    group: int
 
 
 class GroupColumns:
     """Settings of groups, as columns of the small all-reduce that a step needs anyway.
 
-    `entries` has, for each group and each set of ranks that hold some of its parameters, these ranks and the name of
-    the first such parameter; `numbers` has the number of the group. `values` has the settings of each group, in the
-    order of `KEYS`, as last `read` from `groups`.
+    Attributes
+    ----------
+    entries
+        One for each group and each set of ranks that hold some of its parameters.
+    values
+        By group, the numbers of `KEYS` that `changed` has read last.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
-        first: dict[tuple[tuple[int, ...], int], str] = {}
-        for p in params:
-            first.setdefault((tuple(sorted(p.layout.ranks)), p.group), p.entry.name)
-        self.entries = [(ranks, f"the group of {name!r}") for (ranks, _), name in first.items()]
-        self.numbers = [number for _, number in first]
-        self.groups: Sequence[Group] = ()
-        self.read: list[Any] = []
+        entries: dict[tuple[tuple[int, ...], int], _SettingsEntry] = {}
+        for param in params:
+            ranks = param.layout.sorted_ranks
+            entry = _SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
+            entries.setdefault((ranks, param.group), entry)
+        self.entries = list(entries.values())
         self.values: dict[int, list[float]] = {}
+        self._groups: Sequence[Group] = ()
+        self._rates: list[tuple[float, bool]] | None = None
+
+    def watch(self, groups: Sequence[Group]) -> None:
+        """Compare the settings of these groups; the next call of `changed` reads all of them."""
+        self._groups = groups
+        self._rates = None
 
     def changed(self) -> bool:
         """Read the groups; return whether a setting has changed since the last call."""
-        lrs = [group.values["lr"] for group in self.groups]
-        # Learning rates on a GPU are compared in the first step only.
-        on_host = [
-            float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0
-            for lr in lrs
-        ]
-        read = [
-            (lr, group.values["maximize"]) for lr, group in zip(on_host, self.groups, strict=True)
-        ]
-        if read == self.read:
+        # In most steps only these two can have changed: new settings come with a call of `watch`.
+        rates = [(_lr_on_host(group), group.values["maximize"]) for group in self._groups]
+        if rates == self._rates:
             return False
-        self.read = read
-        before, self.values = self.values, {}
-        for number in set(self.numbers):
-            group, (lr, maximize) = self.groups[number], read[number]
-            own = [getattr(group.settings, key) for key in _KEYS]
-            # Settings that are not numbers are compared by digests.
-            numbers = [
-                float(
-                    x
-                    if isinstance(x, (bool, int, float))
-                    else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS
-                )
-                for x in own
-            ]
+        self._rates = rates
+        values_before = self.values
+        self.values = {}
+        for number in {entry.group for entry in self.entries}:
+            settings = self._groups[number].settings
+            lr, maximize = rates[number]
+            numbers = [_as_number(getattr(settings, key)) for key in _CONFIG_KEYS]
             self.values[number] = [lr, float(maximize), *numbers]
-        return self.values != before
+        return self.values != values_before
+
+
+def _lr_on_host(group: Group) -> float:
+    """Return the learning rate; 0 for one on a GPU, which is compared in the first step only."""
+    lr = group.values["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        return 0.0
+    return float(lr)
+
+
+def _as_number(setting: object) -> float:
+    """Return a number, or a digest of another setting."""
+    if isinstance(setting, (bool, int, float)):
+        return float(setting)
+    return float(zlib.crc32(repr(setting).encode()) % 2**_DIGEST_BITS)
 
 
 class ComparedParameter(NamedTuple):
-    """A parameter whose replicas would diverge if only some ranks had its gradient.
+    """A parameter with replicas that would diverge if only some ranks had its gradient.
 
     `ranks` ascend. Names and their order must be the same on all of them.
     """
@@ -197,17 +247,87 @@ class ComparedParameter(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class _LocalParameter(NamedTuple):
+    p: Tensor
+    column: int
+
+
+class _LocalSettings(NamedTuple):
+    group: int
+    first_column: int  # of `len(KEYS)`
+
+
+@dataclasses.dataclass
+class _Comparison:
+    """What one group of ranks compares in a step: tables, float32 (2, columns), reduced by MAX.
+
+    In the column of a parameter, the first row is 1 on a rank with its gradient, the second row is
+    1 on a rank without. In the column of a setting, the rows are its value and the negative value:
+    the maximum over ranks gives the largest and the smallest value.
+
+    Attributes
+    ----------
+    process_group
+        Of the ranks.
+    names
+        Names of the parameters of all ranks, one for each of the first columns.
+    labels
+        Groups of parameters of all ranks: each has `len(KEYS)` of the columns that follow.
+    params, settings
+        The columns that this rank fills.
+    result
+        The last reduced table, in host memory.
+    table
+        This rank's table on the device, (2 · columns,).
+    """
+
+    process_group: dist.ProcessGroup
+    names: list[str]
+    labels: list[str]
+    params: list[_LocalParameter]
+    settings: list[_LocalSettings]
+    result: Tensor
+    table: Tensor | None = None
+
+    def fill(self, columns: GroupColumns, device: torch.device) -> None:
+        """Write this rank's gradients and settings to its table."""
+        table = torch.zeros(self.result.shape, device="cpu")
+        for param in self.params:
+            row = 0 if param.p.grad is not None else 1
+            table[row, param.column] = 1.0
+        # Below the values of the ranks that have the group.
+        table[:, len(self.names) :] = -torch.inf
+        for group, first in self.settings:
+            values = torch.tensor(columns.values[group], device="cpu")
+            table[:, first : first + len(KEYS)] = torch.stack([values, -values])
+        self.table = table.view(-1).to(device)
+
+
 class GradientPresence:
-    """Compares, by one small all-reduce, which parameters have gradients on the ranks that hold them.
+    """Compares, by one small all-reduce, which gradients exist on the ranks of each parameter.
 
-    On a CPU the result is read at once. On a GPU, or with `late`, it is read when the next comparison begins, or by
-    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together, one step late.
+    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by
+    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together,
+    one step late.
 
-    The steps of the parameters `compared` are not exchanged: a rank without a gradient would not step them. `ranks` are
-    all sets of ranks that hold parameters; a subset of another set is compared as part of that set. The same collective
-    carries the settings of groups, `columns`; without one, every hundredth step has a collective for them.
+    Parameters
+    ----------
+    compared
+        Parameters with steps that are not exchanged: a rank without a gradient would not step them.
+    ranks
+        All sets of ranks that hold parameters; a subset of another set is compared as part of it.
+    device
+        The device of the tables that are reduced.
+    late
+        Whether to read results late; None: on a GPU.
+    columns
+        Settings of groups that the same collective carries. If there is none, every hundredth step
+        has one for them.
 
-    Raises PlanMismatchError on all ranks of a group when their parameters differ.
+    Raises
+    ------
+    PlanMismatchError
+        On all ranks of a group when their parameters differ.
     """
 
     def __init__(
@@ -219,52 +339,35 @@ class GradientPresence:
         late: bool | None = None,
         columns: GroupColumns | None = None,
     ) -> None:
-        self._device = device
         on_gpu = device.type == "cuda"
+        self._device = device
         self._late = on_gpu if late is None else late
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._groups: list[dist.ProcessGroup] = []
-        self._members: list[list[Tensor]] = []  # for each group: this rank's parameters,
-        self._places: list[list[int]] = []  # the positions of their flags,
-        self._names: list[list[str]] = []  # and the names of all ranks' parameters, one per flag
-        self._columns, self._steps = columns, 0
-        self._entries: list[
-            list[tuple[int, int]]
-        ] = []  # this rank's groups of parameters: number, first column
-        self._labels: list[list[str]] = []  # and all ranks'
-        rest = [each for each in compared if len(each.ranks) > 1]
-        groups = [] if columns is None else list(enumerate(columns.entries))
-        for among, group in agreeing_groups(ranks, device):
-            mine = [each for each in rest if set(each.ranks) <= set(among)]
-            rest = [each for each in rest if not set(each.ranks) <= set(among)]
-            known = check_names([(each.ranks, each.name) for each in mine], among, group, device)
-            self._groups.append(group)
-            self._members.append([each.p for each in mine])
-            self._places.append([known[each.ranks, each.name] for each in mine])
-            self._names.append([name for _, name in known])
-            held = [(number, entry) for number, entry in groups if set(entry[0]) <= set(among)]
-            groups = [each for each in groups if each not in held]
-            found = check_names([entry for _, entry in held], among, group, device)
-            self._entries.append(
-                [(number, len(known) + len(KEYS) * found[entry]) for number, entry in held]
-            )
-            self._labels.append([name for _, name in found])
-        # Host memory for the results; pinned, so that copies from a GPU are asynchronous.
-        self._widths = [
-            len(a) + len(KEYS) * len(b) for a, b in zip(self._names, self._labels, strict=True)
-        ]
-        self._arrived = [
-            torch.zeros(2, width, device="cpu", pin_memory=on_gpu) for width in self._widths
-        ]
-        self._found: list[list[bool]] | None = None
-        self._here: list[Tensor] = []
-        self._pending = False
+        self._columns = columns or GroupColumns([])
+        self._n_steps = 0
+        rank_groups = largest_groups(ranks, device)
+        # Replicas on one rank cannot differ.
+        compared = [param for param in compared if len(param.ranks) > 1]
+        self._comparisons = []
+        for among in rank_groups:
+            group_params = [
+                param for param in compared if _first_with(rank_groups, param.ranks) is among
+            ]
+            group_entries = [
+                entry
+                for entry in self._columns.entries
+                if _first_with(rank_groups, entry.ranks) is among
+            ]
+            self._comparisons.append(_comparison(among, group_params, group_entries))
+        self._presence: list[list[bool]] | None = None  # gradients in the present tables
+        self._pending = False  # whether a result has not been read yet
 
     def compare(self, flags: Tensor | None = None) -> Tensor | None:
-        """Raise the error of the previous comparison, and start a comparison of the present gradients.
+        """Raise the error of the previous comparison, and start a comparison of the gradients.
 
-        `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their maximum over ranks.
-        During the capture of a CUDA graph only they are reduced: replays use the same gradients.
+        `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their
+        maximum over ranks. During the capture of a CUDA graph only they are reduced: replays use
+        the same gradients.
 
         Raises
         ------
@@ -274,22 +377,25 @@ class GradientPresence:
         capturing = is_capturing()
         if not capturing:
             self.raise_deferred()
-            self._look()
-        rarely = self._steps % _RARELY == 0
-        self._steps += 1
-        for k, group in enumerate(self._groups):
-            wanted = self._names[k] or (self._labels[k] and (rarely or flags is not None))
-            here = self._here[k] if wanted and not capturing else None
-            sent = [x for x in (here, flags) if x is not None]
-            if not sent:
+            self._fill_tables()
+        compare_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
+        self._n_steps += 1
+        for comparison in self._comparisons:
+            table = None
+            wanted = comparison.names or (compare_settings and comparison.labels)
+            if wanted and not capturing:
+                table = comparison.table
+            parts = [part for part in (table, flags) if part is not None]
+            if not parts:
                 continue
-            together = torch.cat(sent)
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            if here is not None:
-                self._arrived[k].copy_(together[: len(here)].view(2, -1), non_blocking=True)
+            reduced = torch.cat(parts)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=comparison.process_group)
+            if table is not None:
+                comparison.result.copy_(reduced[: len(table)].view(2, -1), non_blocking=True)
                 self._pending = True
             if flags is not None:
-                flags = together[len(together) - len(flags) :]
+                # The next group reduces them further: its ranks may be in several groups.
+                flags = reduced[len(reduced) - len(flags) :]
         if self._pending and not capturing:
             if self._copied is not None:
                 self._copied.record(torch.cuda.current_stream(self._device))
@@ -297,62 +403,90 @@ class GradientPresence:
                 self.raise_deferred()
         return flags
 
+    def _fill_tables(self) -> None:
+        """Update the tables on the device if local gradients or settings have changed."""
+        presence = [
+            [param.p.grad is not None for param in comparison.params]
+            for comparison in self._comparisons
+        ]
+        settings_changed = self._columns.changed()
+        if presence == self._presence and not settings_changed:
+            return
+        self._presence = presence
+        for comparison in self._comparisons:
+            comparison.fill(self._columns, self._device)
+
     def raise_deferred(self) -> None:
-        """Raise the error of the last comparison, once; identical on all ranks, without communication."""
+        """Raise the error of the last comparison, once.
+
+        It is identical on all ranks, and there is no communication.
+        """
         if not self._pending:
             return
         self._pending = False
         if self._copied is not None:
             self._copied.synchronize()  # recorded in the last step
-        late = "the last step differed between ranks; " if self._late else ""
-        read = [arrived.tolist() for arrived in self._arrived]
-        for arrived in self._arrived:
-            arrived.zero_()  # reported once
-        names = [
-            name
-            for known, arrived in zip(self._names, read, strict=True)
-            for name, here, missing in zip(known, *arrived, strict=False)
-            if here and missing
-        ]
+        prefix = "the last step differed between ranks; " if self._late else ""
+        results = [comparison.result.tolist() for comparison in self._comparisons]
+        for comparison in self._comparisons:
+            comparison.result.zero_()  # so that an error is raised once
+        names = []
+        for comparison, (present, missing) in zip(self._comparisons, results, strict=True):
+            for column, name in enumerate(comparison.names):
+                if present[column] and missing[column]:
+                    names.append(name)
         if names:
             raise MissingGradientError(
-                f"{late}some ranks have a gradient of {', '.join(names)} and others have none; "
+                f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "
                 "provide one on every rank (zeros suffice) or on none"
             )
-        for known, labels, (largest, negated) in zip(self._names, self._labels, read, strict=True):
-            for i, label in enumerate(labels):
-                here = slice(len(known) + i * len(KEYS), len(known) + (i + 1) * len(KEYS))
-                for key, high, low in zip(
-                    KEYS, largest[here], [-x for x in negated[here]], strict=True
-                ):
+        for comparison, (largest, negated) in zip(self._comparisons, results, strict=True):
+            column = len(comparison.names)
+            for label in comparison.labels:
+                for key in KEYS:
+                    high = largest[column]
+                    low = -negated[column]
+                    column += 1
                     if high != low:
-                        values = f"{low:.7g} on one rank and {high:.7g} on another"
-                        values = values if key in _NUMERIC else "not the same on all ranks"
+                        difference = "not the same on all ranks"  # digests say nothing to a user
+                        if key in _NUMERIC_KEYS:
+                            difference = f"{low:.7g} on one rank and {high:.7g} on another"
                         raise PlanMismatchError(
-                            f"{late}{key} of {label} is {values}; give all ranks the same settings"
+                            f"{prefix}{key} of {label} is {difference}; give all ranks the same "
+                            "settings"
                         )
 
-    def _look(self) -> None:
-        """Update the flags on the device if local gradients or settings have changed.
 
-        Float32 (2, n): for parameters, 1 where the gradient is present, and where it is missing; for settings, value
-        and negative, so that the maximum over ranks gives their largest and smallest.
-        """
-        found = [[p.grad is not None for p in members] for members in self._members]
-        changed = self._columns is not None and self._columns.changed()
-        if found == self._found and not changed:
-            return
-        self._found = found
-        self._here = []
-        for k, (places, there) in enumerate(zip(self._places, found, strict=True)):
-            flags = torch.zeros(2, self._widths[k], device="cpu")
-            for place, is_there in zip(places, there, strict=True):
-                flags[0 if is_there else 1, place] = 1.0
-            flags[:, len(self._names[k]) :] = -torch.inf  # of groups on other ranks
-            for number, start in self._entries[k]:
-                assert self._columns is not None
-                values = torch.tensor(
-                    self._columns.values[self._columns.numbers[number]], device="cpu"
-                )
-                flags[:, start : start + len(KEYS)] = torch.stack([values, -values])
-            self._here.append(flags.view(-1).to(self._device))
+def _first_with(rank_groups: Sequence[RankGroup], ranks: tuple[int, ...]) -> RankGroup | None:
+    """Return the first group that has all of these ranks."""
+    for among in rank_groups:
+        if set(ranks) <= set(among.ranks):
+            return among
+    return None
+
+
+def _comparison(
+    among: RankGroup, params: Sequence[ComparedParameter], entries: Sequence[_SettingsEntry]
+) -> _Comparison:
+    """Return what one group of ranks compares, after a comparison of names."""
+    param_names = [SharedName(param.ranks, param.name) for param in params]
+    entry_labels = [SharedName(entry.ranks, entry.label) for entry in entries]
+    param_columns = check_names(param_names, among)
+    entry_numbers = check_names(entry_labels, among)
+    n_params = len(param_columns)
+    n_columns = n_params + len(KEYS) * len(entry_numbers)
+    return _Comparison(
+        process_group=among.process_group,
+        names=[shared_name.name for shared_name in param_columns],
+        labels=[shared_name.name for shared_name in entry_numbers],
+        params=[
+            _LocalParameter(param.p, param_columns[shared_name])
+            for param, shared_name in zip(params, param_names, strict=True)
+        ],
+        settings=[
+            _LocalSettings(entry.group, n_params + len(KEYS) * entry_numbers[shared_name])
+            for entry, shared_name in zip(entries, entry_labels, strict=True)
+        ],
+        # Pinned, so that copies from a GPU are asynchronous.
+        result=torch.zeros(2, n_columns, device="cpu", pin_memory=among.device.type == "cuda"),
+    )

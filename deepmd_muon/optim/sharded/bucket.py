@@ -1,10 +1,11 @@
-"""One exchange, or portion, on one rank: the pieces it packs, the matrices it orthogonalizes, the pieces it updates.
+"""One exchange, or portion, on one rank: what it packs, orthogonalizes and updates.
 
-Between which views of buffers, matrices and parameters elements are copied depends on the plan alone. All views are
-created once, by `Bucket.bind`. In a step, each method is a few operations on lists of views.
+Between which views of buffers, matrices and parameters elements are copied depends on the plan
+alone. All views are created once, by `Bucket.bind`. In a step, each method is a few operations on
+lists of views.
 
-The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `unpack`, the return, `take_state`,
-and the update of `update_lists` by the caller.
+The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `unpack`, the
+return, `take_state`, and the update of `update_lists` by the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
+from deepmd_muon.optim.sharded.messages import Piece, Stack, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
@@ -28,26 +29,11 @@ from deepmd_muon.optim.torch_hooks import phase
 
 @dataclasses.dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of the plan on this rank: its elements, the state of its rules by key, and its group."""
+    """A parameter on this rank: its elements, its rules' state by key, and its group."""
 
     p: Tensor
     state: Mapping[str, Tensor]
     group: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
-
-    group: int
-    shape: tuple[int, int]
-    jobs: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all matrices."""
-        rows, columns = self.shape
-        return len(self.jobs) * rows * columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,16 +99,16 @@ class Bucket:
     Attributes
     ----------
     parameters
-        Positions in the plan of the parameters of which this rank packs or updates a piece. Their momenta advance on
-        every replica, even if another replica's momentum is sent.
+        Positions in the plan of the parameters of which this rank packs or updates a piece. Their
+        momenta advance on every replica, even if another replica's momentum is sent.
     fresh
-        The parameters among these whose momenta no earlier bucket advances; set by `Pipeline`.
+        The parameters among these that no earlier bucket advances; set by `Pipeline`.
     measuring
-        The rules whose statistics the headers carry.
+        The rules with statistics in the headers.
     asked
-        The inputs that rules request beside directions; each is one more plane.
+        The inputs that rules request besides directions; each is one more plane.
     applying
-        The pieces whose updates arrive here, in the order of the messages.
+        The pieces that this rank updates, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
     elements
@@ -154,7 +140,7 @@ class Bucket:
         gather_in = exchange.inward["gather"]
         return_out = exchange.outward["return"]
         return_in = exchange.inward["return"]
-        # As a holder, this rank has its own pieces; as an owner, those of its peers.
+        # As a holder, this rank handles its own pieces; as an owner, its peers' pieces.
         self._packing = self._pieces("gather", gather_out, [rank] * len(gather_out.payloads))
         self.applying = self._pieces("return", return_in, [rank] * len(return_in.payloads))
         self._arriving = self._pieces("gather", gather_in, gather_in.peers)
@@ -183,7 +169,8 @@ class Bucket:
             plan=plan,
             rules=domain.rules,
             exchange=exchange,
-            stacks=[(stack.jobs, stack.shape) for stack in self.stacks],
+            stacks=self.stacks,
+            place_of_job=self._place_of_job,
             rank=rank,
             device=device,
         )
@@ -210,7 +197,7 @@ class Bucket:
             for (group, shape), members in jobs_by_kind.items()
         ]
 
-    # ----- views, created once -----------------------------------------------------------------------
+    # ----- views, created once -------------------------------------------------------------------
 
     def bind(
         self,
@@ -240,7 +227,7 @@ class Bucket:
         self._rule_state.bind({i: param.state for i, param in local_params.items()})
 
     def _bind_packing(self, momenta: Sequence[Tensor], rows: Mapping[int, int]) -> None:
-        """Create the views into which `pack` writes elements, and the headers with the places of statistics."""
+        """Create the views into which `pack` writes elements, and the headers."""
         plan = self._plan
         side = self.exchange.outward["gather"]
         planes = [
@@ -277,7 +264,7 @@ class Bucket:
         self._headers = torch.zeros(
             len(self._packing), fields, dtype=torch.float64, device=self._device
         )
-        self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it where there is none
+        self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it for a missing gradient
         # A slice needs no gather on the device; usually all pieces are measured.
         all_measured = len(measured_pieces) == len(self._packing)
         self._measured_pieces = (
@@ -286,7 +273,7 @@ class Bucket:
         self._statistics_rows = _index(statistics_rows, self._device)
 
     def _bind_matrices(self, workspace: Tensor) -> None:
-        """Create the matrices and inputs in the workspace, and the views from and to the owners' buffer."""
+        """Create matrices and inputs in the workspace, and the views of the owners' buffer."""
         flat = workspace.view(self.exchange.dtype)
         start = 0
         planes: list[list[Tensor]] = []
@@ -339,7 +326,7 @@ class Bucket:
                 copies.buffer.append(in_buffer[in_piece])
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the views of parameters and master weights that are updated, and of their updates."""
+        """Create the views of parameters and master weights, and of their updates."""
         side = self.exchange.inward["return"]
         flats = side.elements(self.exchange.received["return"])
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
@@ -356,7 +343,7 @@ class Bucket:
                 update_list.masters.append(param.state[MASTER].view(shape)[piece.local_index])
         self.update_lists = [(group, updates) for (group, _dtype), updates in by_kind.items()]
 
-    # ----- a step ------------------------------------------------------------------------------------
+    # ----- a step --------------------------------------------------------------------------------
 
     @phase("gather")
     def pack(
@@ -370,9 +357,11 @@ class Bucket:
         Parameters
         ----------
         planes
-            This rank's directions by parameter of the plan, shaped like the local momentum; then each input in `asked`.
+            This rank's directions by parameter of the plan, shaped like the local momentum; then
+            each input in `asked`.
         statistics
-            The tables of the momentum updates that advanced this bucket's parameters, float64 (rows, sums).
+            The tables of the momentum updates that advanced this bucket's parameters, float64
+            (rows, sums).
         absent
             The parameters without a gradient on this rank.
         """
@@ -420,7 +409,10 @@ class Bucket:
 
     @phase("scatter")
     def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
-        """Write every holder's piece of the updates, one tensor per stack, into the buffer for the holders."""
+        """Write every holder's piece of the updates into the buffer for the holders.
+
+        There is one tensor of updates per stack.
+        """
         if updates:
             torch._foreach_copy_(self.matrices, list(updates))
         if self._leave.matrices:
@@ -437,11 +429,14 @@ class Bucket:
         self._rule_state.take(self.returned_headers)
 
     def returned_headers(self) -> Tensor:
-        """Return the header of every returned piece, (pieces, fields), which begins with its block's presence."""
+        """Return the headers of returned pieces, (pieces, fields); presence is the first field."""
         return self.exchange.received["return"][self.exchange.inward["return"].headers]
 
     def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield the number in `applying` of each piece, and views of its parameter and, if any, its master weight."""
+        """Yield the number in `applying` of each piece, and views of what its update changes.
+
+        They are views of its parameter and, if any, of its master weight.
+        """
         for _, update_list in self.update_lists:
             for index, k in enumerate(update_list.positions):
                 masters = update_list.masters[index : index + 1]
@@ -453,7 +448,10 @@ def _index(positions: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _padded_table(block_of_piece: Sequence[int], n_blocks: int) -> Tensor:
-    """Return each block's pieces, int64 (blocks, most pieces of a block), padded with the number of pieces."""
+    """Return each block's pieces, int64 (blocks, most pieces of a block).
+
+    The padding is the number of all pieces.
+    """
     pieces_of_block: list[list[int]] = [[] for _ in range(n_blocks)]
     for piece, block in enumerate(block_of_piece):
         pieces_of_block[block].append(piece)

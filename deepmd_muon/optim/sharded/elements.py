@@ -1,13 +1,14 @@
 """The Adam routes on this rank's elements of parameters that live on several ranks.
 
-If each rank has all elements but only a part of the moments, it steps its part, and a collective gathers the parts.
+If each rank has all elements but only a part of the moments, it steps its part, and a collective
+gathers the parts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import Route
-from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
@@ -36,19 +36,23 @@ class ElementwiseStep:
     ) -> None:
         self._sharded_params = sharded_params
         self.waves: list[Wave] = []
-        self._parts = gathered_parts(sharded_params, collectives)
+        self._gathers = gathered_parts(
+            [(param.p, param.sharding) for param in sharded_params], collectives
+        )
 
     def compile(
         self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int
     ) -> None:
         """Divide the parameters that have a gradient into waves; create missing state."""
-        kinds: dict[tuple[int, Route], list[tuple[Tensor, StateHolder]]] = defaultdict(list)
+        members: dict[tuple[int, Route], list[tuple[Tensor, StateHolder]]] = defaultdict(list)
         for param in self._sharded_params:
             if param.p.grad is not None:
-                kinds[param.group, param.entry.route].append((param.elements(), param))
+                members[param.group, param.entry.route].append((param.elements(), param))
         self.waves = []
-        for (number, route), members in kinds.items():
-            self.waves += waves_of(groups[number], route, members, state, memory, workspace)
+        for (number, route), params in members.items():
+            self.waves += waves_of(
+                groups[number], route, params, state, memory=memory, workspace=workspace
+            )
 
     def step(
         self, control: StepControl, moments: Iterator[list[Tensor]] | None
@@ -61,102 +65,158 @@ class ElementwiseStep:
             state = wave.state if moments is None else wave.with_moments(next(moments))
             grads = [grad for param in wave.holders if (grad := param.gradient()) is not None]
             step_elements(wave, grads, state, control.on(wave.device))
-        for parts in self._parts:
-            parts.read()
-        return [parts.gather() for parts in self._parts]
+        # All are read before the first collective starts.
+        for gather in self._gathers:
+            gather.read()
+        return [gather.gather() for gather in self._gathers]
 
 
 def gathered_parts(
-    sharded_params: Iterable[ShardedParameter], collectives: CollectiveStream, *, keep: bool = True
+    params: Iterable[tuple[Tensor, StateSharding | None]],
+    collectives: CollectiveStream,
+    *,
+    keep: bool = True,
 ) -> list[GatheredParts]:
-    """Return the gathers of those parameters whose state is sharded over several ranks; see `GatheredParts`."""
-    found: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = (
-        defaultdict(list)
-    )
-    for param in sharded_params:
-        if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
-            found[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
-    return [GatheredParts(chosen, collectives, keep=keep) for chosen in found.values()]
+    """Return the gathers of the parameters with state that is sharded over several ranks.
+
+    Parameters
+    ----------
+    params
+        Parameters on one device, and the sharding of their state.
+    collectives, keep
+        See `GatheredParts`.
+    """
+    by_kind: dict[tuple[tuple[int, ...], torch.dtype], list[ReplicatedParameter]]
+    by_kind = defaultdict(list)
+    for p, sharding in params:
+        if sharding is not None and len(sharding.layout.ranks) > 1:
+            by_kind[sharding.layout.ranks, p.dtype].append(ReplicatedParameter(p, sharding))
+    return [GatheredParts(replicated, collectives, keep=keep) for replicated in by_kind.values()]
+
+
+class ReplicatedParameter(NamedTuple):
+    """A parameter that every rank has whole, and the sharding of its state."""
+
+    p: Tensor
+    sharding: StateSharding
+
+    def local_part(self) -> Tensor:
+        """Return the part that this rank steps, sharing memory."""
+        return self.sharding.part(self.p.detach())
+
+
+class _PartInBuffer(NamedTuple):
+    """One rank's part of a parameter: indices along a dimension, and its elements in the buffer."""
+
+    p: Tensor
+    dim: int
+    start: int
+    length: int
+    offset: int
+    elements: int
 
 
 class GatheredParts:
-    """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
+    """Gathers, by one collective, the parts of parameters that the ranks of a group have stepped.
 
-    The states of all parameters are sharded over the same ranks. The object keeps one buffer for this rank's parts, and
-    with `keep` one for all parts. Otherwise each gather allocates that one, so that it takes no memory between steps.
+    All parameters have one dtype, and their states are sharded over the same ranks.
+
+    Parameters
+    ----------
+    params
+        The parameters.
+    collectives
+        Launches the collective.
+    keep
+        Whether to keep the buffer for all parts. Otherwise each gather allocates it, so that it
+        takes no memory between steps.
 
     Attributes
     ----------
-    own
-        This rank's parts, by parameter, as contiguous views of its buffer.
+    local_parts
+        This rank's parts, by parameter, as contiguous views of the buffer that is sent.
     """
 
     def __init__(
         self,
-        params: Sequence[tuple[Tensor, StateSharding]],
+        params: Sequence[ReplicatedParameter],
         collectives: CollectiveStream,
         *,
         keep: bool = True,
     ) -> None:
         first = params[0]
-        ranks = first[1].layout.ranks
         self._params = params
         self._collectives = collectives
-        self._group = group_of(tuple(sorted(ranks)), first[0].device)
-        places = dict(zip(ranks, first[1].layout.coordinates(), strict=True))
-        self._runs: list[
-            list[tuple[int, int]]
-        ] = []  # for each rank and parameter: first row and number of rows
-        for rank in sorted(ranks):
-            found = [
-                held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, places[rank])
-                for p, sharding in params
-            ]
-            self._runs.append([(runs[0][0] if runs else 0, total(runs)) for runs in found])
-        self._row_sizes = [p.numel() // max(1, p.shape[sharding.dim]) for p, sharding in params]
-        lengths = [
-            sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True))
-            for runs in self._runs
-        ]
-        self._longest = max(lengths)
-        self._mine = torch.empty(self._longest, dtype=first[0].dtype, device=first[0].device)
-        self._kept = self._buffer() if keep else None
-        self.own: dict[Tensor, Tensor] = {}
-        start = 0
-        for p, sharding in params:
-            part = sharding.part(p.detach())
-            self.own[p] = self._mine[start : start + part.numel()].view(part.shape)
-            start += part.numel()
+        self._n_ranks = len(first.sharding.layout.ranks)
+        self._group = group_of(first.sharding.layout.sorted_ranks, first.p.device)
+
+        # By parameter and rank. A row is all elements with one index along the sharded dimension.
+        intervals = [sharding.intervals(p.shape) for p, sharding in params]
+        row_sizes = [p.numel() // max(1, p.shape[sharding.dim]) for p, sharding in params]
+        # Every rank sends as much as the rank with the largest parts.
+        self._longest = max(
+            sum(
+                of_ranks[number].length * row_size
+                for of_ranks, row_size in zip(intervals, row_sizes, strict=True)
+            )
+            for number in range(self._n_ranks)
+        )
+        self._parts: list[_PartInBuffer] = []
+        for number in range(self._n_ranks):
+            offset = number * self._longest
+            for (p, sharding), of_ranks, row_size in zip(params, intervals, row_sizes, strict=True):
+                start, length = of_ranks[number]
+                n_elements = length * row_size
+                if n_elements:
+                    self._parts.append(
+                        _PartInBuffer(
+                            p,
+                            sharding.dim,
+                            start=start,
+                            length=length,
+                            offset=offset,
+                            elements=n_elements,
+                        )
+                    )
+                offset += n_elements
+
+        self._sent = torch.empty(self._longest, dtype=first.p.dtype, device=first.p.device)
+        self._kept = self._new_buffer() if keep else None
+        self.local_parts: dict[Tensor, Tensor] = {}
+        offset = 0
+        for param in params:
+            part = param.local_part()
+            flat = self._sent[offset : offset + part.numel()]
+            self.local_parts[param.p] = flat.view(part.shape)
+            offset += part.numel()
 
     def read(self) -> None:
         """Copy this rank's parts from the parameters to the buffer."""
-        own = [sharding.part(p.detach()) for p, sharding in self._params]
-        if any(x.numel() for x in own):
-            torch.cat([x.reshape(-1) for x in own], out=self._mine[: sum(map(Tensor.numel, own))])
+        parts = [param.local_part().reshape(-1) for param in self._params]
+        n_elements = sum(part.numel() for part in parts)
+        if n_elements:
+            torch.cat(parts, out=self._sent[:n_elements])
 
     def gather(self) -> Callable[[], None]:
-        """Start the collective on the buffer; return the function that waits for it and writes all parameters."""
-        everything = self._buffer() if self._kept is None else self._kept
-        arrived: Callable[[], Any] = self._collectives.launch(
-            all_gather, everything, self._mine, group=self._group
+        """Start the collective; return the function that waits for it and writes all parameters."""
+        received = self._new_buffer() if self._kept is None else self._kept
+        wait: Callable[[], Any] = self._collectives.launch(
+            all_gather, received, self._sent, group=self._group
         )
 
         def take() -> None:
-            arrived()
-            into, out_of = [], []
-            for number, runs in enumerate(self._runs):
-                at = number * self._longest
-                for (p, sharding), (start, rows), size in zip(
-                    self._params, runs, self._row_sizes, strict=True
-                ):
-                    if rows * size:
-                        target = p.detach().narrow(sharding.dim, start, rows)
-                        into.append(target)
-                        out_of.append(everything[at : at + rows * size].view(target.shape))
-                    at += rows * size
-            torch._foreach_copy_(into, out_of)
+            wait()
+            targets = []
+            sources = []
+            for part in self._parts:
+                # The parameter's memory may have been replaced since the constructor.
+                target = part.p.detach().narrow(part.dim, part.start, part.length)
+                targets.append(target)
+                flat = received[part.offset : part.offset + part.elements]
+                sources.append(flat.view(target.shape))
+            torch._foreach_copy_(targets, sources)
 
         return take
 
-    def _buffer(self) -> Tensor:
-        return self._mine.new_empty(len(self._runs) * self._longest)
+    def _new_buffer(self) -> Tensor:
+        return self._sent.new_empty(self._n_ranks * self._longest)

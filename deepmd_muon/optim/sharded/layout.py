@@ -1,8 +1,9 @@
-"""The elements of a parameter that each rank holds, from global shape, mesh and placements; no communication.
+"""The elements of a parameter that each rank holds, from global shape, mesh and placements.
 
-Everything here is plain Python. Along one dimension a rank holds *runs*, half-open intervals of global indices in
-increasing order: one for plain shards, several for strided shards (FSDP over tensor parallelism on one dimension)
-and for dimensions that a matrix view folds together. A rank's local tensor is the product of its runs.
+Everything here is plain Python, without communication. Along one dimension a rank holds *runs*,
+half-open intervals of global indices in increasing order. There is one run for a plain shard.
+Strided shards (FSDP over tensor parallelism on one dimension) have several, and so have dimensions
+that a matrix view folds together. A rank's local tensor is the product of its runs.
 """
 
 from __future__ import annotations
@@ -11,26 +12,31 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from deepmd_muon.optim.routing.views import Axis, MatrixView
 from deepmd_muon.optim.rules.interface import Extent
 
-Runs = tuple[tuple[int, int], ...]
+Run = tuple[int, int]
+"""First index, and the index after the last one."""
+Runs = tuple[Run, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlacement:
-    """A mesh axis shards tensor dimension `dim`; with `stride` > 1, each of `stride` equal parts of it separately."""
+    """A mesh axis shards tensor dimension `dim`.
+
+    With `stride` > 1 it shards each of `stride` equal parts of the dimension separately.
+    """
 
     dim: int
     stride: int = 1
 
     def __str__(self) -> str:
-        return (
-            f"Shard({self.dim})" if self.stride == 1 else f"StridedShard({self.dim}, {self.stride})"
-        )
+        if self.stride == 1:
+            return f"Shard({self.dim})"
+        return f"StridedShard({self.dim}, {self.stride})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Layout:
     ranks
         Global ranks in row-major order of the mesh.
     placements
-        One per mesh axis: a `ShardPlacement`, or None where the parameter is replicated.
+        One per mesh axis: a `ShardPlacement`, or None if the axis replicates the parameter.
     """
 
     mesh: tuple[int, ...]
@@ -55,24 +61,30 @@ class Layout:
         size = "x".join(map(str, self.mesh))
         return f"mesh {size}: {', '.join(str(p or 'Replicate') for p in self.placements)}"
 
-    def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """Yield the mesh coordinates of every rank, in the order of `ranks`."""
-        return itertools.product(*map(range, self.mesh))
+    @property
+    def sorted_ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(sorted(self.ranks))
+
+    def places(self) -> dict[int, tuple[int, ...]]:
+        """Return the mesh coordinates of every rank, in the order of `ranks`."""
+        coordinates = itertools.product(*map(range, self.mesh))
+        return dict(zip(self.ranks, coordinates, strict=True))
 
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each complete copy of the parameter, shards in the same order in every copy."""
+        """Return the ranks of each complete copy, with shards in the same order in every copy."""
         copies: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in zip(self.ranks, self.coordinates(), strict=True):
-            key = tuple(
-                i for i, placement in zip(place, self.placements, strict=True) if placement is None
-            )
+        for rank, place in self.places().items():
+            # Ranks of one copy have the same coordinates on the axes that replicate.
+            axes = zip(place, self.placements, strict=True)
+            key = tuple(index for index, placement in axes if placement is None)
             copies.setdefault(key, []).append(rank)
         return tuple(tuple(copy) for copy in copies.values())
 
 
 def replicated(ranks: Sequence[int]) -> Layout:
     """Return the layout of a parameter that is replicated on these ranks."""
-    return Layout((len(ranks),), tuple(ranks), (None,))
+    return Layout(mesh=(len(ranks),), ranks=tuple(ranks), placements=(None,))
 
 
 def state_layout(
@@ -80,17 +92,121 @@ def state_layout(
 ) -> Layout:
     """Return the layout of the state of a replicated parameter, in equal parts (ZeRO-1).
 
-    Matrices are sharded along the dimension that minimizes the largest part, other parameters along the first, so that
-    each part is contiguous.
+    Matrices are sharded along the dimension that minimizes the largest part, other parameters along
+    the first, so that each part is contiguous.
     """
-    size = len(ranks)
-    dim = 0
-    if matrices:
-        dim = min(
-            range(len(shape)),
-            key=lambda d: (-(-shape[d] // size) * (math.prod(shape) // max(1, shape[d])), d),
-        )
+
+    def largest_part(dim: int) -> int:
+        others = math.prod(shape) // max(1, shape[dim])
+        return -(-shape[dim] // len(ranks)) * others  # rounded up
+
+    dim = min(range(len(shape)), key=largest_part) if matrices else 0
     return Layout(mesh, tuple(ranks), (ShardPlacement(dim),) * len(mesh))
+
+
+# ----- runs of one dimension ---------------------------------------------------------------------
+
+
+def total(runs: Runs) -> int:
+    """Return the number of indices in runs."""
+    return sum(stop - start for start, stop in runs)
+
+
+def chunk(runs: Runs, index: int, count: int) -> Runs:
+    """Return part `index` of `count` as torch.chunk does.
+
+    Sizes are rounded up, and the last parts are smaller or empty.
+    """
+    size = -(-total(runs) // count)  # rounded up
+    start = index * size  # a position in the concatenated runs
+    stop = start + size
+    part = []
+    position = 0
+    for run_start, run_stop in runs:
+        next_position = position + run_stop - run_start
+        low = max(start, position)
+        high = min(stop, next_position)
+        if low < high:
+            part.append((run_start + low - position, run_start + high - position))
+        position = next_position
+    return tuple(part)
+
+
+def _merged(runs: Sequence[Run]) -> Runs:
+    """Merge adjacent runs."""
+    merged: list[Run] = []
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return tuple(merged)
+
+
+def held_runs(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs:
+    """Return the indices of dimension `dim` that the rank at mesh coordinates `place` holds.
+
+    Placements apply from the first mesh axis to the last, each to the result of the previous ones,
+    as in DTensor.
+    """
+    runs: Runs = ((0, size),) if size else ()
+    for index, count, placement in zip(place, layout.mesh, layout.placements, strict=True):
+        if placement is None or placement.dim != dim:
+            continue
+        shards: list[Run] = []
+        for i in range(placement.stride):
+            shards += chunk(chunk(runs, i, placement.stride), index, count)
+        runs = _merged(shards)
+    return runs
+
+
+class Interval(NamedTuple):
+    """Adjacent indices of one dimension."""
+
+    start: int
+    length: int
+
+
+def held_interval(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Interval:
+    """Return the same as `held_runs` for a layout of plain shards along one dimension."""
+    runs = held_runs(size, dim, layout, place)
+    return Interval(start=runs[0][0] if runs else 0, length=total(runs))
+
+
+class Overlap(NamedTuple):
+    """One rank's part of a block along rows or columns.
+
+    It is the interval start … stop of the local tensor, and `runs` of indices in the block.
+    """
+
+    start: int
+    stop: int
+    runs: Runs
+
+    @property
+    def size(self) -> int:
+        """Number of rows or columns."""
+        return self.stop - self.start
+
+
+def overlap(runs: Runs, start: int, stop: int) -> Overlap:
+    """Return the overlap of a rank's runs with the rows or columns start … stop of a block."""
+    local_start = None
+    local_stop = 0
+    runs_in_block = []
+    position = 0  # of the run in the local tensor
+    for run_start, run_stop in runs:
+        low = max(run_start, start)
+        high = min(run_stop, stop)
+        if low < high:
+            if local_start is None:
+                local_start = position + low - run_start
+            local_stop = position + high - run_start
+            runs_in_block.append((low - start, high - start))
+        position += run_stop - run_start
+    return Overlap(local_start or 0, local_stop, tuple(runs_in_block))
+
+
+# ----- matrices ----------------------------------------------------------------------------------
 
 
 class Region(NamedTuple):
@@ -106,154 +222,108 @@ class Region(NamedTuple):
         return total(self.batch), total(self.rows), total(self.columns)
 
 
-class Overlap(NamedTuple):
-    """One rank's part of a block along rows or columns: its interval in the local tensor, and indices in the block."""
-
-    start: int
-    stop: int
-    runs: Runs
-
-    @property
-    def size(self) -> int:
-        """Number of rows or columns."""
-        return self.stop - self.start
-
-
-def total(runs: Runs) -> int:
-    """Return the number of indices in runs."""
-    return sum(stop - start for start, stop in runs)
-
-
-def chunk(runs: Runs, index: int, count: int) -> Runs:
-    """Return part `index` of `count` as torch.chunk does: sizes rounded up, the last parts smaller or empty."""
-    size = -(-total(runs) // count)
-    start, stop = index * size, (index + 1) * size  # positions in the concatenated runs
-    found = []
-    position = 0
-    for first, last in runs:
-        low, high = max(start, position), min(stop, position + last - first)
-        if low < high:
-            found.append((first + low - position, first + high - position))
-        position += last - first
-    return tuple(found)
-
-
-def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
-    """Merge adjacent runs."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def held_runs(size: int, dim: int, layout: Layout, place: Sequence[int]) -> Runs:
-    """Return the indices of a dimension that the rank at mesh coordinates `place` holds.
-
-    Placements apply from the first mesh axis to the last, each to the result of the previous ones, as in DTensor.
-    """
-    runs: Runs = ((0, size),) if size else ()
-    for index, count, placement in zip(place, layout.mesh, layout.placements, strict=True):
-        if placement is None or placement.dim != dim:
-            continue
-        pieces = [chunk(runs, i, placement.stride) for i in range(placement.stride)]
-        runs = _joined([run for piece in pieces for run in chunk(piece, index, count)])
-    return runs
-
-
-def _folded(parts: Sequence[tuple[Runs, int]]) -> Runs:
-    """Return the runs of several dimensions (runs, size) folded into one in row-major order."""
-    runs: Runs = ((0, 1),)
-    for inner, size in parts:
-        if inner == ((0, size),):
-            runs = tuple((start * size, stop * size) for start, stop in runs)
-        else:
-            outer = (i for start, stop in runs for i in range(start, stop))
-            runs = _joined(
-                [(i * size + start, i * size + stop) for i in outer for start, stop in inner]
-            )
-    return runs
-
-
 @functools.lru_cache(maxsize=1024)
 def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
     """Return each rank's region of the view, in the order of `layout.ranks`."""
     i, j = view.axes(shape)
-    found = {}
-    for rank, place in zip(layout.ranks, layout.coordinates(), strict=True):
-        parts = [(held_runs(size, dim, layout, place), size) for dim, size in enumerate(shape)]
-        found[rank] = Region(_folded(parts[:i]), _folded(parts[i:j]), _folded(parts[j:]))
-    return found
+    regions = {}
+    for rank, place in layout.places().items():
+        dims = [(held_runs(size, dim, layout, place), size) for dim, size in enumerate(shape)]
+        regions[rank] = Region(
+            batch=_folded(dims[:i]), rows=_folded(dims[i:j]), columns=_folded(dims[j:])
+        )
+    return regions
 
 
-@functools.lru_cache(maxsize=1024)
-def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
-    """Return, by rank, the numbers of the blocks whose scores this rank keeps."""
-    scores = score_layout(shape, view, layout)
-    places = zip(scores.ranks, scores.coordinates(), strict=True)
-    return {rank: held_runs(view.blocks, 0, scores, place) for rank, place in places}
+def _folded(dims: Sequence[tuple[Runs, int]]) -> Runs:
+    """Return the runs of several dimensions (runs, size) folded into one in row-major order."""
+    folded: Runs = ((0, 1),)
+    for inner, size in dims:
+        if inner == ((0, size),):  # the whole dimension: adjacent runs stay adjacent
+            folded = tuple((start * size, stop * size) for start, stop in folded)
+            continue
+        runs = []
+        for outer_start, outer_stop in folded:
+            for i in range(outer_start, outer_stop):
+                runs += [(i * size + start, i * size + stop) for start, stop in inner]
+        folded = _merged(runs)
+    return folded
 
 
-@functools.lru_cache(maxsize=1024)
-def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
-    """Return the layout of the scores, one per block: sharded like whole blocks if these are sharded, else replicated.
+class BlockBounds(NamedTuple):
+    """Rows and columns of a block in its matrix."""
 
-    Mesh axes that shard the leading batch dimension also shard the scores, if every rank then gets the scores of its
-    blocks. With uneven shards and several blocks per index it does not; all ranks then keep all scores.
+    row_start: int
+    row_stop: int
+    column_start: int
+    column_stop: int
+
+
+def block_bounds(view: MatrixView) -> tuple[BlockBounds, ...]:
+    """Return the bounds of the blocks of one matrix."""
+    if view.axis is None:
+        return (BlockBounds(0, view.rows, 0, view.columns),)
+    ends = itertools.accumulate(view.sizes, initial=0)
+    if view.axis == "rows":
+        return tuple(BlockBounds(*rows, 0, view.columns) for rows in itertools.pairwise(ends))
+    return tuple(BlockBounds(0, view.rows, *columns) for columns in itertools.pairwise(ends))
+
+
+# ----- state of rules ----------------------------------------------------------------------------
+
+
+def rule_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, extent: Extent) -> Layout:
+    """Return the layout of a rule's state tensor with this extent.
+
+    `layout` is the layout of the parameter's state.
     """
-    i, _ = view.axes(shape)
-    axes = tuple(p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements)
-    candidate = Layout(layout.mesh, layout.ranks, axes)
-    parts = max(1, len(view.sizes))
-    regions = regions_by_rank(shape, view, layout).values()
-    for place, region in zip(layout.coordinates(), regions, strict=True):
-        wanted = tuple((start * parts, stop * parts) for start, stop in region.batch)
-        if held_runs(view.blocks, 0, candidate, place) != wanted:
-            return Layout(layout.mesh, layout.ranks, (None,) * len(layout.mesh))
-    return candidate
+    if extent not in ("rows", "columns"):
+        return score_layout(shape, view, layout)
+    dims = view.dims_of(shape, extent)
+    lines = lines_layout(shape, view, layout, extent)
+    placements = tuple(
+        None if p is None else ShardPlacement(dims.index(p.dim), p.stride) for p in lines.placements
+    )
+    return dataclasses.replace(layout, placements=placements)
 
 
 @functools.lru_cache(maxsize=1024)
 def lines_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, of: Axis) -> Layout:
-    """Return the layout that shards the rows, or columns, as `layout` does, but keeps each of them whole."""
-    kept = view.dims_of(shape, of)
-    axes = tuple(p if p is not None and p.dim in kept else None for p in layout.placements)
-    return Layout(layout.mesh, layout.ranks, axes)
+    """Return the layout that shards the rows, or columns, as `layout` does.
+
+    It keeps each of them whole.
+    """
+    dims = view.dims_of(shape, of)
+    placements = tuple(p if p is not None and p.dim in dims else None for p in layout.placements)
+    return dataclasses.replace(layout, placements=placements)
 
 
-def rule_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, extent: Extent) -> Layout:
-    """Return the layout of a rule's state tensor with this extent, from that of the parameter's state."""
-    if extent not in ("rows", "columns"):
-        return score_layout(shape, view, layout)
-    kept = view.dims_of(shape, extent)
-    lines = lines_layout(shape, view, layout, extent)
-    axes = (
-        None if p is None else ShardPlacement(kept.index(p.dim), p.stride) for p in lines.placements
+@functools.lru_cache(maxsize=1024)
+def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
+    """Return the layout of the scores, one per block.
+
+    Mesh axes that shard the leading batch dimension also shard the scores, if every rank then gets
+    the scores of its blocks. With uneven shards and several blocks per index it does not; all ranks
+    then keep all scores.
+    """
+    i, _ = view.axes(shape)
+    placements = tuple(
+        p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements
     )
-    return Layout(layout.mesh, layout.ranks, tuple(axes))
+    sharded = dataclasses.replace(layout, placements=placements)
+    n_parts = max(1, len(view.sizes))
+    regions = regions_by_rank(shape, view, layout)
+    for rank, place in layout.places().items():
+        wanted = tuple((start * n_parts, stop * n_parts) for start, stop in regions[rank].batch)
+        if held_runs(view.blocks, 0, sharded, place) != wanted:
+            return dataclasses.replace(layout, placements=(None,) * len(layout.mesh))
+    return sharded
 
 
-def overlap(runs: Runs, start: int, stop: int) -> Overlap:
-    """Return the overlap of runs with the interval start … stop of a block."""
-    position, first, found = 0, None, []
-    end = 0
-    for low, high in runs:
-        a, b = max(low, start), min(high, stop)
-        if a < b:
-            first = position + a - low if first is None else first
-            end = position + b - low
-            found.append((a - start, b - start))
-        position += high - low
-    return Overlap(first or 0, end, tuple(found))
-
-
-def block_bounds(view: MatrixView) -> tuple[tuple[int, int, int, int], ...]:
-    """Return first row, last row, first column, last column (exclusive ends) of the blocks of one matrix."""
-    if view.axis is None:
-        return ((0, view.rows, 0, view.columns),)
-    ends = list(itertools.accumulate(view.sizes, initial=0))
-    if view.axis == "rows":
-        return tuple((a, b, 0, view.columns) for a, b in itertools.pairwise(ends))
-    return tuple((0, view.rows, a, b) for a, b in itertools.pairwise(ends))
+@functools.lru_cache(maxsize=1024)
+def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
+    """Return, by rank, the numbers of the blocks that this rank keeps the scores of."""
+    scores = score_layout(shape, view, layout)
+    return {
+        rank: held_runs(view.blocks, 0, scores, place) for rank, place in scores.places().items()
+    }

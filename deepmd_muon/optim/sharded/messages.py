@@ -1,10 +1,13 @@
-"""One rank's part of a plan: the pieces in each message that it sends and receives. No communication."""
+"""One rank's part of a plan: the pieces in each message that it sends and receives.
+
+There is no communication.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from deepmd_muon.optim.routing.views import Axis
@@ -18,6 +21,121 @@ from deepmd_muon.optim.sharded.layout import (
     regions_by_rank,
 )
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, PlannedParameter
+
+# ----- messages ----------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """One rank's pieces in one message, of `words` words.
+
+    For each piece: the position of its job in the exchange's jobs, the number of rules' values per
+    row or column, and the number of elements.
+    """
+
+    jobs: tuple[int, ...]
+    lines: tuple[int, ...]
+    elements: tuple[int, ...]
+    words: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMessages:
+    """One rank's messages in one exchange of one domain."""
+
+    peers: tuple[int, ...]  # the ranks that it exchanges messages with, itself included
+    jobs: tuple[Job, ...]  # in which the rank takes part
+    owned: tuple[int, ...]  # positions in `jobs` of the jobs that it owns
+    out: dict[Leg, list[Message]]  # to every peer
+    into: dict[Leg, list[Message]]  # from every peer
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
+
+    group: int
+    shape: tuple[int, int]
+    jobs: tuple[int, ...]  # positions in the exchange's jobs
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all matrices."""
+        rows, columns = self.shape
+        return len(self.jobs) * rows * columns
+
+
+def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
+    """Return a rank's messages to itself: the jobs that stay on it, in portions.
+
+    A portion has at most the size of a bucket.
+    """
+    portions: list[list[Job]] = []
+    room = 0
+    for job in domain.jobs:
+        if job.bucket is None and job.owner == rank:
+            size = sum(job.sources.values()) * domain.itemsize
+            if size > room or not portions:
+                portions.append([])
+                room = plan.settings.bucket_bytes
+            portions[-1].append(job)
+            room -= size
+    return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
+
+
+class _Entry(NamedTuple):
+    """A piece in a message: its job's position, and its numbers of rules' values and elements."""
+
+    job: int
+    lines: int
+    elements: int
+
+
+def rank_messages(
+    plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int
+) -> RankMessages:
+    """Sort the pieces of these jobs into messages, in the same order for sender and receiver."""
+    sent: dict[tuple[Leg, int], list[_Entry]] = defaultdict(list)  # by leg and peer
+    received: dict[tuple[Leg, int], list[_Entry]] = defaultdict(list)
+    for number, job in enumerate(jobs):
+        for leg in LEGS:
+            holders = job.holders(leg)
+            holders_entries = sent if leg == "gather" else received
+            owners_entries = received if leg == "gather" else sent
+            if rank in holders:
+                entry = _Entry(number, job.lines.get(rank, 0), holders[rank])
+                holders_entries[leg, job.owner].append(entry)
+            if rank == job.owner:
+                for holder, elements in holders.items():
+                    entry = _Entry(number, job.lines.get(holder, 0), elements)
+                    owners_entries[leg, holder].append(entry)
+
+    def message(leg: Leg, entries: Sequence[_Entry]) -> Message:
+        lines = tuple(entry.lines for entry in entries)
+        elements = tuple(entry.elements for entry in entries)
+        n_bytes = domain.message_bytes(
+            leg,
+            pieces=len(entries),
+            lines=sum(lines),
+            elements=sum(elements),
+            settings=plan.settings,
+        )
+        return Message(
+            jobs=tuple(entry.job for entry in entries),
+            lines=lines,
+            elements=elements,
+            words=n_bytes // WORD,
+        )
+
+    return RankMessages(
+        peers=peers,
+        jobs=tuple(jobs),
+        owned=tuple(number for number, job in enumerate(jobs) if job.owner == rank),
+        out={leg: [message(leg, sent[leg, peer]) for peer in peers] for leg in LEGS},
+        into={leg: [message(leg, received[leg, peer]) for peer in peers] for leg in LEGS},
+    )
+
+
+# ----- pieces ------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -36,62 +154,92 @@ class Piece(NamedTuple):
 
     @property
     def local_index(self) -> tuple[int, slice, slice]:
-        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
+        """Index of the piece in the rank's local view, (batch, rows, columns)."""
         rows = slice(self.rows.start, self.rows.stop)
         columns = slice(self.columns.start, self.columns.stop)
         return self.batch, rows, columns
 
 
-class Message(NamedTuple):
-    """One rank's pieces in one message, of `words` words.
-
-    For each piece: the position of its job in the exchange's jobs, the number of rules' values per row or column, and
-    the number of elements.
-    """
-
-    jobs: tuple[int, ...]
-    lines: tuple[int, ...]
-    elements: tuple[int, ...]
-    words: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RankMessages:
-    """One rank's messages in one exchange of one domain."""
-
-    peers: tuple[int, ...]  # the ranks that it exchanges messages with, itself included
-    jobs: tuple[Job, ...]  # in which the rank takes part
-    owned: tuple[int, ...]  # positions in `jobs` of those that it owns
-    out: dict[Leg, list[Message]]  # to every peer
-    into: dict[Leg, list[Message]]  # from every peer
-
-
-def _held(p: PlannedParameter, block: int, region: Region) -> tuple[int, int, Overlap, Overlap]:
-    """Return a block's part of its matrix, the matrix in a rank's region (−1: none), and its rows and columns there."""
-    parts = block_bounds(p.view)
-    batch, part = divmod(block, len(parts))
-    r0, r1, c0, c1 = parts[part]
-    where = overlap(region.batch, batch, batch + 1)
-    index = where.start if where.size else -1
-    return part, index, overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
-
-
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block: of the momentum, for the gather, or of the elements that it updates."""
+    """Return a rank's piece of a block's momentum, for the gather, or of its update."""
     p = plan.parameters[parameter]
+    return _piece_in(regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank], p, parameter, block)
+
+
+def _piece_in(region: Region, p: PlannedParameter, parameter: int, block: int) -> Piece:
+    """Return the piece of a block that a rank with this region of the parameter has."""
+    parts = block_bounds(p.view)
+    matrix, part = divmod(block, len(parts))
+    bounds = parts[part]
+    in_batch = overlap(region.batch, matrix, matrix + 1)
     return Piece(
-        parameter,
-        block,
-        *_held(p, block, regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank])[1:],
+        parameter=parameter,
+        block=block,
+        batch=in_batch.start if in_batch.size else -1,
+        rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
+        columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
     )
+
+
+class Rectangle(NamedTuple):
+    """Adjacent rows and columns of a piece, as indices of the piece and of its block."""
+
+    in_piece: tuple[slice, slice]
+    in_block: tuple[slice, slice]
+
+
+def rectangles(piece: Piece) -> list[Rectangle]:
+    """Return the rectangles of a piece.
+
+    Strided shards and folded dimensions give several.
+    """
+    rectangles_of_piece = []
+    row = 0
+    for row_start, row_stop in piece.rows.runs:
+        next_row = row + row_stop - row_start
+        column = 0
+        for column_start, column_stop in piece.columns.runs:
+            next_column = column + column_stop - column_start
+            rectangles_of_piece.append(
+                Rectangle(
+                    in_piece=(slice(row, next_row), slice(column, next_column)),
+                    in_block=(slice(row_start, row_stop), slice(column_start, column_stop)),
+                )
+            )
+            column = next_column
+        row = next_row
+    return rectangles_of_piece
+
+
+def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
+    """Return the shape (batch, rows, columns) of a rank's local momentum, or of its elements."""
+    p = plan.parameters[parameter]
+    return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
+
+
+def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
+    """Return, for each part of a matrix, its rows and columns in the local momentum."""
+    p = plan.parameters[parameter]
+    slices = []
+    # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
+    for part in range(len(p.view.block_shapes)):
+        _, rows, columns = piece_of(plan, parameter, part, rank, "gather").local_index
+        slices.append((rows, columns))
+    return slices
 
 
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
-    `shape` is (batch, lines, blocks per line, values) of the rank's local state tensor. The block's lines are at
-    indices `batch`, `inside` and `part` of it, with `values` numbers each; `inside` also has their indices in the
-    block.
+    Attributes
+    ----------
+    shape
+        (batch, lines, blocks per line, values) of the rank's local state tensor.
+    batch, inside, part
+        Indices of the block's lines in this tensor; `inside` also has their indices in the block.
+        `batch` is -1 if the rank has none of the matrix.
+    values
+        Numbers of each line; shorter than the last dimension if other blocks have longer vectors.
     """
 
     shape: tuple[int, int, int, int]
@@ -107,100 +255,20 @@ class Lines(NamedTuple):
 
 
 def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTensor) -> Lines:
-    """Return the rows or columns of a block whose values a rank keeps."""
+    """Return the rows or columns of a block that a rank keeps the values of."""
+    p = plan.parameters[parameter]
     of = cast("Axis", tensor.extent)
-    p = plan.parameters[parameter]
-    region = regions_by_rank(
-        p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of)
-    )[rank]
-    part, batch, rows, columns = _held(p, block, region)
-    repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
-    shape = nbatch, nrows if of == "rows" else ncolumns, repeats, max(tensor.lengths(p.view))
-    values = tensor.lengths(p.view)[part]
+    layout = lines_layout(p.shape, p.view, p.layout_of("gather"), of)
+    region = regions_by_rank(p.shape, p.view, layout)[rank]
+    piece = _piece_in(region, p, parameter, block)
+    batch, rows, columns = region.shape
+    blocks_per_line = p.view.repeats(of)
+    lengths = tensor.lengths(p.view)
+    part = block % len(lengths)
     return Lines(
-        shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values
+        shape=(batch, rows if of == "rows" else columns, blocks_per_line, max(lengths)),
+        batch=piece.batch,
+        inside=piece.rows if of == "rows" else piece.columns,
+        part=part if blocks_per_line > 1 else 0,
+        values=lengths[part],
     )
-
-
-def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
-    """Return the shape (batch, rows, columns) of a rank's local momentum, or of its elements."""
-    p = plan.parameters[parameter]
-    return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
-
-
-def rectangles(piece: Piece) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Return the rectangles of a piece, in it and in its block; strided shards and folded dimensions give several."""
-    found = []
-    row = 0
-    for r0, r1 in piece.rows.runs:
-        column = 0
-        for c0, c1 in piece.columns.runs:
-            in_piece = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
-            found.append((in_piece, (slice(r0, r1), slice(c0, c1))))
-            column += c1 - c0
-        row += r1 - r0
-    return found
-
-
-def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
-    """Return the messages, to itself, of the jobs that stay on a rank, in portions of at most the size of a bucket."""
-    portions: list[list[Job]] = []
-    room = 0
-    for job in domain.jobs:
-        if job.bucket is None and job.owner == rank:
-            size = sum(job.sources.values()) * domain.itemsize
-            if size > room or not portions:
-                portions.append([])
-                room = plan.settings.bucket_bytes
-            portions[-1].append(job)
-            room -= size
-    return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
-
-
-def rank_messages(
-    plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int
-) -> RankMessages:
-    """Sort the pieces of these jobs into messages, in the same order for sender and receiver."""
-    pieces: dict[tuple[Leg, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for i, job in enumerate(jobs):
-        ends: Mapping[Leg, Mapping[int, int]] = {"gather": job.sources, "return": job.destinations}
-        for leg, holders in ends.items():
-            from_holder = leg == "gather"
-            if rank in holders:
-                pieces[leg, from_holder, job.owner].append(
-                    (i, job.lines.get(rank, 0), holders[rank])
-                )
-            if rank == job.owner:
-                for other, elements in holders.items():
-                    pieces[leg, not from_holder, other].append(
-                        (i, job.lines.get(other, 0), elements)
-                    )
-
-    def messages(leg: Leg, *, sending: bool) -> list[Message]:
-        found = []
-        for peer in peers:
-            held_here = pieces.get((leg, sending, peer), [])
-            lines, elements = tuple(n for _, n, _ in held_here), tuple(n for *_, n in held_here)
-            words = (
-                domain.message_bytes(leg, len(held_here), sum(lines), sum(elements), plan.settings)
-                // WORD
-            )
-            found.append(Message(tuple(i for i, *_ in held_here), lines, elements, words))
-        return found
-
-    out = {leg: messages(leg, sending=True) for leg in LEGS}
-    into = {leg: messages(leg, sending=False) for leg in LEGS}
-    return RankMessages(
-        peers, tuple(jobs), tuple(i for i, job in enumerate(jobs) if job.owner == rank), out, into
-    )
-
-
-def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
-    """Return, for each part of a matrix, its rows and columns in the local momentum."""
-    p = plan.parameters[parameter]
-    region = regions_by_rank(p.shape, p.view, p.layout_of("gather"))[rank]
-    found = []
-    for r0, r1, c0, c1 in block_bounds(p.view):
-        rows, columns = overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
-        found.append((slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
-    return found

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from deepmd_muon.optim.routing.views import Axis, MatrixView
 from deepmd_muon.optim.rules.interface import StateTensor
@@ -24,9 +23,8 @@ from deepmd_muon.optim.sharded.layout import (
     score_runs_by_rank,
 )
 
-# Ranks that would do the same work, one per replica; a single rank if replicas share the work.
 OwnerSet = tuple[int, ...]
-Assignment = tuple[int, Mapping[int, int], Mapping[int, int]]
+"""Ranks that would do the same work, one per replica; one rank if replicas share the work."""
 
 
 class Balance:
@@ -42,88 +40,161 @@ class Balance:
         return max((self.loads[rank], self.bytes[rank]) for rank in owners)
 
     def lightest(self, candidates: tuple[OwnerSet, ...]) -> OwnerSet:
-        """Return the candidate with the least work; in a tie, the one with fewer bytes, then the one of lower ranks."""
+        """Return the candidate with the least work.
+
+        In a tie, it is the one with fewer bytes, then the one of lower ranks.
+        """
         heap = self._heaps.get(candidates)
         if heap is None:
-            heap = self._heaps[candidates] = [
-                (self.weight(owners), owners) for owners in candidates
-            ]
+            heap = [(self.weight(owners), owners) for owners in candidates]
             heapq.heapify(heap)
+            self._heaps[candidates] = heap
         while True:
-            known, owners = heap[0]
-            now = self.weight(owners)
-            if now == known:
+            old_weight, owners = heap[0]
+            weight = self.weight(owners)
+            if weight == old_weight:
                 return owners
-            heapq.heapreplace(
-                heap, (now, owners)
-            )  # weights only grow, so an old weight is a lower bound
+            # Weights only grow, so the old weights of the others are lower bounds.
+            heapq.heapreplace(heap, (weight, owners))
+
+
+class Assignment(NamedTuple):
+    """An owner, and the ranks that send to it and receive from it, with numbers of elements."""
+
+    owner: int
+    sources: Mapping[int, int]
+    destinations: Mapping[int, int]
+
+
+class Candidates(NamedTuple):
+    """Sets of owners to choose from, and the ones that hold a piece of the block."""
+
+    possible: tuple[OwnerSet, ...]
+    preferred: tuple[OwnerSet, ...]  # empty if all are alike
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockHolders:
-    """The ranks that hold the elements, and the state of rules, of blocks of one kind."""
+    """The ranks that hold the elements, and the state of rules, of blocks of one kind.
 
-    replicas: tuple[tuple[int, ...], ...]  # the ranks of each complete copy of the momentum
-    copies: tuple[
-        Mapping[int, int], ...
-    ]  # for each copy, the ranks that hold elements of the block, and how many
-    # For each complete copy of the parameter, the ranks that need the update or the rules' state, and how many
-    # elements.
+    Attributes
+    ----------
+    replicas
+        The ranks of each complete copy of the momentum.
+    copies
+        For each of these copies, the ranks that hold elements of the block, and how many.
+    destinations
+        For each complete copy of the parameter, the ranks that need the update or the rules' state,
+        and how many elements.
+    lines
+        For each rank, the number of values of rules' state per row or column that it keeps.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    copies: tuple[Mapping[int, int], ...]
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[
-        int, int
-    ]  # for each rank, the number of values of rules' state per row or column that it keeps
+    lines: Mapping[int, int]
 
-    @property
-    def whole(self) -> bool:
+    @functools.cached_property
+    def _is_whole(self) -> bool:
         """Whether a single rank holds the whole block, in every replica."""
         return all(len(copy) == 1 for copy in self.copies)
 
     @functools.cached_property
-    def _spread(self) -> tuple[tuple[OwnerSet, ...], tuple[OwnerSet, ...]]:
+    def _one_owner(self) -> Candidates:
+        """The candidates if replicas share the work."""
         holding = tuple((rank,) for copy in self.copies for rank in copy)
-        return (
-            (holding, ())
-            if self.whole
-            else (tuple((r,) for copy in self.replicas for r in copy), holding)
-        )
+        if self._is_whole:
+            return Candidates(holding, preferred=())
+        possible = tuple((rank,) for replica in self.replicas for rank in replica)
+        return Candidates(possible, preferred=holding)
 
     @functools.cached_property
-    def _repeat(self) -> tuple[tuple[OwnerSet, ...], tuple[OwnerSet, ...]]:
-        if self.whole:
-            return (tuple(next(iter(copy)) for copy in self.copies),), ()
-        candidates = tuple(zip(*self.replicas, strict=True))
-        return candidates, tuple(
-            s for s in candidates if all(r in copy for r, copy in zip(s, self.copies, strict=True))
+    def _owner_per_replica(self) -> Candidates:
+        """The candidates if replicas repeat the work."""
+        if self._is_whole:
+            return Candidates((tuple(next(iter(copy)) for copy in self.copies),), preferred=())
+        possible = tuple(zip(*self.replicas, strict=True))
+        holding = tuple(
+            owners
+            for owners in possible
+            if all(rank in copy for rank, copy in zip(owners, self.copies, strict=True))
         )
+        return Candidates(possible, preferred=holding)
 
     @functools.cached_property
-    def _shared(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The number of elements of every rank that needs the update, and the number of every rank's copy."""
-        everyone = {rank: size for copy in self.destinations for rank, size in copy.items()}
-        return everyone, {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
+    def _all_destinations(self) -> Mapping[int, int]:
+        return {rank: n for copy in self.destinations for rank, n in copy.items()}
+
+    @functools.cached_property
+    def _replica_of_rank(self) -> Mapping[int, int]:
+        return {rank: i for i, replica in enumerate(self.replicas) for rank in replica}
 
     def assign(
         self, balance: Balance, work: int, size: int, *, spread: bool
     ) -> Iterator[Assignment]:
         """Choose the owner, or one per replica, and yield each with its sources and destinations.
 
-        A block that one rank holds whole stays there. Any rank may own another block; among equally busy ranks, one
-        that holds a piece is preferred.
+        A block that one rank holds whole stays there. Any rank may own another block; among equally
+        busy ranks, one that holds a piece is preferred.
         """
-        candidates, preferred = self._spread if spread else self._repeat
-        owners = balance.lightest(candidates)
-        if preferred:
-            near = balance.lightest(preferred)
-            owners = near if balance.weight(near)[0] <= balance.weight(owners)[0] else owners
+        candidates = self._one_owner if spread else self._owner_per_replica
+        owners = balance.lightest(candidates.possible)
+        if candidates.preferred:
+            holding = balance.lightest(candidates.preferred)
+            # Only the work is compared, not the bytes.
+            if balance.weight(holding)[0] <= balance.weight(owners)[0]:
+                owners = holding
         for rank in owners:
             balance.loads[rank] += work
             balance.bytes[rank] += size
         if spread:
-            everyone, copy_of = self._shared
-            yield owners[0], self.copies[copy_of[owners[0]]], everyone
+            (owner,) = owners
+            sources = self.copies[self._replica_of_rank[owner]]
+            yield Assignment(owner, sources, self._all_destinations)
         else:
-            yield from zip(owners, self.copies, self.destinations, strict=True)
+            for assignment in zip(owners, self.copies, self.destinations, strict=True):
+                yield Assignment(*assignment)
+
+
+class _Holdings(NamedTuple):
+    """The parts of matrices that ranks hold in one layout.
+
+    Attributes
+    ----------
+    sizes
+        For each part of a matrix, the rows and columns of each rank, if it holds some of the
+        matrix.
+    ranks
+        For each matrix, the ranks that hold some of it.
+    """
+
+    sizes: list[dict[int, tuple[int, int]]]
+    ranks: list[tuple[int, ...]]
+
+    def elements(self, matrix: int, part: int) -> dict[int, int]:
+        """Return the ranks that hold elements of a block, and how many."""
+        counts = {rank: math.prod(self.sizes[part][rank]) for rank in self.ranks[matrix]}
+        return {rank: count for rank, count in counts.items() if count}
+
+
+class _HeldLines(NamedTuple):
+    """The ranks that keep a rule's state per row (axis 0) or column (axis 1).
+
+    `lengths` has the number of values of a line of each part.
+    """
+
+    axis: int
+    lengths: Sequence[int]
+    holdings: _Holdings
+
+    def values(self, matrix: int, part: int) -> dict[int, int]:
+        """Return the ranks that keep values of a block, and how many."""
+        sizes = self.holdings.sizes[part]
+        length = self.lengths[part]
+        ranks = self.holdings.ranks[matrix]
+        counts = {rank: length * sizes[rank][self.axis] for rank in ranks}
+        return {rank: count for rank, count in counts.items() if count}
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,80 +208,98 @@ def holders_of_blocks(
     scored: bool,
     lines: tuple[StateTensor, ...] = (),
 ) -> tuple[BlockHolders, ...]:
-    """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
+    """Return the holders of every block, in the order of block numbers.
 
-    `state_layout` is that of the parameter's momentum, `update_layout` that of its updates. With `scored`, ranks that
-    keep a block's score need the result even if they hold no elements of the block. `lines` are the state tensors with
-    values for each row or column; the ranks that keep these values need the result, too.
+    Blocks with the same holders share one object.
+
+    Parameters
+    ----------
+    shape, view, layout
+        Of the parameter.
+    state_layout, update_layout
+        Of its momentum, and of its updates.
+    scored
+        Whether ranks that keep a block's score need the result even if they hold no elements of the
+        block.
+    lines
+        The state tensors with values for each row or column; the ranks that keep these values need
+        the result, too.
     """
-    copies_of_state = state_layout.replicas()
-    sizes, having = _overlaps(shape, view, update_layout)
-    sizes_of_state, having_state = _overlaps(shape, view, state_layout)
-    with_lines = []
+    state = _holdings(shape, view, state_layout)
+    updates = _holdings(shape, view, update_layout)
+    held_lines = []
     for tensor in lines:
         of = cast("Axis", tensor.extent)
-        counts, having_lines = _overlaps(shape, view, lines_layout(shape, view, state_layout, of))
-        with_lines.append((0 if of == "rows" else 1, tensor.lengths(view), counts, having_lines))
-    with_scores: Sequence[tuple[int, ...]] = [()] * view.blocks
+        holdings = _holdings(shape, view, lines_layout(shape, view, state_layout, of))
+        axis = 0 if of == "rows" else 1
+        held_lines.append(_HeldLines(axis, tensor.lengths(view), holdings))
+    ranks_of_scores: Sequence[tuple[int, ...]] = [()] * view.blocks
     if scored and any(score_layout(shape, view, layout).placements):
-        with_scores = _ranks_by_index(view.blocks, score_runs_by_rank(shape, view, layout))
+        ranks_of_scores = _ranks_by_index(view.blocks, score_runs_by_rank(shape, view, layout))
     elif scored:
-        with_scores = [layout.ranks] * view.blocks
-    known: dict[tuple[object, ...], BlockHolders] = {}
-    found = []
-    for (b, part), keeping in zip(
-        itertools.product(range(view.batch), range(len(sizes))), with_scores, strict=True
-    ):
-        key = (
-            having[b],
-            having_state[b],
-            keeping,
+        ranks_of_scores = [layout.ranks] * view.blocks
+
+    state_replicas = state_layout.replicas()
+    replicas = layout.replicas()
+    by_kind: dict[tuple[object, ...], BlockHolders] = {}
+    holders = []
+    n_parts = len(view.block_shapes)
+    for block, ranks_of_score in enumerate(ranks_of_scores):
+        matrix, part = divmod(block, n_parts)
+        kind = (
             part,
-            *(having_lines[b] for *_, having_lines in with_lines),
+            updates.ranks[matrix],
+            state.ranks[matrix],
+            ranks_of_score,
+            *(held.holdings.ranks[matrix] for held in held_lines),
         )
-        if key not in known:
-            holding = {rank: n for rank in having[b] if (n := math.prod(sizes[part][rank]))}
-            state = {
-                rank: n for rank in having_state[b] if (n := math.prod(sizes_of_state[part][rank]))
-            }
-            kept: Counter[int] = Counter()
-            for axis, lengths, counts, having_lines in with_lines:
-                kept.update(
-                    {r: n for r in having_lines[b] if (n := lengths[part] * counts[part][r][axis])}
-                )
-            needing = {**dict.fromkeys((*keeping, *kept), 0), **holding}
-            known[key] = BlockHolders(
-                copies_of_state,
-                tuple({r: state[r] for r in copy if r in state} for copy in copies_of_state),
-                tuple({r: needing[r] for r in copy if r in needing} for copy in layout.replicas()),
-                kept,
+        if kind not in by_kind:
+            in_state = state.elements(matrix, part)
+            n_values: Counter[int] = Counter()
+            for held in held_lines:
+                n_values.update(held.values(matrix, part))
+            # Ranks with rules' state only need no elements.
+            needed = dict.fromkeys((*ranks_of_score, *n_values), 0)
+            needed.update(updates.elements(matrix, part))
+            by_kind[kind] = BlockHolders(
+                replicas=state_replicas,
+                copies=_by_replica(in_state, state_replicas),
+                destinations=_by_replica(needed, replicas),
+                lines=n_values,
             )
-        found.append(known[key])
-    return tuple(found)
+        holders.append(by_kind[kind])
+    return tuple(holders)
 
 
-def _overlaps(
-    shape: tuple[int, ...], view: MatrixView, layout: Layout
-) -> tuple[list[dict[int, tuple[int, int]]], list[tuple[int, ...]]]:
-    """Return each rank's rows and columns of each part of a matrix; and the ranks that hold some of each matrix."""
-    regions = regions_by_rank(shape, view, layout)
-    sizes = [
-        {
-            rank: (overlap(x.rows, r0, r1).size, overlap(x.columns, c0, c1).size)
-            for rank, x in regions.items()
-        }
-        for r0, r1, c0, c1 in block_bounds(view)
-    ]
-    return sizes, _ranks_by_index(
-        view.batch, {rank: region.batch for rank, region in regions.items()}
+def _by_replica(
+    elements: Mapping[int, int], replicas: Sequence[Sequence[int]]
+) -> tuple[Mapping[int, int], ...]:
+    return tuple(
+        {rank: elements[rank] for rank in replica if rank in elements} for replica in replicas
     )
 
 
+def _holdings(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> _Holdings:
+    regions = regions_by_rank(shape, view, layout)
+    sizes = [
+        {
+            rank: (
+                overlap(region.rows, bounds.row_start, bounds.row_stop).size,
+                overlap(region.columns, bounds.column_start, bounds.column_stop).size,
+            )
+            for rank, region in regions.items()
+        }
+        for bounds in block_bounds(view)
+    ]
+    batches = {rank: region.batch for rank, region in regions.items()}
+    return _Holdings(sizes, _ranks_by_index(view.batch, batches))
+
+
 def _ranks_by_index(count: int, runs: Mapping[int, Runs]) -> list[tuple[int, ...]]:
-    """Return for each of `count` indices the ranks whose runs contain it."""
-    found: list[list[int]] = [[] for _ in range(count)]
-    for rank, own in runs.items():
-        for start, stop in own:
+    """Return for each of `count` indices the ranks with runs that contain it."""
+    ranks: list[list[int]] = [[] for _ in range(count)]
+    for rank, rank_runs in runs.items():
+        for start, stop in rank_runs:
             for i in range(start, stop):
-                found[i].append(rank)
-    return [tuple(ranks) for ranks in found]
+                ranks[i].append(rank)
+    return [tuple(ranks_of_index) for ranks_of_index in ranks]

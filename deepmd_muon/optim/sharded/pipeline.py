@@ -1,34 +1,41 @@
-"""The Muon route on several ranks: momenta, exchanges and updates in a fixed order that all ranks share.
+"""The Muon route on several ranks: momenta, exchanges and updates, in one order on all ranks.
 
 The story of a step
 -------------------
-A bucket passes through five stages. `PipelineStep` runs them; the words are those of the glossary of this package.
+A bucket passes through five stages. `PipelineStep` runs them; the words are in the glossary of this
+package.
 
-1. **advance**: β m + (1 − β) g for the parameters of which this rank packs or updates a piece (`MomentumUpdate`).
+1. **advance**: β m + (1 − β) g for the parameters of which this rank packs or updates a piece
+   (`MomentumUpdate`).
 2. **pack** and start the gather: the pieces of all directions travel to the owners of their blocks.
-3. **orthogonalize**: the owner assembles whole matrices and computes their updates with the rules of their group.
+3. **orthogonalize**: the owner assembles whole matrices and computes their updates with the rules
+   of their group.
 4. **return**: the pieces of the updates travel to the ranks that hold the parameters.
 5. **apply**: p ← p (1 − lr λ) − lr · update.
 
-Both collectives are asynchronous. The setting `slots` is the number of buckets in flight, and of buffers. With three:
+Both collectives are asynchronous. The setting `slots` is the number of buckets in flight, and of
+buffers. With three:
 
-    work     pack 0 1 2 | local blocks | orth 0 | orth 1 | apply 0 | pack 3 | orth 2 | apply 1 | pack 4 | …
-    gather        ├─────── 0, 1, 2 ──────────────┤                  ├── 3 ──────┤               ├── 4 …
+    work     pack 0 1 2 | local blocks | orth 0 | orth 1 | apply 0 | pack 3 | orth 2 | apply 1 | …
+    gather        ├─────── 0, 1, 2 ──────────────┤                  ├── 3 ──────┤
     return                                       ├── 0 ──┤
                                                           ├──────── 1 ──────┤
                                                                              ├─ 2 …
 
-Blocks that never leave this rank need no collective. They are computed while the first gathers are on their way.
+Blocks that never leave this rank need no collective. They are computed while the first gathers are
+on their way.
 
-All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or disjoint (the plan
-refuses others), larger domains come first, and the order within a domain follows from the plan alone.
+All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or
+disjoint (the plan refuses others), larger domains come first, and the order within a domain follows
+from the plan alone.
 
 A parameter without a gradient
 ------------------------------
-A rank may have no gradient where another one has, as in a mixture of experts. The owner learns that from the headers
-of the gather, the other ranks from those of the return. Until then such a rank works on a copy of the momentum
-(`tentative`), and undoes its updates of blocks that turn out to have no gradient on any holder that the owner asked.
-Replicas of whole momenta must all have a gradient or none: the owner asks one of them.
+A rank may have no gradient where another one has, as in a mixture of experts. The owner learns that
+from the headers of the gather, the other ranks from the headers of the return. Until then such a
+rank works on a copy of the momentum (`tentative`), and undoes its updates of blocks that turn out
+to have no gradient on any holder that the owner asked. Replicas of whole momenta must all have a
+gradient or none: the owner asks one of them.
 """
 
 from __future__ import annotations
@@ -78,7 +85,7 @@ Wait = Callable[[], Any]
 """Makes the current stream wait until a collective has arrived."""
 
 
-# ----- what is compiled once from the plan -----------------------------------------------------------
+# ----- what is compiled once from the plan -------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -94,7 +101,8 @@ class MomentumGroup:
     shapes
         Shapes of the local momenta, (batch, rows, columns).
     parts
-        For each parameter, the rows and columns of each part of its matrix: several in a fused weight.
+        For each parameter, the rows and columns of each part of its matrix: several in a fused
+        weight.
     """
 
     group: int
@@ -109,11 +117,13 @@ class MomentumUpdate:
     Attributes
     ----------
     measuring, asked
-        Rules whose statistics the bucket's headers carry, and inputs that rules request beside directions.
+        Rules with statistics in the bucket's headers, and inputs that rules request besides
+        directions.
     momentum_groups
-        What advances together.
+        The momenta, in lists that advance together.
     order
-        Positions in the plan of the parameters that advance here, in the order of `momentum_groups`.
+        Positions in the plan of the parameters that advance here, in the order of
+        `momentum_groups`.
     first_row
         By position in the plan: the parameter's first row in this update's table of statistics.
     n_rows
@@ -169,9 +179,10 @@ class BufferSlot(NamedTuple):
 
 
 class Pipeline:
-    """A plan compiled for this rank. Its parameters are `sharded_params`, at least one, in the order of the plan.
+    """A plan compiled for this rank.
 
-    `process_groups` has the process group of each domain.
+    Its parameters are `sharded_params`, at least one, in the order of the plan. `process_groups`
+    has the process group of each domain.
 
     Attributes
     ----------
@@ -186,10 +197,11 @@ class Pipeline:
     idle
         Parameters of which this rank packs and updates no piece.
     master_gathers
-        All-gathers after the step of 16-bit parameters of which each rank updates the part that it has master weights
-        of.
+        All-gathers after the step of 16-bit parameters of which each rank updates the part that it
+        has master weights of.
     table_sources
-        For each bucket, the numbers of the momentum updates whose tables of statistics it reads; set by `bind`.
+        For each bucket, the numbers of the momentum updates with the tables of statistics that it
+        reads; set by `bind`.
     """
 
     def __init__(
@@ -226,7 +238,7 @@ class Pipeline:
         ]
         self.idle = [param for i, param in enumerate(sharded_params) if i not in advanced]
         with_masters = [
-            param
+            (param.p, param.sharding)
             for param, planned in zip(sharded_params, plan.parameters, strict=True)
             if planned.masters
         ]
@@ -287,7 +299,10 @@ class Pipeline:
         )
 
     def _assign_momenta(self) -> set[int]:
-        """Let the first bucket that reads a parameter advance its momentum; return the positions that some bucket reads."""
+        """Let the first bucket that reads a parameter advance its momentum.
+
+        Return the positions that some bucket reads.
+        """
         advanced: set[int] = set()
         for bucket in self.packing_order:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in advanced)
@@ -295,7 +310,7 @@ class Pipeline:
         return advanced
 
     def _allocate_slots(self) -> list[BufferSlot]:
-        """Share buffers: travelling buckets take turns, and local portions, one at a time, have their own."""
+        """Share buffers: travelling buckets take turns; portions, one at a time, have their own."""
         in_turns = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
         slots = []
         for buckets in (*in_turns, self.staying):
@@ -324,7 +339,10 @@ class Pipeline:
         return torch.empty(words, dtype=torch.float64, device=self.device)
 
     def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
-        """Create missing state, and all views of buffers, parameters and state; no communication."""
+        """Create missing state, and all views of buffers, parameters and state.
+
+        There is no communication.
+        """
         self._complete_state(groups, state, memory)
         local_params = self._local_parameters(state)
         momenta = [local_of(state[param.p]["momentum_buffer"]) for param in self.sharded_params]
@@ -346,13 +364,14 @@ class Pipeline:
     ) -> None:
         """Create the state tensors that are missing.
 
-        Every rank has all state tensors in the same order, even without local elements: code that gathers a state dict
-        tensor by tensor relies on it.
+        Every rank has all state tensors in the same order, even without local elements: code that
+        gathers a state dict tensor by tensor relies on it.
         """
         for param in self.sharded_params:
             state.setdefault(param.p, {})
         all_positions = list(range(len(self.sharded_params)))
-        # By bucket, so that no more than one bucket's momenta are on the device before they are offloaded.
+        # By bucket, so that no more than one bucket's momenta are on the device before they are
+        # offloaded.
         for positions in (*(update.order for update in self.momentum_updates), all_positions):
             params = [self.sharded_params[i] for i in positions]
             for param in params:
@@ -361,8 +380,10 @@ class Pipeline:
                 memory.offload(state, moments_of(state, [param.p for param in params]))
 
     def _local_parameters(self, state: State) -> dict[int, LocalParameter]:
-        """Return, by position in the plan, what this rank updates of each parameter and its rules' state."""
-        parts = {p: part for gather in self.master_gathers for p, part in gather.own.items()}
+        """Return what this rank updates of each parameter, by position in the plan."""
+        parts = {
+            p: part for gather in self.master_gathers for p, part in gather.local_parts.items()
+        }
         local_params = {}
         for i, param in enumerate(self.sharded_params):
             param_state = state[param.p]
@@ -375,7 +396,10 @@ class Pipeline:
         return local_params
 
     def _locate_statistics(self) -> list[dict[int, int]]:
-        """Set `table_sources`; return for each bucket the first row of each parameter in these tables, concatenated."""
+        """Set `table_sources`.
+
+        Return for each bucket the first row of each parameter in these tables, concatenated.
+        """
         made_by = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
         self.table_sources = []
         rows_of_buckets = []
@@ -401,24 +425,24 @@ class Pipeline:
     ) -> tuple[list[TransferBatch], list[TransferBatch]]:
         """Return the transfer batches of offloaded momenta, in the order in which they are used.
 
-        The first list is for the buckets packed before the element-wise routes take their step, the second for those
-        packed after it.
+        The first list is for the buckets packed before the element-wise routes take their step, the
+        second for those packed after it.
         """
         before: list[TransferBatch] = []
         after: list[TransferBatch] = []
         for number, update in enumerate(self.momentum_updates):
-            wanted = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
-            if wanted:
+            momenta = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
+            if momenta:
                 batches = before if number < self.n_first else after
-                batches.append(memory.transfer_batch(state, wanted))
+                batches.append(memory.transfer_batch(state, momenta))
         return before, after
 
 
-# ----- one step --------------------------------------------------------------------------------------
+# ----- one step ----------------------------------------------------------------------------------
 
 
 class InFlight(NamedTuple):
-    """A bucket whose collective is on its way."""
+    """A bucket with a collective on its way."""
 
     bucket: Bucket
     wait: Wait
@@ -430,8 +454,9 @@ class PipelineStep:
     Parameters
     ----------
     moments
-        Yields offloaded moments on the device: those of the first buckets, of the Adam waves (which the element-wise
-        step takes), then of the other buckets; nothing for a bucket that advances no momentum. None without offload.
+        Yields offloaded moments on the device: of the first buckets, of the Adam waves (which
+        the element-wise step takes), then of the other buckets; nothing for a bucket that advances
+        no momentum. None without offload.
     """
 
     def __init__(
@@ -449,11 +474,13 @@ class PipelineStep:
         self._memory = memory
         self._control = control.on(pipeline.device)
         self._moments = moments
-        # What buckets pack, by kind and position in the plan; kept until the last reader has packed it.
+        # What buckets pack, by kind and position in the plan; kept until the last reader has packed
+        # it.
         self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
         self._tables: dict[int, Tensor] = {}  # statistics, by number of the momentum update
-        # Advanced copies of momenta without a gradient on this rank, by position in the plan; and for each of their
-        # blocks that is updated here, by (position, block), whether any rank has a gradient.
+        # Advanced copies of momenta without a gradient on this rank, by position in the plan; and
+        # for each of their blocks that is updated here, by (position, block), whether any rank has
+        # a gradient.
         self._tentative: dict[int, Tensor] = {}
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
         self._n_packed = 0
@@ -495,7 +522,7 @@ class PipelineStep:
         return arriving
 
     def _step_local_blocks(self) -> None:
-        """Take the whole step of blocks that stay on this rank, while the first gathers are on their way."""
+        """Take the whole step of blocks that stay on this rank, during the first gathers."""
         for bucket in self._pipeline.staying:
             gathered = self._pack(bucket)
             back = self._orthogonalize(bucket, gathered)
@@ -508,14 +535,14 @@ class PipelineStep:
             bucket = self._waiting.popleft()
             self._gathering.append(InFlight(bucket, self._pack(bucket)))
 
-    # ----- stages 1 and 2: advance and pack ----------------------------------------------------------
+    # ----- stages 1 and 2: advance and pack ------------------------------------------------------
 
     def _pack(self, bucket: Bucket) -> Wait:
         """Advance the bucket's momenta, pack its pieces, and start its gather."""
         pipeline = self._pipeline
         number = self._n_packed
-        # In another order this would take another bucket's offloaded momenta, and start collectives that other ranks do
-        # not start.
+        # In another order this would take another bucket's offloaded momenta, and start collectives
+        # that other ranks do not start.
         assert pipeline.packing_order[number] is bucket
         self._n_packed += 1
 
@@ -538,7 +565,10 @@ class PipelineStep:
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
-        """Advance momenta; return the rules' statistics of this rank's parts, float64 (`n_rows`, sums)."""
+        """Advance momenta.
+
+        Return the rules' statistics of this rank's parts, float64 (`n_rows`, sums).
+        """
         remaining = iter(buffers)
         pairs: list[Pieces] = []
         for momentum_group in update.momentum_groups:
@@ -554,7 +584,8 @@ class PipelineStep:
                     self._tentative[i] = momenta[k]
                     grad = torch.zeros_like(momenta[k])
                 grads.append(grad)
-            # From here momenta and gradients are in the wider of float32 and the dtype of the buffers.
+            # From here momenta and gradients are in the wider of float32 and the dtype of the
+            # buffers.
             momenta, grads = advance_momenta(
                 grads,
                 momenta,
@@ -564,7 +595,8 @@ class PipelineStep:
             )
             directions = directions_of(momenta, grads, settings)
             if self._moments is not None and not settings.nesterov:
-                # Here directions are the momenta themselves, and a later transfer batch overwrites their memory.
+                # Here directions are the momenta themselves, and a later transfer batch overwrites
+                # their memory.
                 directions = [direction.clone() for direction in directions]
             self._planes["direction"].update(zip(positions, directions, strict=True))
             if update.asked:
@@ -581,10 +613,10 @@ class PipelineStep:
             return torch.empty(0, 0, device=self._pipeline.device)
         return torch.cat(tables, dim=1)
 
-    # ----- stages 3 and 4: orthogonalize and return --------------------------------------------------
+    # ----- stages 3 and 4: orthogonalize and return ----------------------------------------------
 
     def _orthogonalize(self, bucket: Bucket, gathered: Wait) -> Wait:
-        """Wait for a bucket's pieces, orthogonalize its matrices, and start returning the updates."""
+        """Wait for a bucket's pieces, orthogonalize its matrices, and start the return."""
         gathered()
         owned = bucket.assemble()
         updates: list[Tensor] = list(bucket.matrices)
@@ -604,7 +636,7 @@ class PipelineStep:
     def _update_stacks(
         self, bucket: Bucket, owned: OwnedBlocks, group_number: int, stacks: Sequence[int]
     ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
-        """Return the scaled updates of the stacks of one parameter group, and the new state of its rules."""
+        """Return the scaled updates of the stacks of one group, and the new state of its rules."""
         group = self._groups[group_number]
         rules = matrix_rules(group.settings)
         # Master weights are elements, not state of a block: `apply_updates` changes them.
@@ -623,25 +655,30 @@ class PipelineStep:
         )
 
     def _keep_or_replace(self, old: Tensor, new: Tensor, present: Tensor) -> Tensor:
-        """Return the new state of blocks, or the old one where no rank has a gradient and in a skipped step."""
+        """Return the new state of blocks, or the old state if no rank has a gradient.
+
+        A skipped step keeps the old state, too.
+        """
         replaced = present > 0  # (blocks,)
         if self._control.skip is not None:
             replaced = replaced & (self._control.skip <= 0)
         trailing = [1] * (new.ndim - 1)
         return torch.where(replaced.view(-1, *trailing), new, old)
 
-    # ----- stage 5: apply ----------------------------------------------------------------------------
+    # ----- stage 5: apply ------------------------------------------------------------------------
 
     def _apply(self, returning: InFlight) -> None:
         """Wait for a bucket's updates and apply them."""
         bucket = returning.bucket
         returning.wait()
         bucket.take_state()
-        # Pieces without a local gradient: whether any rank has one is known only now, on the device.
+        # Pieces without a local gradient: whether any rank has one is known only now, on the
+        # device.
         undecided = {
             k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative
         }
-        # Undo without a read on the host: keep the old values, and choose with `where` on the device.
+        # Undo without a read on the host: keep the old values, and choose with `where` on the
+        # device.
         before: dict[int, list[Tensor]] = {}
         if undecided:
             present = bucket.returned_headers()[:, 0] > 0
@@ -673,7 +710,7 @@ class PipelineStep:
                     x.copy_(torch.where(has_gradient.to(x.device), x, old))
 
     def _settle_tentative_momenta(self) -> None:
-        """Write the advanced copies of momenta back, block by block, where another rank has a gradient."""
+        """Write the advanced copies of blocks back if another rank has a gradient."""
         pipeline = self._pipeline
         plan = pipeline.plan
         if self._tentative and self._memory is not None:
@@ -687,7 +724,8 @@ class PipelineStep:
                 if piece.elements:
                     old = momentum.view(shape)[piece.local_index]
                     new = advanced.view(shape)[piece.local_index]
-                    # Who keeps a piece of a block's momentum also updates one, so the answer is there.
+                    # Who keeps a piece of a block's momentum also updates one, so the answer is
+                    # there.
                     has_gradient = self._has_gradient[i, block]
                     old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 
@@ -695,7 +733,10 @@ class PipelineStep:
 def _momentum_gradient_pairs(
     momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_group: MomentumGroup
 ) -> list[Pieces]:
-    """Return momentum and gradient of every part of every parameter, each (batch, elements) when flattened."""
+    """Return momentum and gradient of every part of every parameter.
+
+    Each is (batch, elements) when flattened.
+    """
     pairs = []
     for momentum, grad, shape, parts in zip(
         momenta, grads, momentum_group.shapes, momentum_group.parts, strict=True

@@ -1,13 +1,15 @@
-"""The plan of which rank orthogonalizes which matrix, and of the messages: plain values, identical on every rank.
+"""The plan of which rank orthogonalizes which matrix, and of the messages.
 
-A *block* is one matrix of a parameter (one expert, one part of a fused weight). Its *job* has an owner, *sources* that
-hold its momentum, and *destinations* that apply its update. Some jobs stay on one rank. The others form buckets; each
-bucket takes one all-to-all to the owners and one back. Owners are chosen longest processing time first (R. L. Graham,
-SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes, in decreasing order of work, go to the rank with the least
-work so far; in a tie, to the one with fewer bytes, then to the lower rank.
+A plan consists of plain values that are identical on every rank; the glossary of this package has
+its words. Some jobs stay on one rank. The others form buckets; each bucket takes one all-to-all to
+the owners and one back.
 
-Parameters whose meshes consist of the same ranks share a *domain*, which has its own exchanges. Replicas with a part of
-the momenta each can also gather the momenta and repeat the work: then all jobs stay.
+Owners are chosen longest processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969):
+blocks of all shapes, in decreasing order of work, go to the rank with the least work so far; in a
+tie, to the one with fewer bytes, then to the lower rank.
+
+Replicas with a part of the momenta each can also gather the momenta and repeat the work: then all
+jobs stay.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from deepmd_muon.optim.routing.routes import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.layout import Layout, held_runs, replicated, total
+from deepmd_muon.optim.sharded.layout import Layout, held_interval, replicated
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.update.adam import moment_dtype
 
@@ -49,10 +51,18 @@ SECONDS_PER_COLLECTIVE = 5e-5
 
 
 class Carried(NamedTuple):
-    """The values that messages carry for some rules, beside the elements.
+    """The values that messages carry for some rules, besides directions and updates.
 
-    `blocks` and `lines` are the state tensors with numbers per block, and per row or column; they are sent and
-    returned. For each element, `inputs` are sent beside the direction; for each piece, `sums` values of statistics.
+    Attributes
+    ----------
+    blocks
+        Keys of state tensors with one number per block; they are sent and returned.
+    lines
+        State tensors with numbers per row or column, by key; they are sent and returned.
+    inputs
+        Inputs that rules request; they are sent for each element.
+    sums
+        Number of values of statistics that are sent for each piece.
     """
 
     blocks: tuple[str, ...]
@@ -64,12 +74,13 @@ class Carried(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def carried(rules: tuple[MatrixRule, ...]) -> Carried:
     """Return the values that messages carry for these rules."""
-    tensors = tensors_of(rules)
-    lines = tuple(
-        (key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns")
+    tensors = tensors_of(rules).items()
+    return Carried(
+        blocks=tuple(key for key, tensor in tensors if tensor.extent == "blocks"),
+        lines=tuple((key, x) for key, x in tensors if x.extent in ("rows", "columns")),
+        inputs=inputs_of(rules),
+        sums=sum(rule.sums for rule in rules),
     )
-    blocks = tuple(key for key, tensor in tensors.items() if tensor.extent == "blocks")
-    return Carried(blocks, lines, inputs_of(rules), sum(rule.sums for rule in rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +98,13 @@ class PlannedParameter:
     rules
         The rules of its group; messages carry their state and statistics.
     steps, gram
-        Iterations of the orthogonalization, and whether the Gram form may be used; they determine the work.
+        Iterations of the orthogonalization, and whether the Gram form may be used; they determine
+        the work.
     state_layout
         The layout of its momentum, if different.
     masters
-        Whether master weights with the layout of the state take its updates, instead of the elements.
+        Whether master weights with the layout of the state take its updates, instead of the
+        elements.
     """
 
     name: str
@@ -116,44 +129,58 @@ class PlannedParameter:
     ) -> PlannedParameter:
         """Return a parameter of the Muon route with the settings of its group."""
         assert entry.view is not None
-        steps = len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0])))
-        rules, itemsize = matrix_rules(settings), moment_dtype(dtype).itemsize
-        gram = settings.enable_gram
-        masters = state_layout is not None and settings.master_weights and dtype.itemsize == NARROW
+        is_narrow = dtype.itemsize == NARROW
         return cls(
             entry.name,
             entry.shape,
             entry.view,
             layout,
-            itemsize,
-            rules,
-            steps,
-            gram,
-            state_layout,
-            masters,
+            itemsize=moment_dtype(dtype).itemsize,
+            rules=matrix_rules(settings),
+            steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
+            gram=settings.enable_gram,
+            state_layout=state_layout,
+            masters=state_layout is not None and settings.master_weights and is_narrow,
         )
 
     def layout_of(self, leg: Leg) -> Layout:
-        """Return the layout of a leg's pieces: momenta are gathered, and updates return to elements or masters."""
-        return (
-            self.state_layout
-            if self.state_layout and (leg == "gather" or self.masters)
-            else self.layout
-        )
+        """Return the layout of a leg's pieces.
+
+        Momenta are gathered, and updates return to elements or master weights.
+        """
+        if self.state_layout is not None and (leg == "gather" or self.masters):
+            return self.state_layout
+        return self.layout
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
-        extras = f"{self.itemsize} bytes, rules {[*map(str, self.rules)]}, {self.steps} steps"
-        kept = "state and updates" if self.masters else "state"
-        state = f", {kept} on {self.state_layout}" if self.state_layout else ""
-        return f"{self.name}: {size} as {self.view} on {self.layout}{state}, {extras}, gram {self.gram}"
+        state = ""
+        if self.state_layout:
+            sharded = "state and updates" if self.masters else "state"
+            state = f", {sharded} on {self.state_layout}"
+        rules = [str(rule) for rule in self.rules]
+        return (
+            f"{self.name}: {size} as {self.view} on {self.layout}{state}, {self.itemsize} bytes, "
+            f"rules {rules}, {self.steps} steps, gram {self.gram}"
+        )
 
 
 class Job(NamedTuple):
-    """The exchange of one block: sources and destinations map ranks to numbers of elements (0: state only).
+    """The exchange of one block.
 
-    `lines` maps ranks to the numbers of rules' values that they keep for rows or columns; a message carries those
-    of its holder.
+    Attributes
+    ----------
+    parameter, block
+        Position of the parameter in the plan, and number of the block in it.
+    owner
+        The rank that orthogonalizes the block.
+    sources, destinations
+        Numbers of elements, by rank. A rank with 0 elements only has rules' state.
+    bucket
+        The bucket that the job travels in; None for a job that stays.
+    lines
+        Numbers of rules' values that ranks keep for rows or columns; a message carries the values
+        of its holder.
     """
 
     parameter: int
@@ -164,101 +191,139 @@ class Job(NamedTuple):
     bucket: int | None
     lines: Mapping[int, int]
 
-    def ends(self, leg: Leg) -> Iterator[tuple[int, int, int]]:
-        """Yield sender, receiver and number of elements of every piece of one leg."""
-        for rank, elements in (self.sources if leg == "gather" else self.destinations).items():
-            yield (rank, self.owner, elements) if leg == "gather" else (self.owner, rank, elements)
+    def holders(self, leg: Leg) -> Mapping[int, int]:
+        """Return the ranks that send to the owner, or receive from it, and their elements."""
+        return self.sources if leg == "gather" else self.destinations
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
-    """Return the floating-point operations of one orthogonalization, in the form used for this shape."""
-    m, n = min(rows, columns), max(rows, columns)
+    """Return the floating-point operations of one orthogonalization, in the form for this shape."""
+    m = min(rows, columns)
+    n = max(rows, columns)
     if m == 1:
         return 4 * n
     if gram and n >= 2 * m:
-        return (
-            steps * 8 * m**3 + 12 * m * m * n
-        )  # products with R; and three times each, R = X Xᵀ and X ← Q X
+        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
+        return steps * 8 * m**3 + 12 * m * m * n
     return steps * (4 * m * m * n + 2 * m**3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Parameters that live on the same ranks with elements of the same size, and their jobs."""
+    """Parameters that live on the same ranks with elements of the same size, and their jobs.
 
-    ranks: tuple[int, ...]  # global ranks, ascending
-    parameters: tuple[int, ...]  # positions in the plan's parameters
-    itemsize: int  # bytes of an element in full precision
-    rules: tuple[
-        MatrixRule, ...
-    ]  # of all its parameters; headers have room for their values per block
-    spread: bool  # whether replicas share the work; see `ShardedSettings.replication`
-    jobs: tuple[Job, ...]  # in global order: decreasing work, then name, then block
-    buckets: int  # number of exchanges
-    work: Mapping[int, int]  # floating-point operations of each rank
-    gathered: int = 0  # bytes of the momenta of one rank, if all ranks gather them before the step; see `RepeatedMuon`
+    Attributes
+    ----------
+    ranks
+        Global ranks, ascending.
+    parameters
+        Positions in the plan's parameters.
+    itemsize
+        Bytes of an element in full precision.
+    rules
+        The rules of all its parameters; headers have room for the values per block of all of them.
+    spread
+        Whether replicas share the work; see `ShardedSettings.replication`.
+    jobs
+        In global order: decreasing work, then name, then block.
+    buckets
+        Number of exchanges.
+    work
+        Floating-point operations of each rank.
+    gathered
+        Bytes of the momenta of one rank, if all ranks gather them before the step; see
+        `RepeatedMuon`.
+    """
+
+    ranks: tuple[int, ...]
+    parameters: tuple[int, ...]
+    itemsize: int
+    rules: tuple[MatrixRule, ...]
+    spread: bool
+    jobs: tuple[Job, ...]
+    buckets: int
+    work: Mapping[int, int]
+    gathered: int = 0
 
     def header(self, leg: Leg) -> int:
-        """Return the header's words per piece: presence, the rules' state per block, and (gather only) their sums."""
-        found = carried(self.rules)
-        return 1 + len(found.blocks) + (found.sums if leg == "gather" else 0)
+        """Return the header's words per piece.
+
+        They are presence, the rules' state per block, and (gather only) their sums.
+        """
+        values = carried(self.rules)
+        return 1 + len(values.blocks) + (values.sums if leg == "gather" else 0)
 
     def planes(self, leg: Leg) -> int:
-        """Return the number of values per element: the direction and the inputs that rules request, or the update."""
+        """Return the number of values per element.
+
+        They are the direction and the inputs that rules request, or the update.
+        """
         return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
     def message_bytes(
         self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings
     ) -> int:
-        """Return the length of one message: headers of all pieces, rules' lines, elements, padded to whole words."""
+        """Return the length of a message: headers of all pieces, lines, elements, whole words."""
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        payload = elements * self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
-        return WORD * (pieces * self.header(leg) + lines + -(-payload // WORD))
+        itemsize = self.itemsize if dtype == "full" else NARROW
+        element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
+        return WORD * (pieces * self.header(leg) + lines + element_words)
 
     def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
-        """Return the bytes of every message of one leg, by bucket, sender and receiver; none to oneself."""
+        """Return the bytes of every message of one leg, by bucket, sender and receiver.
+
+        Messages of a rank to itself are left out.
+        """
         pieces: Counter[tuple[int, int, int]] = Counter()
         lines: Counter[tuple[int, int, int]] = Counter()
         elements: Counter[tuple[int, int, int]] = Counter()
         for job in self.jobs:
-            if job.bucket is not None:
-                for sender, receiver, size in job.ends(leg):
-                    if sender != receiver:
-                        pieces[job.bucket, sender, receiver] += 1
-                        lines[job.bucket, sender, receiver] += job.lines.get(
-                            sender if leg == "gather" else receiver, 0
-                        )
-                        elements[job.bucket, sender, receiver] += size
+            if job.bucket is None:
+                continue
+            for holder, n_elements in job.holders(leg).items():
+                if holder == job.owner:
+                    continue
+                sender = holder if leg == "gather" else job.owner
+                receiver = job.owner if leg == "gather" else holder
+                key = (job.bucket, sender, receiver)
+                pieces[key] += 1
+                lines[key] += job.lines.get(holder, 0)
+                elements[key] += n_elements
         return {
-            key: self.message_bytes(leg, n, lines[key], elements[key], settings)
-            for key, n in pieces.items()
+            key: self.message_bytes(leg, n_pieces, lines[key], elements[key], settings)
+            for key, n_pieces in pieces.items()
         }
 
     def sent(self, settings: ShardedSettings) -> dict[int, int]:
         """Return the bytes that leave each rank in one step."""
-        found = dict.fromkeys(self.ranks, self.gathered * (len(self.ranks) - 1))
+        sent = dict.fromkeys(self.ranks, self.gathered * (len(self.ranks) - 1))
         for leg in LEGS:
             for (_, sender, _), size in self.messages(leg, settings).items():
-                found[sender] += size
-        return found
+                sent[sender] += size
+        return sent
 
     def exchanges(self) -> dict[Leg, tuple[int, ...]]:
-        """Return the buckets whose gather, and whose return, exchange data between ranks."""
-        found: dict[Leg, set[int]] = {"gather": set(), "return": set()}
-        for job in self.jobs:
-            if job.bucket is not None:
-                for leg in LEGS:
-                    if job.bucket not in found[leg] and any(a != b for a, b, _ in job.ends(leg)):
-                        found[leg].add(job.bucket)
-        return {leg: tuple(sorted(buckets)) for leg, buckets in found.items()}
+        """Return the buckets whose gather, or return, exchanges data between ranks."""
+        exchanges: dict[Leg, tuple[int, ...]] = {}
+        for leg in LEGS:
+            buckets: set[int] = set()
+            for job in self.jobs:
+                if job.bucket is None or job.bucket in buckets:
+                    continue
+                if any(holder != job.owner for holder in job.holders(leg)):
+                    buckets.add(job.bucket)
+            exchanges[leg] = tuple(sorted(buckets))
+        return exchanges
 
     def seconds(self, settings: ShardedSettings) -> float:
         """Predict the time of one step, without overlap [s]."""
-        collectives = sum(map(len, self.exchanges().values())) + bool(self.gathered)
-        sent = max(self.sent(settings).values())
-        work = max(self.work.values())
+        n_collectives = sum(len(buckets) for buckets in self.exchanges().values())
+        if self.gathered:
+            n_collectives += 1
         return (
-            work / FLOPS_PER_SECOND + sent / BYTES_PER_SECOND + collectives * SECONDS_PER_COLLECTIVE
+            max(self.work.values()) / FLOPS_PER_SECOND
+            + max(self.sent(settings).values()) / BYTES_PER_SECOND
+            + n_collectives * SECONDS_PER_COLLECTIVE
         )
 
 
@@ -270,35 +335,45 @@ class Plan:
     settings: ShardedSettings
     domains: tuple[Domain, ...]  # the largest first
 
-    def lines(self, domain: Domain) -> list[str]:
-        """Return statements, one per line, that must be equal on all ranks of a domain."""
-        way = f"spread {domain.spread}, gathered {domain.gathered}"
-        found = [f"plan version {VERSION}", str(self.settings), f"ranks {domain.ranks}, {way}"]
-        found += [str(self.parameters[i]) for i in domain.parameters]
-        found += [
-            f"{self.parameters[job.parameter].name} block {job.block}: owner {job.owner}, bucket {job.bucket}"
-            for job in domain.jobs
+    def statements(self, domain: Domain) -> list[str]:
+        """Return statements that must be equal on all ranks of a domain."""
+        return [
+            f"plan version {VERSION}",
+            str(self.settings),
+            f"ranks {domain.ranks}, spread {domain.spread}, gathered {domain.gathered}",
+            *(str(self.parameters[i]) for i in domain.parameters),
+            *(
+                f"{self.parameters[job.parameter].name} block {job.block}: owner {job.owner}, "
+                f"bucket {job.bucket}"
+                for job in domain.jobs
+            ),
         ]
-        return found
 
     def digest(self, domain: Domain) -> bytes:
-        """Return the SHA-256 of `lines`."""
-        return hashlib.sha256("\n".join(self.lines(domain)).encode()).digest()
+        """Return the SHA-256 of `statements`."""
+        return hashlib.sha256("\n".join(self.statements(domain)).encode()).digest()
 
     def describe(self, *, owners: bool = False) -> str:
-        """Return the plan as text: balance, bytes and collectives of every domain; with `owners` every block."""
-        lines = []
+        """Return the plan as text.
+
+        It has balance, bytes and collectives of every domain, and with `owners` every block.
+        """
         if len(self.domains) == 1 and len(self.domains[0].ranks) == 1 and not owners:
             return _describe_one_process(self)
+        lines = []
         for number, domain in enumerate(self.domains):
             lines.append(f"domain {number}: {_describe_domain(self, domain)}")
             if owners:
-                lines += _owners(self, domain)
-        if self.domains:
-            work = sum(sum(domain.work.values()) for domain in self.domains)
-            sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
-            lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
-        return "\n".join(lines) or "no matrices to orthogonalize"
+                lines += _describe_owners(self, domain)
+        if not lines:
+            return "no matrices to orthogonalize"
+        work = sum(sum(domain.work.values()) for domain in self.domains)
+        sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
+        lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
+        return "\n".join(lines)
+
+
+# ----- making a plan -----------------------------------------------------------------------------
 
 
 def make_plan(
@@ -319,45 +394,51 @@ def make_plan(
         Identical on all ranks with identical arguments.
     """
     settings = settings or ShardedSettings()
-    # The momenta of all domains are gathered, or none.
-    domains = _domains(parameters, settings, gather=True)
+    _refuse_overlaps(parameters)
+    domains = _domains(parameters, settings, may_gather=True)
     if len({bool(domain.gathered) for domain in domains}) > 1:
-        domains = _domains(parameters, settings, gather=False)
+        # The momenta of all domains are gathered, or none.
+        domains = _domains(parameters, settings, may_gather=False)
     return Plan(tuple(parameters), settings, tuple(domains))
 
 
-def _domains(
-    parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, gather: bool
-) -> list[Domain]:
-    """Plan all domains; `gather` allows replicas to gather momenta that they keep in parts."""
-    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
-    for i, parameter in enumerate(parameters):
-        members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
-    _refuse_overlaps(parameters)
-    # Larger domains first: all ranks of a smaller domain inside one then know the loads from it.
-    order = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
-    domains: list[Domain] = []
-    for (ranks, itemsize), positions in order:
-        before = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
-        loads = {rank: sum(work[rank] for work in before) for rank in ranks}
-        repeats = {"spread": (True,), "repeat": (False,), "auto": (True, False)}[
-            settings.replication
-        ]
-        shared = [parameters[i] for i in positions if len(parameters[i].layout.replicas()) > 1]
-        cut = any(p.state_layout for p in shared)
-        may_gather = gather and len(shared) == len(positions) and _can_be_gathered(shared, settings)
-        if (cut and not may_gather) or (settings.replication == "auto" and not shared):
-            repeats = (True,)
-        choices = [
-            _domain(parameters, positions, ranks, itemsize, loads, settings, spread=way)
-            for way in repeats
-        ]
-        domains.append(
-            min(choices, key=lambda domain: domain.seconds(settings))
-            if len(choices) > 1
-            else choices[0]
-        )
-    return domains
+def plan_from_routes(
+    routes: Iterable[RouteEntry],
+    layout: Layout,
+    settings: ShardedSettings | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan a model with one layout of all parameters, such as for a cluster not yet available.
+
+    Parameters
+    ----------
+    routes
+        Routes of its parameters, e.g. ``optimizer.routing``; those of the Muon route are planned.
+    layout
+        The layout of every parameter.
+    settings
+        Settings of the sharded step.
+    **options
+        `itemsize`, `rules`, `steps` and `gram` of `PlannedParameter`.
+    """
+    planned = [
+        PlannedParameter(entry.name, entry.shape, entry.view, layout, **options)
+        for entry in routes
+        if entry.view is not None and entry.route == "muon"
+    ]
+    return make_plan(planned, settings)
+
+
+def plan_of_one_process(groups: Sequence[Group], settings: ShardedSettings) -> Plan:
+    """Return the plan of a process that orthogonalizes every matrix itself; it sends nothing."""
+    layout = replicated((0,))
+    planned = [
+        PlannedParameter.of(entry, p.dtype, group.settings, layout)
+        for group in groups
+        for p, entry in group.routed
+        if entry.route == "muon"
+    ]
+    return make_plan(planned, settings)
 
 
 def _refuse_overlaps(parameters: Sequence[PlannedParameter]) -> None:
@@ -371,78 +452,105 @@ def _refuse_overlaps(parameters: Sequence[PlannedParameter]) -> None:
     for (ranks, name), (others, other_name) in itertools.combinations(names.items(), 2):
         if ranks & others and not (ranks <= others or others <= ranks):
             raise ShardingError(
-                f"{name!r} is on ranks {sorted(ranks)}, {other_name!r} on ranks {sorted(others)}: sets of ranks that "
-                "hold parameters must be nested or disjoint; give both a mesh of all these ranks"
+                f"{name!r} is on ranks {sorted(ranks)}, {other_name!r} on ranks {sorted(others)}: "
+                "sets of ranks that hold parameters must be nested or disjoint; give both a mesh "
+                "of all these ranks"
             )
 
 
-def _can_be_gathered(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
-    """Return whether replicas may gather these momenta: they fit a bucket, and no other state is in parts."""
-    size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
-    others = any(p.state_layout is None or p.masters or carried(p.rules).lines for p in parameters)
-    return settings.gather_dtype == "full" and size <= settings.bucket_bytes and not others
+def _domains(
+    parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, may_gather: bool
+) -> list[Domain]:
+    """Plan all domains; `may_gather` allows replicas to gather momenta that they keep in parts."""
+    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    for i, parameter in enumerate(parameters):
+        members[parameter.layout.sorted_ranks, parameter.itemsize].append(i)
+    # Larger domains first: all ranks of a smaller domain inside one then know the loads from it.
+    by_size = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
+    domains: list[Domain] = []
+    for (ranks, itemsize), positions in by_size:
+        outer = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
+        loads = {rank: sum(work[rank] for work in outer) for rank in ranks}
+        domain_parameters = [parameters[i] for i in positions]
+        choices = [
+            _domain(
+                parameters,
+                positions,
+                ranks=ranks,
+                itemsize=itemsize,
+                loads=loads,
+                settings=settings,
+                spread=spread,
+            )
+            for spread in _ways_to_replicate(domain_parameters, settings, may_gather=may_gather)
+        ]
+        best = choices[0]
+        if len(choices) > 1:
+            best = min(choices, key=lambda domain: domain.seconds(settings))
+        domains.append(best)
+    return domains
 
 
-def plan_from_routes(
-    routes: Iterable[RouteEntry],
-    layout: Layout,
-    settings: ShardedSettings | None = None,
-    **options: Any,
-) -> Plan:
-    """Plan a model whose parameters all have one layout, for example for a cluster that is not available yet.
+def _ways_to_replicate(
+    parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, may_gather: bool
+) -> list[bool]:
+    """Return the values of `Domain.spread` to choose from, for the parameters of one domain."""
+    shared = [p for p in parameters if len(p.layout.replicas()) > 1]
+    in_parts = any(p.state_layout for p in shared)
+    may_gather = may_gather and len(shared) == len(parameters) and _fit_one_gather(shared, settings)
+    if in_parts and not may_gather:
+        return [True]
+    if settings.replication == "auto":
+        return [True, False] if shared else [True]
+    return [settings.replication == "spread"]
 
-    Parameters
-    ----------
-    routes
-        Routes of its parameters, e.g. ``optimizer.routing``; those of the Muon route are planned.
-    layout
-        The layout of every parameter.
-    settings
-        Settings of the sharded step.
-    **options
-        `itemsize`, `rules`, `steps` and `gram` of `PlannedParameter`.
+
+def _fit_one_gather(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
+    """Return whether replicas may gather these momenta.
+
+    They must fit a bucket, and no other state may be in parts.
     """
-    chosen = [
-        (entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"
-    ]
-    planned = [
-        PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen
-    ]
-    return make_plan(planned, settings)
-
-
-def plan_of_one_process(groups: Sequence[Group], settings: ShardedSettings) -> Plan:
-    """Return the plan of a process that orthogonalizes every matrix itself; it sends nothing."""
-    alone = replicated((0,))
-    routed = [
-        (p, entry, group) for group in groups for p, entry in group.routed if entry.route == "muon"
-    ]
-    planned = [
-        PlannedParameter.of(entry, p.dtype, group.settings, alone) for p, entry, group in routed
-    ]
-    return make_plan(planned, settings)
+    size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
+    only_momenta = all(
+        p.state_layout is not None and not p.masters and not carried(p.rules).lines
+        for p in parameters
+    )
+    return settings.gather_dtype == "full" and size <= settings.bucket_bytes and only_momenta
 
 
 class _PlannedBlock(NamedTuple):
-    work: int
+    """A block of a parameter: its work [FLOPs], its size [bytes], and the ranks that hold it."""
+
+    parameter: int
     name: str
     number: int
-    parameter: int
+    work: int
     size: int
     holders: BlockHolders
+
+
+class _Filling(NamedTuple):
+    """The bucket that an owner is filling, and the bytes in it."""
+
+    bucket: int
+    used: int
 
 
 def _domain(
     parameters: Sequence[PlannedParameter],
     positions: Sequence[int],
+    *,
     ranks: tuple[int, ...],
     itemsize: int,
     loads: Mapping[int, int],
     settings: ShardedSettings,
-    *,
     spread: bool,
 ) -> Domain:
-    """Choose owners and form buckets for one domain; replicas that repeat the work gather momenta first."""
+    """Choose owners and form buckets for one domain.
+
+    `loads` has the work of each rank in other domains. Replicas that repeat the work gather momenta
+    first.
+    """
     blocks: list[_PlannedBlock] = []
     gathered = 0
     for i in positions:
@@ -450,55 +558,85 @@ def _domain(
         if p.state_layout is not None and not spread and len(ranks) > 1:
             gathered += _largest_part(p.shape, p.state_layout) * itemsize
             p = dataclasses.replace(p, state_layout=None)
-        shapes = p.view.block_shapes
-        work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
-        size = [rows * columns for rows, columns in shapes]
-        for number, holders in enumerate(
-            holders_of_blocks(
-                p.shape,
-                p.view,
-                p.layout,
-                p.layout_of("gather"),
-                p.layout_of("return"),
-                scored=bool(carried(p.rules).blocks),
-                lines=tuple(tensor for _, tensor in carried(p.rules).lines),
-            )
-        ):
-            part = number % len(shapes)
-            blocks.append(
-                _PlannedBlock(work[part], p.name, number, i, size[part] * itemsize, holders)
-            )
+        blocks += _blocks_of(p, i, itemsize)
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
+
     balance = Balance(loads)
     jobs: list[Job] = []
-    filled: dict[
-        int, tuple[int, int]
-    ] = {}  # by owner, the bucket that it is filling and the bytes in it
-    for work_of_block, _, number, i, bytes_of_block, holders in blocks:
-        for owner, sources, destinations in holders.assign(
-            balance, work_of_block, bytes_of_block, spread=spread
-        ):
+    filling: dict[int, _Filling] = {}  # by owner
+    for block in blocks:
+        assignments = block.holders.assign(balance, block.work, block.size, spread=spread)
+        for owner, sources, destinations in assignments:
             bucket = None
             if any(rank != owner for rank in (*sources, *destinations)):
-                outgoing = sum(destinations.values()) * itemsize
-                bucket, used = filled.get(owner, (0, 0))
-                load = max(bytes_of_block, outgoing)
+                returned = sum(destinations.values()) * itemsize
+                load = max(block.size, returned)
+                bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
                 if used and used + load > settings.bucket_bytes:
-                    bucket, used = bucket + 1, 0
-                filled[owner] = bucket, used + load
-            jobs.append(Job(i, number, owner, sources, destinations, bucket, holders.lines))
-    count = 1 + max((bucket for bucket, _ in filled.values()), default=-1)
-    rules = tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules))
-    work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
+                    bucket += 1
+                    used = 0
+                filling[owner] = _Filling(bucket, used + load)
+            jobs.append(
+                Job(
+                    parameter=block.parameter,
+                    block=block.number,
+                    owner=owner,
+                    sources=sources,
+                    destinations=destinations,
+                    bucket=bucket,
+                    lines=block.holders.lines,
+                )
+            )
     return Domain(
-        ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here, gathered
+        ranks=ranks,
+        parameters=tuple(positions),
+        itemsize=itemsize,
+        rules=tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules)),
+        spread=spread,
+        jobs=tuple(jobs),
+        buckets=1 + max((last.bucket for last in filling.values()), default=-1),
+        work={rank: balance.loads[rank] - loads[rank] for rank in ranks},
+        gathered=gathered,
     )
 
 
+def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_PlannedBlock]:
+    """Return the blocks of a parameter, the parts of its first matrix first."""
+    values = carried(p.rules)
+    shapes = p.view.block_shapes
+    work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
+    size = [rows * columns * itemsize for rows, columns in shapes]
+    holders_of_all = holders_of_blocks(
+        p.shape,
+        p.view,
+        layout=p.layout,
+        state_layout=p.layout_of("gather"),
+        update_layout=p.layout_of("return"),
+        scored=bool(values.blocks),
+        lines=tuple(tensor for _, tensor in values.lines),
+    )
+    return [
+        _PlannedBlock(
+            parameter=position,
+            name=p.name,
+            number=number,
+            work=work[number % len(shapes)],
+            size=size[number % len(shapes)],
+            holders=holders,
+        )
+        for number, holders in enumerate(holders_of_all)
+    ]
+
+
 def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
-    """Return the number of elements of the rank that comes first, which has the largest part."""
-    place = next(layout.coordinates())
-    return math.prod(total(held_runs(size, dim, layout, place)) for dim, size in enumerate(shape))
+    """Return the number of elements of the first rank, which has the largest part."""
+    place = layout.places()[layout.ranks[0]]
+    return math.prod(
+        held_interval(size, dim, layout, place).length for dim, size in enumerate(shape)
+    )
+
+
+# ----- describing a plan -------------------------------------------------------------------------
 
 
 def _describe_one_process(plan: Plan) -> str:
@@ -506,30 +644,32 @@ def _describe_one_process(plan: Plan) -> str:
     flops: Counter[tuple[int, int]] = Counter()
     count: Counter[tuple[int, int]] = Counter()
     for p in plan.parameters:
-        for rows, columns in p.view.block_shapes:
-            count[rows, columns] += p.view.batch
-            flops[rows, columns] += p.view.batch * newton_schulz_flops(
-                rows, columns, p.steps, gram=p.gram
-            )
+        for shape in p.view.block_shapes:
+            count[shape] += p.view.batch
+            flops[shape] += p.view.batch * newton_schulz_flops(*shape, p.steps, gram=p.gram)
     lines = [f"one process: {len(plan.parameters)} parameters, {sum(count.values())} matrices"]
-    lines += [
-        f"  {count[m, n]} of {m}x{n}: {work:.4g} FLOPs" for (m, n), work in flops.most_common()
-    ]
-    return "\n".join([*lines, f"a step: {sum(flops.values()):.4g} FLOPs"])
+    for shape, work in flops.most_common():
+        lines.append(f"  {count[shape]} of {shape[0]}x{shape[1]}: {work:.4g} FLOPs")
+    lines.append(f"a step: {sum(flops.values()):.4g} FLOPs")
+    return "\n".join(lines)
 
 
 def _describe_domain(plan: Plan, domain: Domain) -> str:
-    blocks = len({(job.parameter, job.block) for job in domain.jobs})
-    staying = sum(job.bucket is None for job in domain.jobs)
-    layouts = sorted({str(plan.parameters[i].layout) for i in domain.parameters})
-    shared = any(len(plan.parameters[i].layout.replicas()) > 1 for i in domain.parameters)
+    parameters = [plan.parameters[i] for i in domain.parameters]
+    layouts = sorted({str(p.layout) for p in parameters})
+    n_blocks = len({(job.parameter, job.block) for job in domain.jobs})
+    n_staying = sum(job.bucket is None for job in domain.jobs)
     exchanges = domain.exchanges()
-    replicas = f", replicas {'share' if domain.spread else 'repeat'} the work" if shared else ""
+    replicas = ""
+    if any(len(p.layout.replicas()) > 1 for p in parameters):
+        replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
+    momenta = ", 1 for the momenta" if domain.gathered else ""
     return (
-        f"{len(domain.ranks)} ranks; {len(domain.parameters)} parameters, {blocks} matrices on {'; '.join(layouts)}"
-        f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets\n"
-        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back"
-        f"{', 1 for the momenta' if domain.gathered else ''}\n"
+        f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "
+        f"{'; '.join(layouts)}{replicas}; {n_staying} jobs stay, "
+        f"{len(domain.jobs) - n_staying} travel in {domain.buckets} buckets\n"
+        f"  collectives a step: {len(exchanges['gather'])} to the owners, "
+        f"{len(exchanges['return'])} back{momenta}\n"
         f"  FLOPs a rank: {_spread(list(domain.work.values()))}\n"
         f"  bytes sent a rank: {_spread(list(domain.sent(plan.settings).values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"
@@ -541,10 +681,13 @@ def _spread(values: Sequence[int]) -> str:
     if not mean:
         return "none"
     most = max(values)
-    return f"mean {mean:.4g}, largest {most:.4g}, least {min(values):.4g}; largest / mean {most / mean:.3f}"
+    return (
+        f"mean {mean:.4g}, largest {most:.4g}, least {min(values):.4g}; "
+        f"largest / mean {most / mean:.3f}"
+    )
 
 
-def _owners(plan: Plan, domain: Domain) -> list[str]:
+def _describe_owners(plan: Plan, domain: Domain) -> list[str]:
     lines = []
     for job in domain.jobs:
         p = plan.parameters[job.parameter]

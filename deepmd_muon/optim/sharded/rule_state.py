@@ -1,34 +1,73 @@
-"""The rules' state in the messages of one bucket: holders pack it, owners advance it, and holders take it back.
+"""The rules' state in the messages of one bucket.
 
-Headers of pieces contain the numbers per block; the numbers per row or column follow the headers, before the elements.
+Holders pack it, owners advance it, and holders take it back. The headers of pieces contain the
+numbers per block. The numbers per row or column (*lines*) follow the headers, before the elements.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import tensors_of
 from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
-from deepmd_muon.optim.sharded.messages import lines_of
+from deepmd_muon.optim.sharded.messages import Stack, lines_of
 from deepmd_muon.optim.sharded.plan import Plan, carried
-from deepmd_muon.optim.sharded.transport import Exchange, Side
+from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
 
-Copies = tuple[list[Tensor], list[Tensor]]  # views of a buffer, and views of the state, pairwise
+LocalState = Mapping[int, Mapping[str, Tensor]]
+"""This rank's state tensors, by parameter of the plan and key."""
+
+
+class BlockNumbers(NamedTuple):
+    """Numbers per block of some of this rank's pieces.
+
+    Attributes
+    ----------
+    pieces
+        The positions of these pieces: an index of rows of headers. A slice if it is all of them.
+    state
+        For each of these pieces, its block's number as a view of the state, (1,).
+    """
+
+    pieces: slice | Tensor
+    state: list[Tensor]
+
+
+@dataclasses.dataclass
+class LineCopies:
+    """Pairs of views, (lines, values): lines are copied between `buffer` and `state`."""
+
+    buffer: list[Tensor] = dataclasses.field(default_factory=list)
+    state: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def write_buffer(self) -> None:
+        """Copy from the state to the buffer."""
+        if self.buffer:
+            torch._foreach_copy_(self.buffer, self.state)
+
+    def write_state(self) -> None:
+        """Copy from the buffer to the state."""
+        if self.buffer:
+            torch._foreach_copy_(self.state, self.buffer)
 
 
 class RuleState:
     """State of rules in one bucket on this rank.
 
-    `stacks` has the jobs of each stack of matrices that this rank owns, and the shape of its matrices.
+    `stacks` are the matrices that this rank owns; `place_of_job` has the number of each job's stack
+    and the index of its matrix in the stack.
 
     Attributes
     ----------
     keys
-        Keys of the state tensors with one number per block; their columns in the headers start at 1.
+        Keys of the state tensors with one number per block; their columns in the headers start
+        at 1.
     """
 
     def __init__(
@@ -36,142 +75,162 @@ class RuleState:
         plan: Plan,
         rules: tuple[MatrixRule, ...],
         exchange: Exchange,
-        stacks: Sequence[tuple[Sequence[int], tuple[int, int]]],
+        stacks: Sequence[Stack],
+        place_of_job: Mapping[int, tuple[int, int]],
         rank: int,
         device: torch.device,
     ) -> None:
-        self._plan, self._exchange, self._rank, self._device = plan, exchange, rank, device
+        self._plan = plan
+        self._exchange = exchange
+        self._rank = rank
+        self._device = device
         self._jobs = exchange.messages.jobs
         self.keys = carried(rules).blocks
         self._dtypes = {
             key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()
         }
-        self._slots = {j: (s, i) for s, (jobs, _) in enumerate(stacks) for i, j in enumerate(jobs)}
-        self._sizes = [len(jobs) for jobs, _ in stacks]
-        # The rows and columns of owned matrices, from their arrival until they have left.
+        self._single_values = {key for key, tensor in carried(rules).lines if tensor.along is None}
+        self._place_of_job = place_of_job
+        self._stack_sizes = [len(stack.jobs) for stack in stacks]
+        # The lines of owned matrices, (matrices, lines, values), from their arrival until they
+        # have left.
         self._owned: list[dict[str, Tensor]] = []
-        for jobs, shape in stacks:
-            new = {}
-            for key, tensor in carried(plan.parameters[self._jobs[jobs[0]].parameter].rules).lines:
-                count = shape[0] if tensor.extent == "rows" else shape[1]
-                size = len(jobs), count, tensor.length(*shape)
-                new[key] = torch.zeros(size, dtype=torch.float64, device=device)
-            self._owned.append(new)
-        self._scalar_lines = {key for key, tensor in carried(rules).lines if tensor.along is None}
+        for stack in stacks:
+            rows, columns = stack.shape
+            lines = {}
+            for key, tensor in self._line_tensors(stack.jobs[0]):
+                n_lines = rows if tensor.extent == "rows" else columns
+                size = (len(stack.jobs), n_lines, tensor.length(rows, columns))
+                lines[key] = torch.zeros(size, dtype=torch.float64, device=device)
+            self._owned.append(lines)
 
-    def bind(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Create all views of the exchange's buffers and of the state, by parameter of the plan and key."""
-        out, into = self._exchange.outward["gather"], self._exchange.inward["return"]
-        sent, received = self._exchange.sent, self._exchange.received
-        self._packed = self._numbers_of(out, state), self._lines_here(out, sent["gather"], state)
-        self._returned = (
-            self._numbers_of(into, state),
-            self._lines_here(into, received["return"], state),
+    def _line_tensors(self, job: int) -> tuple[tuple[str, StateTensor], ...]:
+        """Return key and description of the state per row or column of a job's parameter."""
+        return carried(self._plan.parameters[self._jobs[job].parameter].rules).lines
+
+    # ----- views, created once -------------------------------------------------------------------
+
+    def bind(self, state: LocalState) -> None:
+        """Create all views of the exchange's buffers and of the state."""
+        exchange = self._exchange
+        packing = exchange.outward["gather"]
+        self._packed_numbers = self._block_numbers(packing, state)
+        self._packed_lines = self._local_lines(packing, exchange.sent["gather"], state)
+        returning = exchange.inward["return"]
+        self._returned_numbers = self._block_numbers(returning, state)
+        self._returned_lines = self._local_lines(returning, exchange.received["return"], state)
+        self._arriving_lines = self._owned_lines(
+            exchange.inward["gather"], exchange.received["gather"]
         )
-        self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"])
-        self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"])
+        self._leaving_lines = self._owned_lines(exchange.outward["return"], exchange.sent["return"])
 
-    def _numbers_of(
-        self, side: Side, state: Mapping[int, Mapping[str, Tensor]]
-    ) -> dict[str, tuple[slice | Tensor, list[Tensor]]]:
-        """Return, by key, the positions of this rank's pieces that have a number of their block, and views of these."""
-        found = {}
-        for key in self.keys:
-            positions, views = [], []
-            for k, payload in enumerate(side.payloads):
-                job = self._jobs[payload.job]
-                if key in state[job.parameter]:
-                    p = self._plan.parameters[job.parameter]
-                    own = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank]
-                    at = overlap(own, job.block, job.block + 1).start
-                    positions.append(k)
-                    views.append(state[job.parameter][key][at : at + 1])
-            index = torch.tensor(positions, dtype=torch.int64, device=self._device)
-            found[key] = (slice(None) if len(positions) == len(side.payloads) else index), views
-        return found
+    def _block_numbers(self, side: Side, state: LocalState) -> list[BlockNumbers]:
+        """Return, in the order of `keys`, the numbers of the blocks of this rank's pieces."""
+        return [self._numbers_of_key(key, side.payloads, state) for key in self.keys]
 
-    def _lines_here(
-        self, side: Side, buffer: Tensor, state: Mapping[int, Mapping[str, Tensor]]
-    ) -> Copies:
+    def _numbers_of_key(
+        self, key: str, payloads: Sequence[Payload], state: LocalState
+    ) -> BlockNumbers:
+        pieces = []
+        views = []
+        for number, payload in enumerate(payloads):
+            job = self._jobs[payload.job]
+            if key in state[job.parameter]:
+                p = self._plan.parameters[job.parameter]
+                local_blocks = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank]
+                index = overlap(local_blocks, job.block, job.block + 1).start
+                pieces.append(number)
+                views.append(state[job.parameter][key][index : index + 1])
+        if len(pieces) == len(payloads):
+            return BlockNumbers(slice(None), views)  # needs no gather on the device
+        return BlockNumbers(torch.tensor(pieces, dtype=torch.int64, device=self._device), views)
+
+    def _local_lines(self, side: Side, buffer: Tensor, state: LocalState) -> LineCopies:
         """Return the copies between a buffer of this rank's pieces and its state."""
-        found: Copies = [], []
+        copies = LineCopies()
         for payload, (start, _) in zip(side.payloads, side.lines, strict=True):
             job = self._jobs[payload.job]
-            for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
+            for key, tensor in self._line_tensors(payload.job):
                 lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
-                if lines.length:
-                    local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
-                    found[0].append(buffer[start : start + lines.length].view(-1, lines.values))
-                    found[1].append(
-                        local[lines.batch, lines.inside.start : lines.inside.stop, lines.part]
-                    )
-                    start += lines.length
-        return found
+                if not lines.length:
+                    continue
+                stop = start + lines.length
+                copies.buffer.append(buffer[start:stop].view(-1, lines.values))
+                # Vectors of smaller blocks are padded in storage.
+                local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
+                in_local = slice(lines.inside.start, lines.inside.stop)
+                copies.state.append(local[lines.batch, in_local, lines.part])
+                start = stop
+        return copies
 
-    def _lines_owned(self, side: Side, buffer: Tensor) -> Copies:
-        """Return the copies between a buffer of other ranks' pieces and the rows and columns of owned matrices."""
-        found: Copies = [], []
+    def _owned_lines(self, side: Side, buffer: Tensor) -> LineCopies:
+        """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
+        copies = LineCopies()
         for payload, peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
             job = self._jobs[payload.job]
-            s, i = self._slots[payload.job]
-            for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
+            stack_number, index = self._place_of_job[payload.job]
+            for key, tensor in self._line_tensors(payload.job):
                 lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)
-                for first, last in lines.inside.runs if lines.length else ():
-                    length = (last - first) * lines.values
-                    found[0].append(buffer[start : start + length].view(-1, lines.values))
-                    found[1].append(self._owned[s][key][i, first:last])
-                    start += length
-        return found
+                if not lines.length:
+                    continue
+                for first, last in lines.inside.runs:
+                    stop = start + (last - first) * lines.values
+                    copies.buffer.append(buffer[start:stop].view(-1, lines.values))
+                    copies.state.append(self._owned[stack_number][key][index, first:last])
+                    start = stop
+        return copies
+
+    # ----- a step --------------------------------------------------------------------------------
 
     def pack(self, headers: Tensor) -> None:
-        """Write this rank's state to the headers of its pieces, (pieces, fields), and to the buffer."""
-        numbers, (buffer, state) = self._packed
-        for column, (where, views) in enumerate(numbers.values(), start=1):
-            if views:
-                headers[where, column] = torch.cat(views).double()
-        if buffer:
-            torch._foreach_copy_(buffer, state)
+        """Write this rank's state to its pieces' headers, (pieces, fields), and to the buffer."""
+        for column, numbers in enumerate(self._packed_numbers, start=1):
+            if numbers.state:
+                headers[numbers.pieces, column] = torch.cat(numbers.state).double()
+        self._packed_lines.write_buffer()
 
     def arrive(self, headers: Tensor) -> list[dict[str, Tensor]]:
-        """Return the state of the owned matrices, stack by stack, given a header of each, (matrices, fields)."""
-        buffer, owned = self._arrive
-        if buffer:
-            torch._foreach_copy_(owned, buffer)
-        found = [
-            {
-                key: (x[:, :, 0] if key in self._scalar_lines else x).to(
-                    self._dtypes[key], copy=True
-                )
-                for key, x in lines.items()
-            }
-            for lines in self._owned
-        ]
+        """Return the state of the owned matrices by stack.
+
+        `headers` has a header of each matrix, (matrices, fields).
+        """
+        self._arriving_lines.write_state()
+        state: list[dict[str, Tensor]] = []
+        for lines in self._owned:
+            stack_state = {}
+            for key, x in lines.items():
+                if key in self._single_values:
+                    x = x[:, :, 0]
+                # A copy: `leave` writes the new state to `_owned`.
+                stack_state[key] = x.to(self._dtypes[key], copy=True)
+            state.append(stack_state)
         for column, key in enumerate(self.keys, start=1):
-            for own, x in zip(
-                found, headers[:, column].to(self._dtypes[key]).split(self._sizes), strict=True
-            ):
-                own[key] = x
-        return found
+            numbers = headers[:, column].to(self._dtypes[key]).split(self._stack_sizes)
+            for stack_state, x in zip(state, numbers, strict=True):
+                stack_state[key] = x
+        return state
 
     def leave(self, state: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
-        """Write the state of the owned matrices to the buffer; yield the columns of their headers, (matrices,)."""
-        for lines, own in zip(self._owned, state, strict=True):
-            for key, x in lines.items():
-                x.copy_(own[key].view(x.shape))
-        buffer, owned = self._leave
-        if buffer:
-            torch._foreach_copy_(buffer, owned)
-        for key in self.keys:
-            yield torch.cat([own[key] for own in state]).double()
+        """Write the state of the owned matrices to the buffer; yield the columns of their headers.
 
-    def take(self, headers_of: Callable[[], Tensor]) -> None:
-        """Take back the state from the headers of this rank's pieces, (pieces, fields), and from the buffer."""
-        numbers, (buffer, state) = self._returned
-        headers = headers_of() if any(views for _, views in numbers.values()) else None
-        for column, (where, views) in enumerate(numbers.values(), start=1):
-            if views and headers is not None:
-                torch._foreach_copy_(
-                    views, list(headers[where, column].to(views[0].dtype).split(1))
-                )
-        if buffer:
-            torch._foreach_copy_(state, buffer)
+        Each column is float64 (matrices,).
+        """
+        for lines, stack_state in zip(self._owned, state, strict=True):
+            for key, x in lines.items():
+                x.copy_(stack_state[key].view(x.shape))
+        self._leaving_lines.write_buffer()
+        for key in self.keys:
+            yield torch.cat([stack_state[key] for stack_state in state]).double()
+
+    def take(self, returned_headers: Callable[[], Tensor]) -> None:
+        """Take the state back from the headers of this rank's pieces and from the buffer.
+
+        `returned_headers` reads the headers, (pieces, fields), which costs a kernel on a GPU.
+        """
+        if any(numbers.state for numbers in self._returned_numbers):
+            headers = returned_headers()
+            for column, numbers in enumerate(self._returned_numbers, start=1):
+                if numbers.state:
+                    values = headers[numbers.pieces, column].to(numbers.state[0].dtype)
+                    torch._foreach_copy_(numbers.state, list(values.split(1)))
+        self._returned_lines.write_state()

@@ -1,8 +1,16 @@
-"""The optimizer's step for parameters that live on several ranks."""
+"""The optimizer's step for parameters that live on several ranks.
+
+`ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte
+moves, and `run` takes the step. Matrices take one of three ways:
+
+- a `Pipeline` exchanges pieces of matrices with their owners;
+- replicas that keep momenta in parts gather them and repeat the work (`RepeatedMuon`);
+- replicas with whole momenta repeat the work in the step of a single process, which is not here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,7 +39,7 @@ from deepmd_muon.optim.sharded.params import (
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
-from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
+from deepmd_muon.optim.sharded.process_groups import RankGroup, check_plans, group_of
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
@@ -48,27 +56,27 @@ def sharded_step(
     Raises
     ------
     ShardingError, UnsupportedTransportError
-        When a parameter has a dtype, or a sharding of its state, that cannot be stepped on several ranks.
+        When a parameter has a dtype, or a sharding of its state, that cannot be stepped on several
+        ranks.
     """
     sharded_params = []
     for number, group in enumerate(groups):
         for p, entry in group.routed:
             layout = layout_of(p, None if is_local(entry.name, group.settings) else replicas)
-            if layout is not None and entry.route != "frozen":
-                sharding = None
-                if (
-                    settings.state == "sharded"
-                    and replicas is not None
-                    and not isinstance(p, DTensor)
-                ):
-                    sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
-                sharded_params.append(
-                    ShardedParameter(p, entry, number, layout, p.device, sharding)
+            if layout is None or entry.route == "frozen":
+                continue
+            sharding = None
+            if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
+                sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
+            param = ShardedParameter(
+                p, entry, group=number, layout=layout, device=p.device, sharding=sharding
+            )
+            if p.dtype not in DTYPES:
+                raise UnsupportedTransportError(
+                    f"{param}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or "
+                    "wider"
                 )
-                if p.dtype not in DTYPES:
-                    raise UnsupportedTransportError(
-                        f"{sharded_params[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
-                    )
+            sharded_params.append(param)
     return ShardedStep(groups, sharded_params, settings) if sharded_params else None
 
 
@@ -84,7 +92,8 @@ class ShardedStep:
     holders
         By parameter, the object that creates and lays out its state.
     gathers
-        Whether momenta are gathered before the step, and every replica orthogonalizes whole matrices by itself.
+        Whether momenta are gathered before the step, and every replica orthogonalizes whole
+        matrices by itself.
     """
 
     def __init__(
@@ -97,44 +106,56 @@ class ShardedStep:
         self._sharded_params = list(sharded_params)
         self.holders = {param.p: param for param in sharded_params}
         self._device = sharded_params[0].device
-        self._muon = [param for param in sharded_params if param.entry.route == "muon"]
-        planned = []
-        for param in self._muon:
-            state_layout = param.sharding.layout if param.sharding else None
-            own = groups[param.group].settings
-            planned.append(
-                PlannedParameter.of(param.entry, param.p.dtype, own, param.layout, state_layout)
-            )
-        self.plan = make_plan(planned, settings)
-        # Replicas that repeat the work take the single-process step, with all its fast paths, once their plans agree.
-        plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
-        sharding = any(param.sharding is not None for param in sharded_params)
-        self._repeating = (
-            plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
+        self._matrices = [param for param in sharded_params if param.entry.route == "muon"]
+        self.plan = make_plan(
+            [
+                PlannedParameter.of(
+                    param.entry,
+                    param.p.dtype,
+                    groups[param.group].settings,
+                    layout=param.layout,
+                    state_layout=param.sharding.layout if param.sharding else None,
+                )
+                for param in self._matrices
+            ],
+            settings,
+        )
+        # Replicas with whole state that exchange nothing take the single-process step, with all
+        # its fast paths, once their plans agree.
+        self._repeating = not (
+            any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
+            or any(domain.buckets for domain in self.plan.domains)
         )
         self.gathers = any(domain.gathered for domain in self.plan.domains)
-        self._met: set[Tensor] = set()
         self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
-        self._agreed = False
+
+        # Of `prepare` and `agree`.
+        self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
         self._columns = GroupColumns(sharded_params)
         self._prepared: tuple[Sequence[Group], State] = ((), {})
         self._error: ShardingError | None = None
-        self._bound = self._compiled = False
-        self._groups: list[dist.ProcessGroup | None] = []
+        self._agreed = False
+        self._presence: GradientPresence | None = None
+
+        # The parts of the step, made before the first one.
+        self._process_groups: list[dist.ProcessGroup | None] = []  # of the plan's domains
         self._pipeline: Pipeline | None = None
         self._repeated: RepeatedMuon | None = None
         self._elements: ElementwiseStep | None = None
-        self._beside: SideStream | None = None  # of small Adam routes, on a GPU
-        self._presence: GradientPresence | None = None
+        self._side_stream: SideStream | None = None  # of small Adam routes, on a GPU
+        self._bound = False  # to parameters and state
+        self._compiled = False  # for the present gradients
 
     def reset(self) -> None:
-        """Release all references to parameters' memory and state; the next step binds them again."""
-        self._bound = self._compiled = False
+        """Release all references to parameters and state; the next step binds them again."""
+        self._bound = False
+        self._compiled = False
         self._prepared = (), {}
         if self._elements is not None:
             self._elements.waves = []
-        for update in self._pipeline.momentum_updates if self._pipeline is not None else ():
-            update.buffers = []
+        if self._pipeline is not None:
+            for update in self._pipeline.momentum_updates:
+                update.buffers = []
         if self._repeated is not None:
             self._repeated.release()
 
@@ -147,37 +168,43 @@ class ShardedStep:
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return the parameters among these that each process steps by itself."""
-        return (
-            routed
-            if self._repeating
-            else [(p, entry) for p, entry in routed if p not in self.holders]
-        )
+        if self._repeating:
+            return routed
+        return [(p, entry) for p, entry in routed if p not in self.holders]
 
     def never_met(self) -> int:
-        """Return the number of matrices that have had no gradient here in any step; they have state nevertheless."""
-        return 0 if self._repeating else sum(param.p not in self._met for param in self._muon)
+        """Return the number of matrices that have had no gradient here in any step.
+
+        They have state nevertheless.
+        """
+        if self._repeating:
+            return 0
+        return sum(param.p not in self._with_gradient for param in self._matrices)
+
+    # ----- agreement -----------------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
-        self._met.update(param.p for param in self._muon if param.p.grad is not None)
+        self._with_gradient.update(param.p for param in self._matrices if param.p.grad is not None)
         self._error = layout_error(state, self._sharded_params)
         self._prepared = groups, state
-        self._columns.groups, self._columns.read = groups, []
+        self._columns.watch(groups)
         self._compiled = False
         self._bound = self._bound and same_tensors
 
     def agree(self, flags: Tensor | None) -> Tensor | None:
-        """Agree with the other ranks to take a step; return the elementwise maximum of all ranks' flags.
+        """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
 
         Raises
         ------
         ShardingError
             On all ranks, when a parameter or its state cannot be exchanged; nothing is changed.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
-            in the next step, or by `raise_deferred`.
+            On all ranks, when only some replicas have a gradient of a parameter and its step is not
+            exchanged; on a GPU in the next step, or by `raise_deferred`.
         PlanMismatchError
-            On all ranks, when parameters or routes differ in the first step, or settings of groups then or later.
+            On all ranks, when parameters or routes differ in the first step, or settings of groups
+            then or later.
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
@@ -190,9 +217,7 @@ class ShardedStep:
                 "take a step before the capture"
             )
         if not self._agreed:
-            self._groups = [group_of(domain.ranks, self._device) for domain in self.plan.domains]
-            for domain, group in zip(self.plan.domains, self._groups, strict=True):
-                check_agreement(self.plan, domain, group, self._device, self._error)
+            self._compare_plans()
         if self._error is not None:
             raise self._error
         if not self._agreed:
@@ -202,10 +227,37 @@ class ShardedStep:
         self._agreed = True
         if self._presence is None:
             self._presence = self._compare_presence()
-        return self._presence.compare(None if flags is None else flags.to(self._device).reshape(-1))
+        if flags is not None:
+            flags = flags.to(self._device).reshape(-1)
+        return self._presence.compare(flags)
+
+    def _compare_plans(self) -> None:
+        """Make the process groups of the plan, and raise the errors of all ranks."""
+        device = self._device
+        self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
+        for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
+            if process_group is not None:
+                among = RankGroup(domain.ranks, process_group, device)
+                check_plans(self.plan, domain, among, self._error)
+
+    def _compare_presence(self) -> GradientPresence:
+        """Return the comparison of gradients of parameters with replicas that would diverge."""
+        # Headers of exchanged matrices tell which gradients exist.
+        exchanges_matrices = not (self._repeating or self.gathers)
+        compared = []
+        for param in self._sharded_params:
+            exchanged = exchanges_matrices and param.entry.route == "muon"
+            if not exchanged and len(param.layout.replicas()) > 1:
+                ranks = param.layout.sorted_ranks
+                name = f"{param} (route {param.entry.route})"
+                compared.append(ComparedParameter(param.p, name, ranks))
+        sets_of_ranks = [param.layout.sorted_ranks for param in self._sharded_params]
+        return GradientPresence(compared, sets_of_ranks, self._device, columns=self._columns)
+
+    # ----- the step ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the exchanges of the next step that need no gradient, if the last step has left everything ready."""
+        """Start the exchanges of the next step that need no gradient, if all is ready for them."""
         if self._repeated is not None and self._bound and self._compiled:
             self._repeated.start()
 
@@ -218,8 +270,10 @@ class ShardedStep:
         control: StepControl,
         step_matrices: StepMatrices,
     ) -> None:
-        """Take the step; the Adam routes run beside the Muon route, or while its first pieces are exchanged.
+        """Take the step.
 
+        The Adam routes run while the first pieces of the Muon route are exchanged. With gathered
+        momenta on a GPU, small ones run on another stream.
         `step_matrices` takes the step of a single process.
         """
         if self._repeating:
@@ -228,26 +282,24 @@ class ShardedStep:
         self._bind(elements, groups, state, memory, workspace)
         moments = None
         if memory is not None:
-            before, after = self._transfer_batches(state, memory)
-            own = [
-                wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
-            ]
-            moments = memory.fetch_in_turn([*before, *own, *after])
+            moments = memory.fetch_in_turn(self._transfer_batches(elements, state, memory))
         if self._repeated is not None:
             self._run_repeated(self._repeated, elements, control, moments, step_matrices)
             return
-        run = (
-            None
-            if self._pipeline is None
-            else PipelineStep(self._pipeline, groups, state, memory, control, moments)
-        )
+        pipeline_step = None
+        if self._pipeline is not None:
+            pipeline_step = PipelineStep(
+                self._pipeline,
+                groups=groups,
+                state=state,
+                memory=memory,
+                control=control,
+                moments=moments,
+            )
         arriving = elements.step(control, moments)
-        if run is not None:
-            arriving += run.finish()
-        for _ in moments or ():  # copies the last batch back to the host
-            pass
-        for take in arriving:
-            take()
+        if pipeline_step is not None:
+            arriving += pipeline_step.finish()
+        _finish(arriving, moments)
 
     def _run_repeated(
         self,
@@ -257,22 +309,18 @@ class ShardedStep:
         moments: Iterator[list[Tensor]] | None,
         step_matrices: StepMatrices,
     ) -> None:
-        """Take the step with gathered momenta; small Adam routes run beside the Muon route on a GPU."""
+        """Take the step with gathered momenta; on a GPU, small Adam routes use another stream."""
         repeated.start()
-        if moments is not None or self._beside is None:
+        if moments is not None or self._side_stream is None:
             arriving = elements.step(control, moments)
             repeated.step(control, moments, step_matrices)
-            for _ in moments or ():  # copies the last batch back to the host
-                pass
-            for take in arriving:
-                take()
+            _finish(arriving, moments)
         else:
             control = control.on(self._device)  # before the fork: both streams read it
-            self._beside.fork()
+            self._side_stream.fork()
             repeated.step(control, None, step_matrices)
-            with self._beside:
-                for take in elements.step(control, None):
-                    take()
+            with self._side_stream:
+                _finish(elements.step(control, None), None)
         if self._settings.free_gradients:
             repeated.free_gradients()
 
@@ -281,14 +329,12 @@ class ShardedStep:
         collectives = CollectiveStream(self._device)
         others = [param for param in self._sharded_params if param.entry.route != "muon"]
         if self.gathers:
-            self._repeated = RepeatedMuon(self._muon, collectives)
-            if (
-                self._device.type == "cuda"
-                and sum(param.p.numel() for param in others) <= MOST_BESIDE
-            ):
-                self._beside = SideStream(self._device)
-        elif self._muon:
-            self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
+            self._repeated = RepeatedMuon(self._matrices, collectives)
+            n_elements = sum(param.p.numel() for param in others)
+            if self._device.type == "cuda" and n_elements <= MOST_BESIDE:
+                self._side_stream = SideStream(self._device)
+        elif self._matrices:
+            self._pipeline = Pipeline(self.plan, self._matrices, self._process_groups, collectives)
         self._elements = ElementwiseStep(others, collectives)
         return self._elements
 
@@ -300,39 +346,38 @@ class ShardedStep:
         memory: HostMemory | None,
         workspace: int,
     ) -> None:
-        """Create what depends on parameters, gradients and state, where these have changed."""
-        if self._pipeline is not None and not self._bound:
+        """Create what depends on parameters, gradients and state, if these have changed."""
+        if not self._bound and self._pipeline is not None:
             self._pipeline.bind(groups, state, memory)
-        if self._repeated is not None and not self._bound:
+        if not self._bound and self._repeated is not None:
             self._repeated.bind(groups, state, memory, workspace)
-        if not self._compiled or not self._bound:
+        if not self._bound or not self._compiled:
             elements.compile(groups, state, memory, workspace)
             if self._repeated is not None:
                 self._repeated.choose()
-        self._bound = self._compiled = True
+        self._bound = True
+        self._compiled = True
 
     def _transfer_batches(
-        self, state: State, memory: HostMemory
-    ) -> tuple[list[TransferBatch], list[TransferBatch]]:
-        """Return the transfer batches of the Muon route's momenta, before and after those of the Adam routes."""
+        self, elements: ElementwiseStep, state: State, memory: HostMemory
+    ) -> list[TransferBatch]:
+        """Return the batches of offloaded moments, in the order in which the step takes them."""
+        before: list[TransferBatch] = []
+        after: list[TransferBatch] = []
         if self._pipeline is not None:
-            return self._pipeline.transfer_batches(state, memory)
-        return [], [] if self._repeated is None else self._repeated.transfer_batches()
+            before, after = self._pipeline.transfer_batches(state, memory)
+        elif self._repeated is not None:
+            after = self._repeated.transfer_batches()
+        waves = [wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None]
+        return [*before, *waves, *after]
 
-    def _compare_presence(self) -> GradientPresence:
-        """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""
-        still = self._repeating or self.gathers
-        sharded_params = (
-            self._sharded_params
-            if still
-            else [m for m in self._sharded_params if m.entry.route != "muon"]
-        )
-        compared = [
-            ComparedParameter(
-                param.p, f"{param} (route {param.entry.route})", tuple(sorted(param.layout.ranks))
-            )
-            for param in sharded_params
-            if len(param.layout.replicas()) > 1
-        ]
-        known = [tuple(sorted(param.layout.ranks)) for param in self._sharded_params]
-        return GradientPresence(compared, known, self._device, columns=self._columns)
+
+def _finish(
+    arriving: Sequence[Callable[[], object]], moments: Iterator[list[Tensor]] | None
+) -> None:
+    """Copy the last batch of moments back to the host, and wait for other ranks' parts."""
+    if moments is not None:
+        for _ in moments:  # exhausting it copies the last batch
+            pass
+    for take in arriving:
+        take()

@@ -1,12 +1,13 @@
-"""The exchange of one bucket: pack → all-to-all to the owners → … → all-to-all back → unpack.
+"""The exchange of one bucket: an all-to-all to the owners, and another one back.
 
-A message is a row of 8-byte words: a header per piece (presence, the rules' state per block and sums), the rules'
-state per row or column, then all elements in the type of messages. Buffers are float64 tensors; the elements are views
-of them, so that one collective carries everything.
+A message is a row of 8-byte words: a header per piece (presence, the rules' state per block and
+sums), the rules' state per row or column, then all elements in the type of messages. Buffers are
+float64 tensors; the elements are views of them, so that one collective carries everything.
 
-Buckets take turns with a fixed number of buffers (the setting `slots`), so that views of them are created once. On GPUs
-collectives run on a high-priority stream and overlap with the work that the caller launches before it waits. Buffers
-need no further synchronization: each is reused only after waiting for the collective that read it.
+Buckets take turns with a fixed number of buffers (the setting `slots`), so that views of them are
+created once. On GPUs collectives run on a high-priority stream and overlap with the work that the
+caller launches before it waits. Buffers need no further synchronization: each is reused only after
+waiting for the collective that read it.
 """
 
 from __future__ import annotations
@@ -109,13 +110,13 @@ class Side:
 
 
 class CollectiveStream:
-    """Launches collectives: on a high-priority stream on a GPU, on the backend's threads elsewhere."""
+    """Launches collectives: on a high-priority stream on a GPU, else on the backend's threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # Keeps the last collective alive: if one of gloo's threads dropped the last reference, freeing the tensors
-        # would need the GIL, and a process exiting meanwhile would abort.
+        # Keeps the last collective alive: if one of gloo's threads dropped the last reference,
+        # freeing the tensors would need the GIL, and a process exiting meanwhile would abort.
         self._last: Any = None
 
     def launch(
@@ -125,10 +126,11 @@ class CollectiveStream:
         then: Callable[[], object] | None = None,
         **options: Any,
     ) -> Callable[[], Any]:
-        """Start a collective after the current stream's work; return a function that makes that stream wait for it.
+        """Start a collective after the current stream's work.
 
-        `then` takes what has arrived: on a GPU beside the current stream's work, else in the function that is returned,
-        which is called once.
+        Return a function that makes that stream wait for the collective. `then` takes what has
+        arrived: on a GPU in parallel to the current stream's work, else in the function that is
+        returned, which is called once.
         """
         if self._stream is None:
             self._last = collective(*args, **options, async_op=True)
@@ -149,9 +151,10 @@ def _arrive(work: Any, then: Callable[[], object] | None) -> None:
 
 
 class Exchange:
-    """One bucket of one domain on one rank, or, without `bucket`, a portion of the jobs that stay on it.
+    """One bucket of one domain on one rank; without `bucket`, a portion of jobs that stay on it.
 
-    `group` is the process group of the domain's ranks in ascending order; `dtype` is that of full-precision elements.
+    `group` is the process group of the domain's ranks in ascending order; `dtype` is that of
+    full-precision elements.
     """
 
     def __init__(
@@ -181,28 +184,31 @@ class Exchange:
         self.received: dict[Leg, Tensor] = {}
 
     def bind(self, holders: Tensor, owners: Tensor) -> None:
-        """Use these buffers, which one bucket at a time may use: one on the holders' side, one on the owners' side.
+        """Use these buffers, one on the holders' side and one on the owners' side.
 
-        The gather copies from the first to the second, the return from the second to the first. If all messages of a
-        leg stay on the rank, they are read from the buffer in which they were packed.
+        One bucket at a time may use them. The gather copies from the first to the second, the
+        return from the second to the first. If all messages of a leg stay on the rank, they are
+        read from the buffer in which they were packed.
         """
         for leg in LEGS:
-            near, far = (holders, owners) if leg == "gather" else (owners, holders)
-            self.sent[leg] = near[: self.outward[leg].words]
-            self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
+            source = holders if leg == "gather" else owners
+            target = source
+            if self._crosses[leg]:
+                target = owners if leg == "gather" else holders
+            self.sent[leg] = source[: self.outward[leg].words]
+            self.received[leg] = target[: self.inward[leg].words]
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
-        """Start sending the packed messages; return a function that waits for this rank's messages."""
+        """Start to send the packed messages; return a function that waits for this rank's."""
         if not self._crosses[leg]:
             return lambda: None  # all messages stay on this rank, in the same order
-        received, sent = self.inward[leg], self.outward[leg]
         with in_phase(_PHASES[leg]):
             wait = collectives.launch(
                 dist.all_to_all_single,
                 self.received[leg],
                 self.sent[leg],
-                received.splits,
-                sent.splits,
+                self.inward[leg].splits,
+                self.outward[leg].splits,
                 group=self._group,
             )
         return phase(_PHASES[leg])(wait)

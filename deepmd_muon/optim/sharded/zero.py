@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
 from deepmd_muon.optim.sharded.agreement import ComparedParameter, GradientPresence
-from deepmd_muon.optim.sharded.elements import GatheredParts
+from deepmd_muon.optim.sharded.elements import GatheredParts, gathered_parts
 from deepmd_muon.optim.sharded.params import Replicas, StateSharding, layout_of, state_sharding
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 
@@ -28,16 +27,27 @@ def shard_state(
     replicas: Replicas,
     **options: Any,
 ) -> _Kind:
-    """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others.
+    """Make an optimizer that keeps state for this rank's rows of every parameter.
 
-    The optimizer's parameters are DTensors that share memory with the whole parameters; its state consists of DTensors,
-    too. A step consumes the whole gradients, and `zero_grad` clears them. Whole states load too: each rank takes its
-    part. A gradient that only some ranks have raises MissingGradientError on all ranks; on a GPU in the next step, or
-    in `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
+    It steps these rows and gathers the others. Its parameters are DTensors that share memory with
+    the whole parameters; its state consists of DTensors, too. A step consumes the whole gradients,
+    and `zero_grad` clears them. Whole states load too: each rank takes its part.
 
-    Its class `kind` must update each element independently of the others. The whole parameters and their gradients are
-    equal on `replicas`. Between steps their memory may be replaced by memory of the same shape, strides, dtype and
-    device.
+    A gradient that only some ranks have raises MissingGradientError on all ranks; on a GPU in the
+    next step, or in `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled;
+    its state dict can.
+
+    Parameters
+    ----------
+    kind
+        The optimizer's class. It must update each element independently of the others.
+    params
+        Names and whole parameters, equal on `replicas` like their gradients. Between steps their
+        memory may be replaced by memory of the same shape, strides, dtype and device.
+    replicas
+        The ranks.
+    **options
+        Further arguments of the class.
 
     Raises
     ------
@@ -47,57 +57,15 @@ def shard_state(
     whole_params = [
         _WholeParameter(name, p, state_sharding(p, replicas, matrices=False)) for name, p in params
     ]
-    own: Any = kind  # mypy considers a class unhashable
-    optimizer: Any = _sharded_state_class(own)(
-        [(each.name, each.part) for each in whole_params], **options
+    own_kind: Any = kind  # mypy considers a class unhashable
+    optimizer: Any = _sharded_state_class(own_kind)(
+        [(param.name, param.part) for param in whole_params], **options
     )
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(
-        list
-    )
-    for each in whole_params:
-        if each.sharding is not None and len(each.sharding.layout.ranks) > 1:
-            kinds[each.p.device, each.p.dtype].append((each.p, each.sharding))
-    parts = [GatheredParts(taken, CollectiveStream(device)) for (device, _), taken in kinds.items()]
-    presence = _presence(whole_params, replicas)
-
-    def take_gradients() -> None:
-        for each in whole_params:
-            each.follow()
-        if presence is not None:
-            presence.compare()
-        for each in whole_params:
-            each.part.grad = None if each.p.grad is None else _part(each.p.grad, each.sharding)
-            each.p.grad = None
-
-    def gather() -> None:
-        for each in parts:
-            each.read()
-        for arrived in [each.gather() for each in parts]:
-            arrived()
-
-    def finish(*_: Any) -> None:
-        if presence is not None:
-            presence.raise_deferred()
-
-    def cut_state(_self: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        finish()
-        keys = [key for group in state["param_groups"] for key in group["params"]]
-        found = dict(state["state"])
-        for key, each in zip(
-            keys, whole_params, strict=False
-        ):  # torch raises if the numbers differ
-            sharding, shape = each.sharding, each.p.shape
-            if sharding is not None and key in found:
-                found[key] = {
-                    k: sharding.of(x).clone() if x.shape == shape else x
-                    for k, x in found[key].items()
-                }
-        return {**state, "state": found}
-
-    optimizer.register_state_dict_pre_hook(finish)
-    optimizer.register_load_state_dict_pre_hook(cut_state)
-    optimizer._whole = [each.p for each in whole_params]
-    optimizer._around = take_gradients, gather
+    # After the class has checked its arguments: this communicates.
+    parts = _Parts(whole_params, replicas)
+    optimizer._parts = parts
+    optimizer.register_state_dict_pre_hook(lambda _: parts.raise_deferred())
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: parts.cut_state(state))
     made: _Kind = optimizer
     return made
 
@@ -109,47 +77,127 @@ def _sharded_state_class(kind: type[Optimizer]) -> Any:
 
 
 class _ShardedStateOptimizer(Optimizer):
-    """An optimizer that steps this rank's parts of whole parameters.
+    """An optimizer that steps this rank's parts of whole parameters."""
 
-    `_around` takes the gradients before a step, and gathers the other ranks' parts after it.
-    """
-
-    _whole: Sequence[Tensor]
-    _around: tuple[Callable[[], None], Callable[[], None]]
+    _parts: _Parts
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, which computes whole gradients, and then take the step that consumes them."""
+        """Evaluate the closure, which computes whole gradients, and take the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        take_gradients, gather = self._around
-        take_gradients()
+        self._parts.take_gradients()
         inherited: Any = super().step.__func__  # type: ignore[attr-defined]
         # torch wraps this method in hooks; it may have wrapped the inherited one, too.
-        (inherited.__wrapped__ if getattr(inherited, "hooked", False) else inherited)(self)
-        gather()
+        if getattr(inherited, "hooked", False):
+            inherited = inherited.__wrapped__
+        inherited(self)
+        self._parts.gather()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the whole gradients as well as the parts."""
         super().zero_grad(set_to_none)
-        for p in self._whole:
+        for param in self._parts.params:
             if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad = torch.zeros_like(p.grad)
+                param.p.grad = None
+            elif param.p.grad is not None:
+                param.p.grad = torch.zeros_like(param.p.grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardingError(
-            f"{type(self).__name__} with sharded state cannot be copied or pickled, because it gathers into the "
-            "parameters that it was constructed with; build another one and load its state_dict()"
+            f"{type(self).__name__} with sharded state cannot be copied or pickled, because it "
+            "gathers into the parameters that it was constructed with; build another one and load "
+            "its state_dict()"
+        )
+
+
+class _Parts:
+    """The whole parameters of an optimizer, and this rank's parts of them that it steps."""
+
+    def __init__(self, params: Sequence[_WholeParameter], replicas: Replicas) -> None:
+        self.params = params
+        self._gathers: list[GatheredParts] = []
+        for device in dict.fromkeys(param.p.device for param in params):
+            on_device = [(param.p, param.sharding) for param in params if param.p.device == device]
+            self._gathers += gathered_parts(on_device, CollectiveStream(device))
+        self._presence: GradientPresence | None = None
+        if params:
+            compared = []
+            for param in params:
+                layout = layout_of(param.p, replicas)
+                assert layout is not None
+                name = f"{param.name!r} of shape {tuple(param.p.shape)}"
+                compared.append(ComparedParameter(param.p, name, layout.sorted_ranks))
+            self._presence = GradientPresence(
+                compared, [param.ranks for param in compared], params[0].p.device
+            )
+
+    def take_gradients(self) -> None:
+        """Cut this rank's parts from the whole gradients, and release these."""
+        for param in self.params:
+            param.follow()
+        if self._presence is not None:
+            self._presence.compare()
+        for param in self.params:
+            grad = param.p.grad
+            param.part.grad = None if grad is None else _part(grad, param.sharding)
+            param.p.grad = None
+
+    def gather(self) -> None:
+        """Write the other ranks' new parts to the whole parameters."""
+        for gather in self._gathers:
+            gather.read()
+        arriving = [gather.gather() for gather in self._gathers]
+        for take in arriving:
+            take()
+
+    def raise_deferred(self) -> None:
+        """Raise the error of the last step, if it is not yet raised."""
+        if self._presence is not None:
+            self._presence.raise_deferred()
+
+    def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with this rank's parts of whole states."""
+        self.raise_deferred()
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        by_key = dict(state["state"])
+        for key, param in zip(keys, self.params, strict=False):  # torch checks the numbers
+            sharding = param.sharding
+            if sharding is None or key not in by_key:
+                continue
+            by_key[key] = {
+                name: sharding.of(x).clone() if x.shape == param.p.shape else x
+                for name, x in by_key[key].items()
+            }
+        return {**state, "state": by_key}
+
+
+class _Memory(NamedTuple):
+    """The attributes of a parameter that new memory must share."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, p: Tensor) -> _Memory:
+        return cls(p.shape, p.stride(), p.dtype, p.device)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype} of shape {tuple(self.shape)} and strides {self.strides} on {self.device}"
         )
 
 
 @dataclasses.dataclass
 class _WholeParameter:
-    """A whole parameter, the sharding of its state (None for a scalar), and the optimizer's parameter in its memory."""
+    """A whole parameter, and the optimizer's parameter in its memory.
+
+    `sharding` is that of its state, None for a scalar.
+    """
 
     name: str
     p: nn.Parameter
@@ -157,51 +205,25 @@ class _WholeParameter:
 
     def __post_init__(self) -> None:
         self.part = nn.Parameter(_part(self.p.detach(), self.sharding))
-        self._memory, self._kind = self.p.data_ptr(), _kind(self.p)
+        self._address = self.p.data_ptr()
+        self._memory = _Memory.of(self.p)
 
     def follow(self) -> None:
-        """Make the optimizer's parameter share memory with the whole one, whose memory may have been replaced."""
-        if self.p.data_ptr() == self._memory and _kind(self.p) == self._kind:
-            return
-        if _kind(self.p) != self._kind:
-            was, now = (
-                f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
-                for shape, stride, dtype, device in (self._kind, _kind(self.p))
-            )
+        """Move the optimizer's parameter to the whole one's memory if that was replaced."""
+        memory = _Memory.of(self.p)
+        if memory != self._memory:
             raise ReshardedParameterError(
-                f"{self.name!r} was {was} when its optimizer was constructed, "
-                f"and is {now} now; construct a new optimizer and load its state"
+                f"{self.name!r} was {self._memory} when its optimizer was constructed, and is "
+                f"{memory} now; construct a new optimizer and load its state"
             )
+        if self.p.data_ptr() == self._address:
+            return
         part = _part(self.p.detach(), self.sharding)
         if isinstance(self.part, DTensor) and isinstance(part, DTensor):
             self.part._local_tensor = part._local_tensor
         else:
             self.part.data = part
-        self._memory = self.p.data_ptr()
-
-
-def _presence(
-    whole_params: Sequence[_WholeParameter], replicas: Replicas
-) -> GradientPresence | None:
-    """Return the comparison of gradients among the replicas; None without parameters."""
-    compared = []
-    for each in whole_params:
-        layout = layout_of(each.p, replicas)
-        assert layout is not None
-        compared.append(
-            ComparedParameter(
-                each.p, f"{each.name!r} of shape {tuple(each.p.shape)}", tuple(sorted(layout.ranks))
-            )
-        )
-    return (
-        GradientPresence(compared, [each.ranks for each in compared], whole_params[0].p.device)
-        if compared
-        else None
-    )
-
-
-def _kind(p: Tensor) -> tuple[Any, ...]:
-    return p.shape, p.stride(), p.dtype, p.device
+        self._address = self.p.data_ptr()
 
 
 def _part(whole: Tensor, sharding: StateSharding | None) -> Tensor:

@@ -128,7 +128,7 @@ def settings_later():
         )
         group = optimizer.param_groups[0]
         gradients(params)
-        with mock.patch.object(agreement, "_RARELY", 1):
+        with mock.patch.object(agreement, "_STEPS_PER_COMPARISON", 1):
             optimizer.step()
             for key, before, after in (("lr", 0.1, 0.25), ("momentum", 0.95, 0.5)):
                 if rank == 1:

@@ -159,7 +159,7 @@ class Twins:
         sizes = [
             math.prod(total(held_runs(size, dim, layout, place)) for dim, size in enumerate(shape))
             for shape, layout in layouts
-            for place in layout.coordinates()
+            for place in layout.places().values()
         ]
         return all(size % 8 == 0 for size in sizes)
 

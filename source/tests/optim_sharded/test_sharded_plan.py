@@ -12,7 +12,6 @@ from example_rules import SoapMuon
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepmd_muon.optim import sharded
 from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
@@ -95,7 +94,7 @@ def parameters(draw):
 
 def local_of(full, layout, rank):
     """Cut a full tensor as a rank holds it, placement by placement with torch.chunk."""
-    place = list(layout.coordinates())[layout.ranks.index(rank)]
+    place = layout.places()[rank]
     for index, count, placement in zip(place, layout.mesh, layout.placements, strict=True):
         if placement is None:
             continue
@@ -276,20 +275,18 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
         for leg in LEGS:
             planes = 1 + any(rule.inputs for rule in domain.rules) if leg == "gather" else 1
             for (bucket, sender, receiver), size in domain.messages(leg, plan.settings).items():
-                ends = [
-                    (job, e) for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)
+                holder, owner = (sender, receiver) if leg == "gather" else (receiver, sender)
+                pieces = [
+                    job
+                    for job in domain.jobs
+                    if (job.bucket, job.owner) == (bucket, owner) and holder in job.holders(leg)
                 ]
-                mine = [n for _, (a, b, n) in ends if (a, b) == (sender, receiver)]
-                holder = sender if leg == "gather" else receiver
-                lines = sum(
-                    job.lines.get(holder, 0)
-                    for job, (a, b, _) in ends
-                    if (a, b) == (sender, receiver)
-                )
+                elements = sum(job.holders(leg)[holder] for job in pieces)
+                lines = sum(job.lines.get(holder, 0) for job in pieces)
                 words = (
-                    len(mine) * domain.header(leg)
+                    len(pieces) * domain.header(leg)
                     + lines
-                    + -(-sum(mine) * planes * domain.itemsize // 8)
+                    + -(-elements * planes * domain.itemsize // 8)
                 )
                 assert size == 8 * words
                 sent[sender] += size
@@ -409,7 +406,9 @@ def test_scores_live_with_their_blocks(drawn):
         scores = score_layout(p.shape, p.view, p.layout)
         everywhere = all(x is None for x in scores.placements)
         places = zip(
-            p.layout.coordinates(), regions_by_rank(p.shape, p.view, p.layout).values(), strict=True
+            p.layout.places().values(),
+            regions_by_rank(p.shape, p.view, p.layout).values(),
+            strict=True,
         )
         for place, region in places:
             kept = {i for a, z in held_runs(p.view.blocks, 0, scores, place) for i in range(a, z)}
@@ -457,11 +456,6 @@ def test_settings_are_checked():
         ShardedSettings(bucket_bytes=0)
     with pytest.raises(InvalidSettingError, match="replication"):
         ShardedSettings(replication="some")
-
-
-def test_the_former_name_of_a_placement_is_deprecated():
-    with pytest.warns(DeprecationWarning, match="ShardPlacement"):
-        assert sharded.Split is ShardPlacement
 
 
 def test_sets_of_ranks_that_only_overlap_are_refused():
