@@ -16,7 +16,7 @@ import math
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.application import aligned, apply_part, joined
+from deepmd_muon.optim.polar.kernels.application import aligned, apply_part, join_float64
 from deepmd_muon.optim.rules import magma
 
 # Columns of a chunk's row, int64. Parameter, momentum and gradient share their layout, so one offset serves all.
@@ -129,7 +129,7 @@ def advance(
     number = tl.program_id(0).to(tl.int64)
     row = chunks + number * ROW
     size = chunk_size(row, skip)
-    weight = joined(weight_high, weight_low).to(WIDE)
+    weight = join_float64(weight_high, weight_low).to(WIDE)
     factor = None
     if scale is not None:
         factor = (1.0 / tl.load(scale).to(tl.float64)).to(WIDE)
@@ -235,7 +235,7 @@ def apply(
     row = chunks + tl.program_id(0).to(tl.int64) * ROW
     size = chunk_size(row, skip)
     lr = tl.load(rate)
-    kept = (1.0 - lr * joined(decay_high, decay_low)).to(WIDE)
+    kept = (1.0 - lr * join_float64(decay_high, decay_low)).to(WIDE)
     step = (lr * tl.load(factors + tl.load(row + BLOCK))).to(WIDE)
     parameter = tl.load(row + PARAMETER)
     result = tl.load(results + tl.load(row + GROUP))
