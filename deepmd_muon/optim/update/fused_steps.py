@@ -89,8 +89,10 @@ class FusedStepCache:
         maximize: bool = False,
     ) -> bool:
         """Take one step as `muon_` does and return True; return False, without changes, if `muon_` is needed."""
+        device = params[0].device
+        dtype = params[0].dtype
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
-            with torch.cuda.device(params[0].device):  # Triton launches on the current device
+            with torch.cuda.device(device):  # Triton launches on the current device
                 return self.step(
                     params,
                     buffers,
@@ -101,40 +103,50 @@ class FusedStepCache:
                     control=control,
                     maximize=maximize,
                 )
-        if not fuses(settings, params[0].dtype):
+        if not fuses(settings, dtype):
             return False
-        scores = state.get(SCORE, [])
         grads = gradients_of(params)
-        (dtype, *others) = {g.dtype for g in grads}
-        if dtype not in TYPES or others:
+        grad_dtype = grads[0].dtype
+        if grad_dtype not in TYPES or any(g.dtype is not grad_dtype for g in grads):
             return False
-        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # does not synchronize
-        variant = Variant(dtype, maximize, control.skip is not None, control.scale is not None)
+        variant = Variant(
+            gradient=grad_dtype,
+            maximize=maximize,
+            skip=control.skip is not None,
+            scale=control.scale is not None,
+        )
+        scores = state.get(SCORE, [])
         key = tuple(map(id, params))
-        known = self._known.get(key)
-        if known is None:
-            compile_kernels(tuple(views), params[0].device, params[0].dtype, variant, settings)
-        if not _works(params[0].device, params[0].dtype, variant, bool(scores), settings.nesterov):
+        fused = self._known.get(key)
+        if fused is None:
+            compile_kernels(tuple(views), device, dtype, variant, settings)
+        if not _works(device, dtype, variant, bool(scores), settings.nesterov):
             return False
-        if known is None or not known.fits(params, buffers, scores, settings):
-            if not all(
-                x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)
-            ):
+        if fused is None or not fused.fits(params, buffers, scores, settings):
+            if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
                 return False
-            # If tensors or lists change repeatedly, recording costs more than it saves.
-            self._made[params[0]] += 1
-            recording = self._made[params[0]] <= _MAX_RECORDINGS
-            known = self._known[key] = FusedMuon(
-                params, buffers, scores, views, settings, recording=recording
-            )
+            fused = self._known[key] = self._make(params, buffers, scores, views, settings)
             if len(self._known) > _MOST_LISTS:
                 del self._known[next(iter(self._known))]
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.append(known)
-        if not all(map(Tensor.is_contiguous, grads)):
-            grads = [g.contiguous() for g in grads]
-        known.step(grads, lr, control, maximize=maximize)
+            self._captured.append(fused)
+        if isinstance(lr, Tensor) and not lr.is_cuda:
+            lr = float(lr)  # does not synchronize
+        fused.step([g.contiguous() for g in grads], lr, control, maximize=maximize)
         return True
+
+    def _make(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        views: Sequence[MatrixView],
+        settings: HybridMuonConfig,
+    ) -> FusedMuon:
+        # If tensors or lists change repeatedly, recording costs more than it saves.
+        self._made[params[0]] += 1
+        recording = self._made[params[0]] <= _MAX_RECORDINGS
+        return FusedMuon(params, buffers, scores, views, settings, recording=recording)
 
 
 @functools.lru_cache(maxsize=256)
@@ -173,23 +185,36 @@ def compile_kernels(
         if key in _COMPILED:
             return
         _COMPILED.add(key)
-        works = functools.partial(
-            _works, device, dtype, variant, settings.magma_muon, settings.nesterov
-        )
-        calls: list[Callable[[], object]] = [works] if fuses(settings, dtype) else []
-        if settings.flash_muon and settings.precision in ("auto", "float16"):
-            counts = Counter(
-                (block.rows, block.columns) for view in views for block in block_locations(0, view)
-            )
-            schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
-            for (m, n), count in counts.items():
-                schedule = coefficients_of(settings.schedule_of((count, m, n)))
-                schedules[schedule].append(
-                    torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device)
+        calls: list[Callable[[], object]] = []
+        if fuses(settings, dtype):
+            calls.append(
+                functools.partial(
+                    _works, device, dtype, variant, settings.magma_muon, settings.nesterov
                 )
-            for schedule, matrices in schedules.items():
-                calls += compilations(matrices, schedule, torch.float16, IMPLEMENTATIONS)
+            )
+        if settings.flash_muon and settings.precision in ("auto", "float16"):
+            matrices = _zero_matrices(views, device, dtype, settings)
+            for schedule, members in matrices.items():
+                calls += compilations(members, schedule, torch.float16, IMPLEMENTATIONS)
         launch_in_threads(calls, device)
+
+
+def _zero_matrices(
+    views: tuple[MatrixView, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: HybridMuonConfig,
+) -> dict[Coefficients, list[Tensor]]:
+    """Return zeros with the shapes of all directions, by schedule."""
+    counts = Counter(
+        (block.rows, block.columns) for view in views for block in block_locations(0, view)
+    )
+    matrices: dict[Coefficients, list[Tensor]] = defaultdict(list)
+    for (rows, columns), count in counts.items():
+        schedule = coefficients_of(settings.schedule_of((count, rows, columns)))
+        zeros = torch.zeros(count, rows, columns, dtype=moment_dtype(dtype), device=device)
+        matrices[schedule].append(zeros)
+    return matrices
 
 
 def compilations(
@@ -203,26 +228,25 @@ def compilations(
     Only shapes, dtypes and the device of `matrices` matter. A call passes on errors of the compiler or driver.
     """
     device = matrices[0].device
+    capability = torch.cuda.get_device_capability(device)
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
-    chosen = choices(
-        geometry_of(matrices), torch.cuda.get_device_capability(device), operand, usable
-    )
+    names = choices(geometry_of(matrices), capability, operand, usable)
     calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
-    for name in dict.fromkeys(chosen):
+    for name in dict.fromkeys(names):
         if name == "torch":
             continue
         calls.append(functools.partial(check, name, device))
         if name not in _BY_CLASS:
             continue
-        mine = [x for x, own in zip(matrices, chosen, strict=True) if own == name]
-        plan = launches_for(name, geometry_of(mine), device)
-        inputs = Inputs(AddressTable(len(mine), device).of(mine), mine)
+        members = [x for x, its_name in zip(matrices, names, strict=True) if its_name == name]
+        plan = launches_for(name, geometry_of(members), device)
+        inputs = Inputs(AddressTable(len(members), device).of(members), members)
         out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
         # One launch for each kernel that these matrices need.
-        different = {tuple(launch.constants.items()): launch for launch in plan.launches}.values()
+        by_constants = {tuple(launch.constants.items()): launch for launch in plan.launches}
         calls += [
             functools.partial(start_launch, name, launch, inputs, coefficients, out)
-            for launch in different
+            for launch in by_constants.values()
         ]
     return calls
 
@@ -250,44 +274,49 @@ def _works(
 def _check(
     device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
 ) -> None:
+    """Compare two fused steps with two of `muon_`."""
     settings = HybridMuonConfig(
         magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
     ).explicit()
-    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     # Kernels are compiled for steps with these conditions or without them.
-    skip = torch.zeros((), device=device) if variant.skip else None
-    control = StepControl(skip, torch.ones((), device=device) if variant.scale else None)
+    control = StepControl(
+        skip=torch.zeros((), device=device) if variant.skip else None,
+        scale=torch.ones((), device=device) if variant.scale else None,
+    )
+    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     random = torch.Generator("cpu").manual_seed(0)
     wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
     view = MatrixView(2, 8, 36, "columns", (20, 16))
-    found: list[list[Tensor]] = []
-    for fused in (False, True):
-        p, m = wave.to(dtype, copy=True).requires_grad_(), (0.5 - wave).to(dtype)
-        p.grad = wave.flip(1).to(p.dtype)
+
+    def result(fused: bool) -> list[Tensor]:
+        """Return parameter, momentum and scores after two steps; the second may replay a recorded one."""
+        p = wave.to(dtype, copy=True).requires_grad_()
+        m = (0.5 - wave).to(dtype)
         if variant.gradient != dtype:
             p.grad_dtype = None  # allows a gradient of another dtype
         p.grad = wave.flip(1).to(variant.gradient)
         scores = [torch.full((4,), 0.5, device=device)] if magma else []
         with torch.no_grad():
-            if fused:
-                step = FusedMuon([p], [m], scores, [view], settings)
-                for _ in range(2):  # the second may replay a recorded one
+            step = FusedMuon([p], [m], scores, [view], settings) if fused else None
+            for _ in range(2):
+                if step is not None:
                     step.step([p.grad], 0.1, control, maximize=variant.maximize)
-            else:
-                lists = ([p], [m], {SCORE: scores} if magma else {}, [view])
-                for _ in range(2):
-                    muon_(
-                        *lists,
-                        lr=0.1,
-                        settings=settings,
-                        control=control,
-                        maximize=variant.maximize,
-                    )
-        found.append([p.detach(), m, *scores])
+                    continue
+                muon_(
+                    [p],
+                    [m],
+                    {SCORE: scores} if magma else {},
+                    [view],
+                    lr=0.1,
+                    settings=settings,
+                    control=control,
+                    maximize=variant.maximize,
+                )
+        return [p.detach(), m, *scores]
+
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for expected, got in zip(*found, strict=True):
-        error = float(
-            (got.double() - expected.double()).abs().max() / expected.double().abs().max()
-        )
+    for expected, value in zip(result(fused=False), result(fused=True), strict=True):
+        difference = (value.double() - expected.double()).abs().max()
+        error = float(difference / expected.double().abs().max())
         if not error <= tolerance:
             raise FusedError(f"the result differs from torch's by {error:.1e}")

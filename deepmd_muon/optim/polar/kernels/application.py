@@ -28,7 +28,6 @@ class ParameterUpdate(NamedTuple):
     decay_high: Any  # λ is the sum of both
     decay_low: Any
     skip: Any  # float32 (); if above 0, the parameters stay unchanged
-    TYPE: Any  # dtype of the parameters
 
 
 @triton.jit
@@ -62,6 +61,7 @@ def apply_tile(
     parameters,  # ParameterUpdate
     row_offsets,  # of the tile's rows in the matrix of parameters, in elements
     column_offsets,
+    TYPE: tl.constexpr,  # dtype of the parameters
 ):
     """Do p ← p (1 − lr λ) − lr · factor · O for a tile, unless `skip` is set.
 
@@ -74,7 +74,7 @@ def apply_tile(
     step = (lr * tl.load(parameters.factors + tl.load(target + 1))).to(tl.float32)
     offsets = row_offsets[:, None] + column_offsets[None, :]
     mask = tl.full(o.shape, tl.load(parameters.skip) <= 0, tl.int1)
-    p_pointers = aligned(tl.load(target), parameters.targets, parameters.TYPE) + offsets
+    p_pointers = aligned(tl.load(target), parameters.targets, TYPE) + offsets
     apply_part(p_pointers, o, mask, kept, step, tl.float32)
 
 

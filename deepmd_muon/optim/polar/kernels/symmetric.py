@@ -336,17 +336,17 @@ def update(
     first,  # number of the first matrix of this launch
     order,
     width,
-    targets,  # from here on: the fields of `ParameterUpdate`
+    targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
     damping,
     rate,
     decay_high,
     decay_low,
     skip,
-    TYPE: tl.constexpr,
     READ: tl.constexpr,  # PRESENT, INPUT or TRANSPOSED_INPUT
     WRITE: tl.constexpr,  # one of the constants above
     KEEP: tl.constexpr,  # whether the next X is also written in fp32
     CHUNK: tl.constexpr,  # terms that tensor cores accumulate; 0 for all
+    TYPE: tl.constexpr,  # dtype of the parameters, or None
     PREFETCH: tl.constexpr,  # fetch inputs and parameters into the cache; needs matrices of whole tiles
     T: tl.constexpr,
     N: tl.constexpr,
@@ -368,7 +368,6 @@ def update(
         decay_high=decay_high,
         decay_low=decay_low,
         skip=skip,
-        TYPE=TYPE,
     )
     iterate = Iterate(
         present=present,
@@ -420,7 +419,7 @@ def update(
             r=i * T,
             c=j * N + side * (N // 2),
         )
-        finish_update(halves[side], a, d, place, iterate, parameters, READ, WRITE, KEEP)
+        finish_update(halves[side], a, d, place, iterate, parameters, READ, WRITE, KEEP, TYPE)
 
 
 @triton.jit
@@ -445,6 +444,7 @@ def finish_update(
     READ: tl.constexpr,
     WRITE: tl.constexpr,
     KEEP: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """Add a X + D X to half a tile of the product, and write or apply it."""
     r = place.r
@@ -475,9 +475,9 @@ def finish_update(
         down = r + tl.arange(0, product.shape[0])
         across = c + tl.arange(0, product.shape[1])
         if WRITE == APPLIED:
-            apply_tile(x, parameters, down * place.width, across)
+            apply_tile(x, parameters, down * place.width, across, TYPE)
         elif WRITE == APPLIED_TRANSPOSED:
-            apply_tile(x.T, parameters, across * place.order, down)
+            apply_tile(x.T, parameters, across * place.order, down, TYPE)
         else:
             row = iterate.table + place.matrix.to(tl.int64) * ROW
             store_result(row, iterate.out, x, down, across)
