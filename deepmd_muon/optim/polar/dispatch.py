@@ -17,8 +17,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_STRIPS = 128  # bound on the programs of one matrix
 _TILE = 64
-# With more 64 × 64 tiles, launches of larger products are faster.
-_MOST_TILES = 100
+_MOST_TILES = 100  # with more 64 × 64 tiles, launches of larger products are faster
 
 
 # Shape, strides and dtype of each tensor.
@@ -120,9 +119,8 @@ def describe() -> str:
     """Return the table as text: implementation, shapes (m ≤ n), method; then availability and use so far."""
     lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
-    lines.append(
-        f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}"
-    )
+    backend = f"not used, {reason}" if reason else f"Triton on {torch.cuda.get_device_name()}"
+    lines.append(f"kernels: {backend}")
     lines += [f"{name} is off: {why}" for name, why in FAILED.items()]
     ran = sorted(COUNTS.items())
     lines += [f"ran: {name} for {number} matrices of {m} × {n}" for (name, m, n), number in ran]

@@ -42,15 +42,14 @@ def requested_precision() -> Iterator[None]:
     """
     with torch._C._DisableAutocast():
         matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]  # set at runtime
-        given = [matmul.fp32_precision for matmul in matmuls]
-        if not _REDUCED.intersection(given):
+        precisions = [matmul.fp32_precision for matmul in matmuls]
+        if not _REDUCED.intersection(precisions):
             yield
             return
         try:
             word = torch.get_float32_matmul_precision()
-        except (
-            RuntimeError
-        ):  # the caller uses the newer interface, which the older one cannot express
+        except RuntimeError:
+            # The caller uses the newer interface, which the older one cannot express.
             word = None
         torch.set_float32_matmul_precision("highest")
         try:
@@ -58,10 +57,10 @@ def requested_precision() -> Iterator[None]:
         finally:
             if word is not None:
                 torch.set_float32_matmul_precision(word)
-            for matmul, value in zip(matmuls, given, strict=True):
+            for matmul, precision in zip(matmuls, precisions, strict=True):
                 matmul.fp32_precision = "none"  # inherited from the backend or from torch.backends
-                if matmul.fp32_precision != value:
-                    matmul.fp32_precision = value
+                if matmul.fp32_precision != precision:
+                    matmul.fp32_precision = precision
 
 
 def orthogonalize(
@@ -130,18 +129,24 @@ def orthogonalize_matrices(
         return []
     coefficients = coefficients_of(schedule)
     on_gpu = matrices[0].device.type == "cuda"
-    auto = torch.float16 if on_gpu else torch.float32
-    operand: torch.dtype = auto if precision == "auto" else getattr(torch, precision)
-    allowed = (IMPLEMENTATIONS if flash else ()) if isinstance(flash, bool) else flash
+    if precision == "auto":
+        operand = torch.float16 if on_gpu else torch.float32
+    else:
+        operand = getattr(torch, precision)
+    allowed: Collection[str]
+    if isinstance(flash, bool):
+        allowed = IMPLEMENTATIONS if flash else ()
+    else:
+        allowed = flash
     results: list[Tensor | None] = [None] * len(matrices)
     if allowed and _kernels_available() and on_gpu:
         results = _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
-    left = [i for i, done in enumerate(results) if done is None]
-    if left:
-        done = orthogonalize_with_torch(
-            [matrices[i] for i in left], coefficients, operand, gram=gram
+    missing = [i for i, result in enumerate(results) if result is None]
+    if missing:
+        torch_results = orthogonalize_with_torch(
+            [matrices[i] for i in missing], coefficients, operand, gram=gram
         )
-        for i, x in zip(left, done, strict=True):
+        for i, x in zip(missing, torch_results, strict=True):
             results[i] = x
     return [x for x in results if x is not None]
 
@@ -165,15 +170,15 @@ def _orthogonalize_with_kernels(
     results: list[Tensor | None] = [None] * len(matrices)
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
     capability = torch.cuda.get_device_capability(matrices[0].device)
-    chosen = choose_all(geometry_of(matrices), capability, operand, usable)
-    for name in dict.fromkeys(chosen):
+    names = choose_all(geometry_of(matrices), capability, operand, usable)
+    for name in dict.fromkeys(names):
         if name == "torch":
             continue
-        members = [i for i, c in enumerate(chosen) if c == name]
-        done = try_kernels(name, [matrices[i] for i in members], coefficients)
-        if done is None:  # it has just been disabled: choose again
+        members = [i for i, its_name in enumerate(names) if its_name == name]
+        polar = try_kernels(name, [matrices[i] for i in members], coefficients)
+        if polar is None:  # it has just been disabled: choose again
             return _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
-        for i, x in zip(members, done, strict=True):
+        for i, x in zip(members, polar, strict=True):
             results[i] = x
             dispatch.COUNTS[name, min(x.shape[1:]), max(x.shape[1:])] += x.shape[0]
     return results
@@ -184,14 +189,14 @@ def choose_all(
     geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
 ) -> tuple[Implementation, ...]:
     """Choose an implementation for each tensor, and log the choice."""
-    chosen = choices(geometry, capability, operand, allowed)
-    lines = Counter(
+    names = choices(geometry, capability, operand, allowed)
+    tensors = Counter(
         (name, min(shape[1:]), max(shape[1:]))
-        for name, (shape, _, _) in zip(chosen, geometry, strict=True)
+        for name, (shape, _, _) in zip(names, geometry, strict=True)
     )
-    for (name, m, n), number in sorted(lines.items()):
-        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
-    return chosen
+    for (name, m, n), count in sorted(tensors.items()):
+        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", count, m, n, name)
+    return names
 
 
 def choices(
@@ -199,14 +204,22 @@ def choices(
 ) -> tuple[Implementation, ...]:
     """Choose an implementation for each tensor, counting equal shapes together."""
     sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
-    count: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for b, m, n in sizes:
-        count[m, n] += b
-    chosen: list[Implementation] = []
+        counts[m, n] += b
+    names: list[Implementation] = []
     for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
-        batch = MatrixBatch(m, n, count[m, n], dtype, "cuda", capability, operand)
-        chosen.append("torch" if b * m * n == 0 else choose(batch, allowed))
-    return tuple(chosen)
+        batch = MatrixBatch(
+            rows=m,
+            columns=n,
+            count=counts[m, n],
+            dtype=dtype,
+            device="cuda",
+            capability=capability,
+            operand=operand,
+        )
+        names.append("torch" if b * m * n == 0 else choose(batch, allowed))
+    return tuple(names)
 
 
 def try_kernels(
@@ -256,10 +269,8 @@ def check(name: str, device: torch.device) -> None:
             [x], coefficients, torch.float16 if x.is_cuda else torch.float32
         )
         for y in (x, x.mT, x.mT.contiguous().mT):
-            (found,) = run_kernels(name, [y], coefficients)
-            error = float(
-                ((found if found.shape == x.shape else found.mT) - expected).norm()
-                / expected.norm()
-            )
+            (polar,) = run_kernels(name, [y], coefficients)
+            upright = polar if polar.shape == x.shape else polar.mT
+            error = float((upright - expected).norm() / expected.norm())
             if not error < 5e-3:
                 raise KernelError(f"the result differs from torch's by {error:.1e}")

@@ -69,16 +69,15 @@ def adam_(
     lr = lr if ratio == 1.0 else lr * ratio
     if isinstance(lr, Tensor) and not (targets[0].is_cuda and lr.is_cuda):
         lr = float(lr)
-    tensors, steps = (
-        (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"])),
-        list(state["step"]),
-    )
+    tensors = (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"]))
+    steps = list(state["step"])
     values: dict[str, Any] = {
         "beta1": settings.adam_beta1,
         "beta2": settings.adam_beta2,
         "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay if decays else 0.0,
+        "found_inf": control.skip,
     }
-    values |= {"weight_decay": settings.weight_decay if decays else 0.0, "found_inf": control.skip}
     if settings.adam_implementation == "fused":
         _fused(tensors, steps, lr, values)
     elif settings.adam_implementation == "foreach":
@@ -134,9 +133,8 @@ def _fused(
     targets = tensors[0]
     # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
-    before = (
-        () if exact is None else torch._foreach_mul(targets, 1.0)
-    )  # a copy of all in one launch
+    # A copy of all in one launch.
+    before = () if exact is None else torch._foreach_mul(targets, 1.0)
     values = {
         **values,
         "lr": lr.float() if isinstance(lr, Tensor) else lr,
@@ -189,9 +187,8 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
     Tensors that comply are returned themselves; others are copied to contiguous ones. So are gradients whose signs are
     still to be changed (`Tensor.is_neg`), such as that of the imaginary part of a conjugate.
     """
-    if all(map(Tensor.is_contiguous, itertools.chain(*several))) and not any(
-        map(Tensor.is_neg, several[1])
-    ):
+    contiguous = all(map(Tensor.is_contiguous, itertools.chain(*several)))
+    if contiguous and not any(map(Tensor.is_neg, several[1])):
         return several
     rows = []
     for row in zip(*several, strict=True):
@@ -204,10 +201,9 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
 
 def _is_dense(x: Tensor) -> bool:
     """Return whether a tensor is contiguous under some permutation of its dimensions."""
+    dims = zip(x.stride(), x.shape, strict=True)
     expected = 1
-    for stride, size in sorted(
-        pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1
-    ):
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
         if stride != expected:
             return False
         expected *= size
@@ -218,7 +214,9 @@ def _copy_back(originals: TensorLists, results: TensorLists) -> None:
     """Copy results from temporary tensors back to the originals, except gradients (the second list)."""
     if originals is results:
         return
-    for number in (0, 2, 3):
-        for original, result in zip(originals[number], results[number], strict=True):
+    for number, (tensors, copies) in enumerate(zip(originals, results, strict=True)):
+        if number == 1:
+            continue
+        for original, result in zip(tensors, copies, strict=True):
             if original is not result:
                 original.copy_(result)

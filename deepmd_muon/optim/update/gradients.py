@@ -26,10 +26,11 @@ class StepControl(NamedTuple):
         """Return the same conditions on another device."""
         if self.skip is None and self.scale is None:
             return self
-        moved = [
-            None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)
-        ]
-        return StepControl(*moved)
+        return StepControl(_to(self.skip, device), _to(self.scale, device))
+
+
+def _to(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device, non_blocking=True)
 
 
 def prepare_gradients(
@@ -81,7 +82,8 @@ def waves(members: Sequence[tuple[Tensor, T]], workspace: int) -> Iterator[list[
             p, value = members[i]
             if wave and size + p.numel() > workspace:
                 yield wave
-                wave, size = [], 0
+                wave = []
+                size = 0
             wave.append((p, value))
             size += p.numel()
         if wave:
