@@ -1,7 +1,8 @@
 """The orthogonalization of deepmd-kit 3.2.0, for comparisons: every iterate is stored in 16 bits.
 
-Square matrices take the 8+2 schedule in bfloat16. Rectangular ones, when its `enable_gram` is true, take five
-Polar-Express steps slowed down by 1.05 on the Gram matrix in float16, restarted once before the third.
+Square matrices take the 8+2 schedule in bfloat16. Rectangular ones, when its `enable_gram` is true,
+take five Polar-Express steps slowed down by 1.05 on the Gram matrix in float16, restarted once
+before the third.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose the implementation that orthogonalizes given matrices: the first suitable candidate of a table."""
+"""Choose the implementation that orthogonalizes matrices: the first suitable row of a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def geometry_of(tensors: Sequence[Tensor]) -> Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixBatch:
-    """`count` matrices of one shape, rows ≤ columns, with dtype, device and operand dtype: the input of the choice."""
+    """The input of the choice: `count` matrices of one shape, rows ≤ columns."""
 
     rows: int
     columns: int
@@ -43,7 +43,7 @@ class MatrixBatch:
 
     @property
     def readable(self) -> bool:
-        """Whether kernels can read them; they need tensor cores with asynchronous copies, and fp16 operands."""
+        """Whether kernels can read them: on tensor cores with asynchronous copies, in fp16."""
         on_gpu = self.device == "cuda" and self.capability >= (8, 0)
         return on_gpu and self.operand == torch.float16 and self.dtype in _READABLE
 
@@ -91,7 +91,8 @@ TABLE: tuple[Candidate, ...] = (
     Candidate(
         "symmetric",
         "m ≥ 128",
-        "three launches per step, half of each symmetric product; wide matrices share products with X",
+        "three launches per step, half of each symmetric product; wide matrices share products "
+        "with X",
         lambda p: p.readable and p.rows >= 128,
     ),
     Candidate("torch", "everything else", "batched products of torch", lambda _: True),
@@ -116,7 +117,7 @@ def counts() -> dict[tuple[str, int, int], int]:
 
 
 def describe() -> str:
-    """Return the table as text: implementation, shapes (m ≤ n), method; then availability and use so far."""
+    """Return the table, availability and use as text; shapes have m ≤ n."""
     lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
     backend = f"not used, {reason}" if reason else f"Triton on {torch.cuda.get_device_name()}"
@@ -128,7 +129,10 @@ def describe() -> str:
 
 
 def unavailable() -> str:
-    """Return why kernels cannot run here, or "" when they can; without a GPU no CUDA context is created."""
+    """Return why kernels cannot run here, or "" when they can.
+
+    Without a GPU no CUDA context is created.
+    """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not torch.cuda.is_available():

@@ -1,8 +1,9 @@
 """Newton–Schulz iteration in plain torch: the reference that every faster path is compared with.
 
-A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed polynomial.
-The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded to 16 bits, and only if that is
-faster. Storing the iterate in 16 bits would amplify the rounding noise of low-rank gradients to full strength.
+A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed
+polynomial. The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded
+to 16 bits, and only if that is faster. Storing the iterate in 16 bits would amplify the rounding
+noise of low-rank gradients to full strength.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from deepmd_muon.optim.polar.schedules import Coefficients
 
-# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² per step; below about 1e-2 they are harmless.
-# When they have grown by this factor, R is recomputed from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
+# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² per step; below about 1e-2
+# they are harmless. When they have grown by this factor, R is recomputed from X (for fp32: 1e-7 ·
+# √m · 2e4 is about 1e-2).
 _GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
 
 
@@ -39,10 +41,10 @@ def orthogonalize_with_torch(
     *,
     gram: bool = True,
 ) -> list[Tensor]:
-    """Orthogonalize batches of matrices (b, m, n) on one device together, with one (a, b, c) per step.
+    """Orthogonalize batches (b, m, n) on one device together, with one (a, b, c) per step.
 
-    Operands of products have the dtype `operand`; results are in float32, or float64 if `operand` is. `gram` allows
-    iterating on the Gram matrix where that is cheaper.
+    Operands of products have the dtype `operand`; results are in float32, or float64 if `operand`
+    is. `gram` allows iterating on the Gram matrix where that is cheaper.
     """
     master = torch.float64 if operand == torch.float64 else torch.float32
     shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
@@ -61,10 +63,11 @@ def arrange(
 ) -> tuple[_SharedIteration, ...]:
     """Decide which matrices share an iteration, and in which form.
 
-    A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram form also builds R
-    from X and X from R about three times: it is cheaper for n ≥ 2 m. In Gram form, all matrices of equal smaller
-    dimension share a batch. In standard form they do so on a GPU, where launches cost more than zero columns. On a CPU
-    the opposite holds, so only equal shapes share a batch.
+    A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram
+    form also builds R from X and X from R about three times: it is cheaper for n ≥ 2 m. In Gram
+    form, all matrices of equal smaller dimension share a batch. In standard form they do so on a
+    GPU, where launches cost more than zero columns. On a CPU the opposite holds, so only equal
+    shapes share a batch.
     """
     by_kind: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for i, (_, m, n) in enumerate(shapes):
@@ -159,7 +162,9 @@ def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Te
 
 
 def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p; X ← Q X at restarts and at the end.
+    """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p.
+
+    At restarts and at the end X ← Q X.
 
     Normalised batches (b, m, n) with equal m and any n ≥ m share the iteration of R, (Σb, m, m).
     """
@@ -194,8 +199,8 @@ def _multiply_add(
 ) -> Tensor:
     """Return beta·addend + alpha·left@right, accumulated in fp32 or wider, for batches of matrices.
 
-    On a GPU, tensor cores multiply 16-bit operands and accumulate in fp32; elsewhere the rounded operands are converted
-    to fp32 first, which gives the same result up to the order of summation.
+    On a GPU, tensor cores multiply 16-bit operands and accumulate in fp32; elsewhere the rounded
+    operands are converted to fp32 first, which gives the same result up to the order of summation.
     """
     if left.dtype.itemsize == 2:
         if left.is_cuda:

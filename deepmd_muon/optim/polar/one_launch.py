@@ -1,4 +1,7 @@
-"""Launches of the kernels that perform whole iterations; tables are created once per set of shapes."""
+"""Launches of the kernels that perform whole iterations.
+
+Tables are created once per set of shapes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ from deepmd_muon.optim.polar.tables import (
 
 # ----- calls -------------------------------------------------------------------------------------
 
-# Launches with up to this many elements are recorded; with more, the device takes longer than the host.
+# Launches with up to this many elements are recorded; with more, the device takes longer than the
+# host.
 _RECORDED = 4 * 2**20
 # Bound on the recordings of one launch set: if more sets alternate than the cache holds, recording
 # costs more than it saves.
@@ -53,10 +57,10 @@ def run_launches(
     *,
     with_results: bool = True,
 ) -> list[Tensor]:
-    """Orthogonalize batches (b, m, n) of any strides in as few launches of `name` as the device allows.
+    """Orthogonalize batches (b, m, n) of any strides in as few launches as the device allows.
 
-    The float32 results (b, m, n) are parts of one new tensor. The second call records the launches of
-    small matrices; it and later calls replay them. Without results nothing is recorded.
+    The float32 results (b, m, n) are parts of one new tensor. The second call records the launches
+    of small matrices; it and later calls replay them. Without results nothing is recorded.
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
@@ -118,7 +122,7 @@ def _recording(
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return a batch of matrices that is contiguous along rows or columns, as the kernels read it."""
+    """Return a batch of matrices that is contiguous along rows or columns, as kernels read it."""
     if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1:
         return x
     return x.contiguous()
@@ -252,13 +256,19 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _only_kind(locations: Iterable[MatrixLocation]) -> int:
-    """Return the kind of dtype of all matrices, so that kernels need no code for others; −1 for several kinds."""
+    """Return the kind of dtype of all matrices; −1 for several kinds.
+
+    Kernels need no code for other kinds.
+    """
     kinds = {location.kind for location in locations}
     return kinds.pop() if len(kinds) == 1 else -1
 
 
 def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Put few matrices in one launch, which takes as long as its slowest program; many, in one per tile size."""
+    """Put few matrices in one launch, and many in one launch per tile size.
+
+    A launch takes as long as its slowest program.
+    """
     by_tile: dict[int, list[MatrixLocation]] = {}
     for location in locations:
         by_tile.setdefault(_smallest_tile(location), []).append(location)
@@ -300,8 +310,8 @@ def _smallest_tile(location: MatrixLocation) -> int:
 
 _HEIGHTS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
 _TILE = 64  # sizes are padded to multiples of it
-# Programs that fit on one multiprocessor, limited by registers: of 256 threads, and of 128, with 255
-# registers each.
+# Programs that fit on one multiprocessor, limited by registers: of 256 threads, and of 128, with
+# 255 registers each.
 _STRIPS_PER_MULTIPROCESSOR = 1
 _TILES_PER_MULTIPROCESSOR = 2
 
@@ -317,12 +327,16 @@ class _Shared(NamedTuple):
 
 
 def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Give each matrix one program per strip of columns; narrow strips if all their programs run at once."""
+    """Give each matrix one program per strip of columns.
+
+    Narrow strips if all their programs run at once.
+    """
     capacity = _STRIPS_PER_MULTIPROCESSOR * multiprocessors(device)
     if device.type == "cuda":
         widths: tuple[int, ...] = (32, 64)
     else:
-        # Triton's interpreter runs programs one after the other, without barriers: one strip takes all columns.
+        # Triton's interpreter runs programs one after the other, without barriers: one strip takes
+        # all columns.
         widths = (1 << max(location.columns for location in locations).bit_length() + 1,)
     for wide in widths:
         matrices = [_in_strips(location, wide) for location in locations]
@@ -344,7 +358,7 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
 
 
 def _in_strips(location: MatrixLocation, wide: int) -> _Shared:
-    """Divide a matrix into strips of `wide` columns, or of half as many if it is of the tallest kind."""
+    """Divide a matrix into strips of `wide` columns, or half as many for the tallest kind."""
     kind = next(i for i, height in enumerate(_HEIGHTS) if location.rows <= height)
     height = _HEIGHTS[kind]
     strip = wide // 2 if height == 256 else wide
@@ -358,7 +372,10 @@ def _in_strips(location: MatrixLocation, wide: int) -> _Shared:
 
 
 def _with_helpers(matrices: Sequence[_Shared], capacity: int) -> list[_Shared]:
-    """Add programs that only compute tiles of X Xᵀ, tallest matrices first, if each tile then has its own."""
+    """Add programs that only compute tiles of X Xᵀ if each tile then has its own.
+
+    The tallest matrices come first.
+    """
     programs = [matrix.programs for matrix in matrices]
     for kind in sorted({matrix.kind for matrix in matrices}, reverse=True):
         # The kernel uses 64 × 64 tiles if it has fewer programs than 32 × 32 tiles.
@@ -379,7 +396,10 @@ def _with_helpers(matrices: Sequence[_Shared], capacity: int) -> list[_Shared]:
 
 
 def _tiles_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Give each program the fewest tiles with which all matrices run at once; use small tiles if they fit."""
+    """Give each program the fewest tiles with which all matrices run at once.
+
+    Use small tiles if they fit.
+    """
     sizes = [
         (_round_up(location.rows, _TILE), _round_up(location.columns, _TILE))
         for location in locations

@@ -1,4 +1,4 @@
-"""The polar factor of batches of matrices, by the implementation that the table of `dispatch` chooses.
+"""The polar factor of batches of matrices, by the implementation that `dispatch` chooses.
 
 Kernels are checked against torch on their first use.
 """
@@ -36,12 +36,14 @@ _REDUCED = {"bf16", "tf32"}
 def requested_precision() -> Iterator[None]:
     """Disable autocast, and multiply float32 matrices in float32.
 
-    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision`` ("high", "medium") would
-    round them to TF32 or bf16. On the Gram matrix of a low-rank gradient, such rounding errors grow until the result is
-    NaN. The caller's settings are restored on exit.
+    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision``
+    ("high", "medium") would round them to TF32 or bf16. On the Gram matrix of a low-rank gradient,
+    such rounding errors grow until the result is NaN. The caller's settings are restored on exit.
     """
     with torch._C._DisableAutocast():
-        matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]  # set at runtime
+        # torch sets this attribute when it is imported, so that mypy does not see it.
+        on_cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        matmuls = on_cpu, torch.backends.cuda.matmul
         precisions = [matmul.fp32_precision for matmul in matmuls]
         if not _REDUCED.intersection(precisions):
             yield
@@ -71,13 +73,14 @@ def orthogonalize(
     Parameters
     ----------
     x
-        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros; a matrix with a NaN
-        or infinity gives NaNs without affecting the others; the scale of a matrix does not matter.
+        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros; a
+        matrix with a NaN or infinity gives NaNs without affecting the others; the scale of a matrix
+        does not matter.
     schedule
         A name in `SCHEDULES`, a `Schedule`, or one (a, b, c) per step.
     precision
-        Operands of the matrix products: 'auto' is float16 on a GPU and float32 elsewhere; the iterate is float32,
-        or float64 for 'float64'.
+        Operands of the matrix products: 'auto' is float16 on a GPU and float32 elsewhere; the
+        iterate is float32, or float64 for 'float64'.
     gram
         Allow iterating on the Gram matrix where that is cheaper.
 
@@ -99,7 +102,8 @@ def orthogonalize(
     """
     if x.ndim < 2 or not x.is_floating_point():
         raise InvalidShapeError(
-            f"orthogonalize needs real matrices of shape (..., m, n); found shape {tuple(x.shape)} and {x.dtype}"
+            "orthogonalize needs real matrices of shape (..., m, n); "
+            f"found shape {tuple(x.shape)} and {x.dtype}"
         )
     coefficients = coefficients_of(schedule)
     if x.numel() == 0:
@@ -120,10 +124,13 @@ def orthogonalize_matrices(
     gram: bool = True,
     flash: bool | Collection[str] = True,
 ) -> list[Tensor]:
-    """Orthogonalize several batches (b, m, n) of different shapes on one device together; they are not changed.
+    """Orthogonalize batches (b, m, n) of different shapes on one device together.
 
-    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels, or which implementations of
-    `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or float64 for precision 'float64'.
+    They are not changed.
+
+    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels, or which
+    implementations of `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or
+    float64 for precision 'float64'.
     """
     if not matrices:
         return []
@@ -166,7 +173,7 @@ def _orthogonalize_with_kernels(
     operand: torch.dtype,
     allowed: Collection[str],
 ) -> list[Tensor | None]:
-    """Return float32 results (b, m, n) of batches for which the table chooses a kernel; None for all others."""
+    """Return float32 results (b, m, n) of batches that a kernel takes; None for all others."""
     results: list[Tensor | None] = [None] * len(matrices)
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
     capability = torch.cuda.get_device_capability(matrices[0].device)
@@ -225,7 +232,10 @@ def choices(
 def try_kernels(
     name: str, matrices: Sequence[Tensor], coefficients: Coefficients
 ) -> list[Tensor] | None:
-    """Run one implementation, after a check against torch on its first use; disable it and log why on failure."""
+    """Run one implementation, after a check against torch on its first use.
+
+    Disable it and log why on failure.
+    """
     try:
         check(name, matrices[0].device)
         return run_kernels(name, matrices, coefficients)
@@ -254,7 +264,7 @@ class KernelError(RuntimeError):
 
 @functools.lru_cache(maxsize=64)
 def check(name: str, device: torch.device) -> None:
-    """Compare an implementation with plain torch on low-rank matrices, in each memory layout that it supports."""
+    """Compare an implementation with plain torch on low-rank matrices, in each memory layout."""
     shapes = {
         "whole": [(24, 40)],
         "strips": [(100, 400)],

@@ -1,4 +1,4 @@
-"""Launches of the kernels in `symmetric`: workspaces and tensor descriptors for batches of large matrices.
+"""Launches of the kernels in `symmetric`: workspaces and tensor descriptors of large matrices.
 
 `symmetric_program` lists the products of all steps. For each set of equal shapes, `_Iteration`
 allocates the workspaces, normalises the inputs and starts one launch per product; the first and the
@@ -74,9 +74,9 @@ class Tiles(NamedTuple):
         return max(self.update.columns, DEPTH)
 
 
-# Tiles and thresholds were measured on an H200 by source/benchmarks/kernel_tiles.py.
-# Small tiles occupy the device when there are few; large tiles read less. Two programs of the medium
-# kind share a multiprocessor: one computes while the other stores.
+# Tiles and thresholds were measured on an H200 by source/benchmarks/kernel_tiles.py. Small tiles
+# occupy the device when there are few; large tiles read less. Two programs of the medium kind share
+# a multiprocessor: one computes while the other stores.
 _SMALL_SYMMETRIC = Tile(rows=64, columns=64, warps=4, stages=4)
 _MEDIUM_SYMMETRIC = Tile(rows=128, columns=128, warps=4, stages=3)
 _DEEP_SYMMETRIC = Tile(rows=128, columns=256, warps=8, stages=3)  # of X Xᵀ only
@@ -115,7 +115,10 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
 
 
 def deep_programs(order: int, depth: int, count: int) -> int:
-    """Return the programs per matrix that compute X Xᵀ in deep tiles; 0 if other tiles are faster."""
+    """Return the programs per matrix that compute X Xᵀ in deep tiles.
+
+    0 if other tiles are faster.
+    """
     if order % _DEEP_SYMMETRIC.columns or depth < _DEEP_COLUMNS:
         return 0
     pairs = order // _DEEP_SYMMETRIC.columns  # two rows of tiles each
@@ -131,8 +134,9 @@ def orthogonalize_by_products(
 ) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of large matrices of any strides, equal shapes together.
 
-    The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4 bytes
-    per element of X, 8 if X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to whole tiles.
+    The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4
+    bytes per element of X, 8 if X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to
+    whole tiles.
     """
     return run_launches("symmetric", _run, matrices, coefficients)
 
@@ -140,16 +144,22 @@ def orthogonalize_by_products(
 def apply_by_products(
     matrices: Sequence[Tensor], coefficients: Coefficients, application: Application
 ) -> None:
-    """Orthogonalize contiguous fp32 batches of large matrices for which `can_apply` holds, and update parameters.
+    """Orthogonalize contiguous fp32 batches of large matrices, and update parameters.
 
-    The polar factors are never written: the last product of a tile updates that tile of the parameters.
+    `can_apply` must hold.
+
+    The polar factors are never written: the last product of a tile updates that tile of the
+    parameters.
     """
     start = functools.partial(_run, application=application)
     run_launches("symmetric", start, matrices, coefficients, with_results=False)
 
 
 def can_apply(rows: int, columns: int) -> bool:
-    """Return whether the last product of contiguous matrices can update parameters: in whole tiles of any size."""
+    """Return whether the last product of contiguous matrices can update parameters.
+
+    It can if matrices have whole tiles of any size.
+    """
     rows, columns = sorted((rows, columns))
     largest = Tiles(_MEDIUM_SYMMETRIC, _LARGE_UPDATE)
     return rows % largest.rows == 0 and columns % largest.columns == 0 and rows * columns < 2**31
@@ -216,14 +226,17 @@ class _Part(NamedTuple):
     """The matrices that one launch of an update takes."""
 
     first: int
-    count: int
+    matrices: int
     read: _TiledAccess
     write: _TiledAccess
     span: Span | None
 
 
 class SymmetricMatrix:
-    """Workspace of a symmetric matrix per input matrix, and its descriptors; see the table in `symmetric`."""
+    """Workspace of a symmetric matrix per input matrix, and its descriptors.
+
+    See the table in `symmetric`.
+    """
 
     def __init__(self, values: Tensor, diagonal: Tensor, rest: Tensor | None, tiles: Tiles) -> None:
         rows = tiles.symmetric.rows
@@ -239,7 +252,7 @@ class SymmetricMatrix:
         self.polynomial = tiled(values, tiles.update.rows, DEPTH)  # of updates
 
     def as_operand(self, side: str) -> dict[str, Any]:
-        """Return the arguments of `symmetric_product` for the operand "left" or "right", but the factor."""
+        """Return the arguments of `symmetric_product` for an operand, but the factor."""
         return {
             f"{side}_squares": self.squares,
             f"{side}_rest": self.rest_squares,
@@ -310,8 +323,8 @@ class _Iteration:
             for k, product in enumerate(products)
             if product.target == "X"
         }
-        # The prefetch computes addresses in 32 bits and needs whole tiles. Triton's interpreter has no
-        # inline assembly.
+        # The prefetch computes addresses in 32 bits and needs whole tiles. Triton's interpreter has
+        # no inline assembly.
         whole = self.order == self.rows and self.width == self.columns
         self.prefetch = out.is_cuda and whole and self.rows * self.columns < 2**31
 
@@ -341,7 +354,7 @@ class _Iteration:
         return torch.empty(*size, dtype=dtype, device=self.out.device)
 
     def _update_tiles(self, x: Tensor) -> Any:
-        """Return a descriptor of x in the half tiles that a program of an update reads and writes."""
+        """Return a descriptor of x in half tiles of updates."""
         return tiled(x, self.tiles.update.rows, self.tiles.update.columns // 2)
 
     def _copy(self, x: Tensor) -> _Copy:
@@ -388,7 +401,10 @@ class _Iteration:
         return accesses
 
     def _results_in_tiles(self) -> list[_TiledAccess]:
-        """Return how the last update writes or applies each span; empty if it cannot use tiles for any."""
+        """Return how the last update writes or applies each span.
+
+        Empty if it cannot use tiles for any.
+        """
         accesses = [self._result(span) for span in self.spans]
         if all(access.way == ANYWHERE.value for access in accesses):
             return []
@@ -407,7 +423,9 @@ class _Iteration:
         return _TiledAccess(way.value, descriptor)
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
-        """Return a descriptor, in half tiles of updates, of contiguous fp32 matrices; None if impossible.
+        """Return a descriptor, in half tiles of updates, of contiguous fp32 matrices.
+
+        None if impossible.
 
         Rows must start at multiples of 16 bytes, and tiles must not reach into the next matrix.
         """
@@ -455,7 +473,7 @@ class _Iteration:
         )
 
     def _normalize_tiles(self, tensors: Sequence[Tensor], iterate: Tensor) -> None:
-        """Write X / ‖X‖ in fp16 from inputs in tiles, whose squares `Application` may have summed already."""
+        """Write X / ‖X‖ in fp16 from inputs in tiles; an `Application` has summed their squares."""
         all_sums = self._allocate_sums(_INPUT_SHARES)
         n_tiles = self.order // _COPIED_ROWS * (self.width // _COPIED_COLUMNS)
         first = 0
@@ -540,7 +558,10 @@ class _Iteration:
         )
 
     def update(self, step: int, product: Product, *, last: bool) -> None:
-        """Start launch number `step`, an update of X; the last one writes or applies the results."""
+        """Start launch number `step`, an update of X.
+
+        The last one writes or applies the results.
+        """
         tile = self.tiles.update
         lift = self.lifts[step]
         keep = lift > _MASTER_LIFT
@@ -549,7 +570,7 @@ class _Iteration:
         programs = self.order // tile.rows * (self.width // tile.columns)
         for part in self._parts(last=last):
             strided = part.write.way == ANYWHERE.value
-            update[programs, part.count](
+            update[programs, part.matrices](
                 polynomial=polynomial.polynomial,
                 diagonal=polynomial.diagonal,
                 current=self.current.update_factor,
@@ -587,14 +608,14 @@ class _Iteration:
         write = _TiledAccess((ANYWHERE if last else NEXT).value, self.master)
         results = self._results_in_tiles() if last else []
         if not self.inputs and not results:
-            return [_Part(first=0, count=self.count, read=read, write=write, span=None)]
+            return [_Part(first=0, matrices=self.count, read=read, write=write, span=None)]
         parts = []
         first = 0
         for i, span in enumerate(self.spans):
             parts.append(
                 _Part(
                     first=first,
-                    count=span.count,
+                    matrices=span.count,
                     read=self.inputs[i] if self.inputs else read,
                     write=results[i] if results else write,
                     span=span,
@@ -627,11 +648,11 @@ def _round_up(size: int, step: int) -> int:
 
 
 def _shares(count: int) -> int:
-    """Return the number of programs, a power of two, that measure and copy each of `count` matrices."""
+    """Return how many programs, a power of two, measure and copy each of `count` matrices."""
     shares = max(_MIN_SHARES, min(_MAX_SHARES, 1024 // count))
     return 1 << (shares.bit_length() - 1)
 
 
 def tiled(x: Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor of a matrix, from which the copy engine fetches tiles of rows × columns."""
+    """Return a descriptor of a matrix for tiles of rows × columns."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

@@ -14,18 +14,23 @@ from deepmd_muon.optim.polar.schedules import Coefficients
 _WIDE = 1.5  # columns / rows from which steps share products with X
 # Two steps may share products with X if an error of R grows by at most this in the first of them.
 _GROWTH = 12.0
-# The first steps of all start from a normalised X and a small R. Two of these may always share products,
-# and more, (rows, steps), with this many rows, because errors of more rows average out more.
+# The first steps of all start from a normalised X and a small R. Two of these may always share
+# products, and more, (rows, steps), with this many rows, because errors of more rows average out
+# more.
 _FIRST_STEPS = ((512, 4), (256, 3))
-# From this many rows on, single steps may exceed _GROWTH, if the product of their growths is at most
-# _GROWTH ** (most − 1), where `most` steps may share products.
+# From this many rows on, single steps may exceed _GROWTH, if the product of their growths is at
+# most _GROWTH ** (most − 1), where `most` steps may share products.
 _MANY_ROWS = 1024
-# In segments of at least this many steps all matrices are fine; in shorter ones only the first R is.
+# In segments of at least this many steps all matrices are fine; in shorter ones only the first R
+# is.
 _LONG = 4
 
 
 class Product(NamedTuple):
-    """One launch: R ← X Xᵀ; target ← w₀ left + w₁ right + w₂ left right; or, for target 'X', X ← w₀ X + left X.
+    """One launch, a symmetric product or an update of X with weights w.
+
+    It is R ← X Xᵀ, or target ← w₀ left + w₁ right + w₂ left right, or for the target 'X' X ← w₀ X +
+    left X.
 
     `fine` names the matrices that are stored and added together with their rounding residuals.
     """
@@ -50,9 +55,10 @@ def program(coefficients: Coefficients, rows: int, columns: int) -> tuple[Produc
 def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coefficients]:
     """Divide the steps into segments that multiply X once each, as few as precision allows.
 
-    A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Products with a wide X are expensive. All polynomials in R
-    commute, so the next R is p R p, and the polynomials of several steps can be multiplied with each other before they
-    multiply X. But an error of R outside the range of X grows by a² in each step until R is recomputed.
+    A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Products with a wide X are expensive. All
+    polynomials in R commute, so the next R is p R p, and the polynomials of several steps can be
+    multiplied with each other before they multiply X. But an error of R outside the range of X
+    grows by a² in each step until R is recomputed.
     """
     most = next((steps for min_rows, steps in _FIRST_STEPS if rows >= min_rows), 0)
     if most == 0 or columns < _WIDE * rows:
@@ -76,7 +82,7 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
 
 
 def _pairs(coefficients: Coefficients) -> list[Coefficients]:
-    """Divide steps into pairs from the last on, and single steps where errors would grow too much."""
+    """Divide steps into pairs from the last on, or single steps if errors would grow too much."""
     pairs: list[Coefficients] = []
     end = len(coefficients)
     while end > 0:
@@ -90,8 +96,8 @@ def _pairs(coefficients: Coefficients) -> list[Coefficients]:
 def _launches(segment: Coefficients) -> list[Product]:
     """Return the launches of steps that share products with X.
 
-    R is X Xᵀ. Q with X ← (scale I + Q) X collects p − a I of all steps, a product of polynomials in R.
-    A launch never writes a matrix that it reads, so matrices take turns: `free` are not in use.
+    R is X Xᵀ. Q with X ← (scale I + Q) X collects p − a I of all steps, a product of polynomials in
+    R. A launch never writes a matrix that it reads, so matrices take turns: `free` are not in use.
     """
     names = ("R", "A", "B", "C")
     if len(segment) >= _LONG:

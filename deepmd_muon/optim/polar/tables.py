@@ -1,4 +1,4 @@
-"""Data of launches: locations of matrices, tables of addresses, and the launch sets that the host keeps."""
+"""Data of launches: locations of matrices, tables of addresses, and sets of launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _PER_LAUNCH = 16  # addresses that `write_addresses` takes
 
 
 class AddressTable:
-    """Addresses of `count` tensors that may move between launches, in `table`, int64, which recorded graphs read."""
+    """Addresses of tensors that may move between launches.
+
+    `table`, int64, has them on the device; recorded graphs read it.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._written: tuple[int, ...] = ()
@@ -33,7 +36,10 @@ class AddressTable:
 
 
 def captured_addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a table of the tensors' addresses for the graph being captured; each replay writes it."""
+    """Return a table of the tensors' addresses for the graph being captured.
+
+    Each replay writes it.
+    """
     table = torch.empty(_padded(len(tensors)), dtype=torch.int64, device=tensors[0].device)
     addresses = [x.data_ptr() for x in tensors]
     # The kernel writes 16 addresses; the table has room for copies of the last one.
@@ -51,8 +57,8 @@ def _padded(count: int) -> int:
 def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
     """Return addresses in (pinned) host memory, for copies to the device; it is never overwritten.
 
-    The cache saves copies because the allocator soon reuses addresses for gradients. A copy may still read an evicted
-    entry: torch keeps its pinned memory until the copy has finished.
+    The cache saves copies because the allocator soon reuses addresses for gradients. A copy may
+    still read an evicted entry: torch keeps its pinned memory until the copy has finished.
     """
     padded = [*addresses, *[0] * (_padded(len(addresses)) - len(addresses))]
     return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -119,8 +125,8 @@ class MatrixLocation:
 class Span:
     """The `count` matrices of tensor number `tensor` in a batch.
 
-    Their contiguous results start at element `place`. If `transposed`, these have the smaller dimension
-    as columns.
+    Their contiguous results start at element `place`. If `transposed`, these have the smaller
+    dimension as columns.
     """
 
     tensor: int
@@ -171,7 +177,7 @@ class Launch:
 
 
 class Inputs(NamedTuple):
-    """The matrices, as launches read them: addresses on the device, and tensors (None in a recording)."""
+    """The matrices: addresses on the device, and tensors (None in a recording)."""
 
     addresses: Tensor
     tensors: Sequence[Tensor] | None
@@ -183,10 +189,11 @@ class Application(NamedTuple):
     Attributes
     ----------
     targets
-        For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and numbers of
-        their factors.
+        For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and
+        numbers of their factors.
     squares
-        For each tensor of matrices, float64 (count, 1, 2): 1 and the sum of the squares of each matrix.
+        For each tensor of matrices, float64 (count, 1, 2): 1 and the sum of the squares of each
+        matrix.
     dtype
         Of the parameters: float32, float16 or bfloat16.
     factors

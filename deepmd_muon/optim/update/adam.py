@@ -1,8 +1,8 @@
 """The element-wise routes: Adam, and AdamW with decoupled decay, on lists of tensors.
 
-The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F. Hutter
-(arXiv:1711.05101), ε outside the root, and bias correction: by torch's fused multi-tensor kernel, or by operations on
-lists of tensors.
+The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F.
+Hutter (arXiv:1711.05101), ε outside the root, and bias correction: by torch's fused multi-tensor
+kernel, or by operations on lists of tensors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def adam_(
 ) -> None:
     """Take one Adam step in place on real tensors of one device and dtype.
 
-    16-bit parameters are updated in float32 and rounded once; with master weights, these are updated.
+    16-bit parameters are updated in float32 and rounded once; with master weights, these are
+    updated.
 
     Parameters
     ----------
     state
-        By key, one tensor per parameter: the moments in `moment_dtype`, and the number of steps, float32 scalars.
+        By key, one tensor per parameter: the moments in `moment_dtype`, and the number of steps,
+        float32 scalars.
     decays
         Whether this is AdamW's step, with decoupled decay.
     lr
@@ -152,7 +154,10 @@ def _fused(
 
 
 def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:
-    """Correct a step taken with ``lr.float()`` to float64 `lr`; the change of the parameters is proportional to lr."""
+    """Correct a step taken with ``lr.float()`` to float64 `lr`.
+
+    The change of the parameters is proportional to lr.
+    """
     rate = lr.float().double()
     change = torch._foreach_sub(targets, before)
     torch._foreach_mul_(change, torch.where(rate > 0, (lr - rate) / rate, 0.0))
@@ -162,7 +167,7 @@ def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) 
 def _fused_on_gpu(
     tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any
 ) -> None:
-    """Call torch's kernel for tensors of one device and dtype, without torch's grouping by device and dtype.
+    """Call torch's kernel for tensors of one device and dtype, without torch's grouping by these.
 
     For 88 parameters the grouping takes longer on the host than the launches.
     """
@@ -182,10 +187,11 @@ def _fused_on_gpu(
 
 
 def _with_equal_strides(several: TensorLists) -> TensorLists:
-    """Return lists whose i-th tensors are dense and have equal strides, as torch's fused kernels assume.
+    """Return lists with dense i-th tensors of equal strides, as torch's fused kernels assume.
 
-    Tensors that comply are returned themselves; others are copied to contiguous ones. So are gradients whose signs are
-    still to be changed (`Tensor.is_neg`), such as that of the imaginary part of a conjugate.
+    Tensors that comply are returned themselves; others are copied to contiguous ones. So are
+    gradients whose signs are still to be changed (`Tensor.is_neg`), such as that of the imaginary
+    part of a conjugate.
     """
     contiguous = all(map(Tensor.is_contiguous, itertools.chain(*several)))
     if contiguous and not any(map(Tensor.is_neg, several[1])):
@@ -211,7 +217,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _copy_back(originals: TensorLists, results: TensorLists) -> None:
-    """Copy results from temporary tensors back to the originals, except gradients (the second list)."""
+    """Copy results from temporary tensors to the originals, except gradients (the second list)."""
     if originals is results:
         return
     for number, (tensors, copies) in enumerate(zip(originals, results, strict=True)):

@@ -1,6 +1,7 @@
-"""Update parameters of large matrices in the last matrix product, which does not write the polar factors.
+"""Update parameters of large matrices in the last matrix product, without writing polar factors.
 
-The momentum's launch also sums the squares of the directions, so that no other launch reads them for their norms.
+The momentum's launch also sums the squares of the directions, so that no other launch reads them
+for their norms.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class MatrixGroup(NamedTuple):
 
 
 def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the last product can update `count` contiguous matrices of parameters of this dtype."""
+    """Return whether the last product can update `count` contiguous matrices of this dtype."""
     if dtype not in _DTYPES or "symmetric" in dispatch.FAILED or not can_apply(rows, columns):
         return False
     # Triton's interpreter, on a CPU, runs the kernels of an H200.
@@ -84,8 +85,8 @@ def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch
 class AppliedGroups:
     """Groups of one wave; their last products update parameters of one dtype.
 
-    `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16 bytes.
-    `decay` is the weight decay, split by `split_float64`.
+    `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16
+    bytes. `decay` is the weight decay, split by `split_float64`.
     """
 
     def __init__(
@@ -145,7 +146,10 @@ class AppliedGroups:
     def usable(
         self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor
     ) -> bool:
-        """Run all launches once without changing the parameters; return whether they worked, and log an error."""
+        """Run all launches once without changing the parameters.
+
+        Return whether they worked, and log an error.
+        """
         device = factors.device
         shapes = tuple(
             (group.rows, group.columns, len(group.addresses), group.schedule)
@@ -172,7 +176,7 @@ class AppliedGroups:
 
 @functools.lru_cache(maxsize=16)
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare with polar factors that are written and then applied, for two matrices in both orientations."""
+    """Compare with polar factors that are written and then applied, in both orientations."""
     decay = 0.01
     lr = 0.1
     steps = coefficients_of("polar-express-5")

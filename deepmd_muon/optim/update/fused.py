@@ -1,14 +1,15 @@
 """The fused Muon route: one kernel each for the momenta, the damping and the updates of a wave.
 
-`deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the device, buffers, and for
-small models a CUDA graph of all launches, orthogonalization included, are created once and reused while the addresses
-of the parameters stay the same. A step then checks the addresses and replays the graph. New addresses of gradients, as
-after ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one launch;
-neither synchronizes.
+`deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the
+device, buffers, and for small models a CUDA graph of all launches, orthogonalization included, are
+created once and reused while the addresses of the parameters stay the same. A step then checks the
+addresses and replays the graph. New addresses of gradients, as after
+``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one
+launch; neither synchronizes.
 
-A step: `advance` writes the directions of all blocks, blocks of one shape (a *group*) next to each other;
-each group is orthogonalized; `damp` writes the blocks' factors; `apply` updates the parameters. The last
-product of large matrices updates their parameters itself (`AppliedGroups`).
+A step: `advance` writes the directions of all blocks, blocks of one shape (a *group*) next to each
+other; each group is orthogonalized; `damp` writes the blocks' factors; `apply` updates the
+parameters. The last product of large matrices updates their parameters itself (`AppliedGroups`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-# Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
+# Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit
+# large models.
 _SHORT = 1024
 _LONG = 4096
 SMALL = 4 * 2**20  # elements of a small model
@@ -77,7 +79,7 @@ class Variant(NamedTuple):
 
 
 class BlockLocation(NamedTuple):
-    """The location of one block in its parameter: tensor number, offset, row stride and shape, in elements."""
+    """The location of one block: its parameter, and offset, row stride and shape in elements."""
 
     tensor: int
     offset: int
@@ -125,7 +127,9 @@ def group_blocks(blocks: Sequence[BlockLocation]) -> list[BlockGroup]:
 
 
 class ChunkRow(NamedTuple):
-    """A row of the kernels' table, in the order of the constants in `fused_kernels`; elements are counted.
+    """A row of the kernels' table, in the order of the constants in `fused_kernels`.
+
+    Elements are counted.
 
     Parameter, momentum and gradient have one layout, so `stride` and `offset` serve all.
 
@@ -207,7 +211,7 @@ class Chunks(NamedTuple):
 
     table: Tensor  # (chunks, ROW)
     first: Tensor  # (blocks,): each block's first chunk
-    count: Tensor  # (blocks,): its number of chunks
+    counts: Tensor  # (blocks,): its number of chunks
 
 
 def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
@@ -240,7 +244,7 @@ def split_float64(x: float) -> SplitFloat64:
 
 
 class StepScalars:
-    """The learning rate, the skip predicate and the gradients' scale, at the addresses that recorded launches read."""
+    """Learning rate, skip predicate and gradients' scale, where recorded launches read them."""
 
     def __init__(self, device: torch.device) -> None:
         self.rate = torch.zeros((), dtype=torch.float64, device=device)
@@ -311,13 +315,13 @@ class FusedMuon:
         if self._magma:
             # One score for each block.
             addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]
-            columns = [chunks.first, chunks.count, torch.tensor(addresses, device="cpu")]
+            columns = [chunks.first, chunks.counts, torch.tensor(addresses, device="cpu")]
             self._blocks = torch.stack(columns, dim=1).to(self._device)
             self._factors = torch.empty_like(self._scales)
 
-        # In a graph, a side stream computes the smallest matrices, the damping factors and a table. The
-        # programs of these kernels do not wait for each other, so they cannot block the cooperative
-        # kernels, whose programs do.
+        # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
+        # The programs of these kernels do not wait for each other, so they cannot block the
+        # cooperative kernels, whose programs do.
         self._on_side_stream = self._in_one_program()
         self._on_main_stream = [
             i for i in range(len(self._groups)) if i not in self._on_side_stream
@@ -363,13 +367,16 @@ class FusedMuon:
                     addresses=torch.tensor(addresses, device=self._device),
                     factors=torch.tensor(group.blocks, device=self._device),
                     first=chunks.first[group.blocks].to(self._device),
-                    chunks=chunks.count[group.blocks].to(self._device),
+                    chunks=chunks.counts[group.blocks].to(self._device),
                 )
             )
         return AppliedGroups(groups, self._dtype, self._decay) if groups else None
 
     def _try_applied(self, applied: AppliedGroups) -> None:
-        """Exclude the groups' matrices from the launches for all others; drop the groups if their launches fail."""
+        """Exclude the groups' matrices from the launches for all others.
+
+        Drop the groups if their launches fail.
+        """
         self._never_skip = torch.zeros((), dtype=torch.float32, device=self._device)
         matrices = self._direction_buffers().matrices
         if not applied.usable(
@@ -519,7 +526,10 @@ class FusedMuon:
     def _apply(
         self, results: Tensor, dtype: torch.dtype, factors: Tensor, skip: Tensor | None
     ) -> None:
-        """Launch the update of the parameters; `results` has the addresses of polar factors in `dtype`."""
+        """Launch the update of the parameters.
+
+        `results` has the addresses of polar factors in `dtype`.
+        """
         with in_phase("update"):
             apply[(len(self._separate),)](
                 chunks=self._separate,

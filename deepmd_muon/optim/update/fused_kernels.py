@@ -1,16 +1,18 @@
-"""Triton kernels for the element-wise operations of the Muon route: one launch for all parameters of a wave.
+"""Triton kernels for the element-wise operations of the Muon route on all parameters of a wave.
 
 A step
 ------
-| kernel        | result                                                                            |
-|---------------|-----------------------------------------------------------------------------------|
-| `advance`     | m ← m + (1 − β) (g − m), the direction u (m, or with Nesterov g + β (m − g)), sums |
-| `damp`        | Magma's score and scale · damping of each block, from the sums                    |
-| `sum_squares` | Σ u² of each block, for `symmetric_launch`                                        |
-| `apply`       | p ← p (1 − lr λ) − lr · factor · O, with the polar factor O of u                  |
+| kernel        | result                                                             |
+|---------------|--------------------------------------------------------------------|
+| `advance`     | m ← m + (1 − β) (g − m); the direction u; sums                     |
+| `damp`        | Magma's score and scale · damping of each block, from the sums     |
+| `sum_squares` | Σ u² of each block, for `symmetric_launch`                         |
+| `apply`       | p ← p (1 − lr λ) − lr · factor · O, with the polar factor O of u   |
 
-A program takes one *chunk*: consecutive elements of one block, located by a table row. Sums are stored
-per chunk and added in a fixed order, so that a step is bitwise reproducible.
+u is m, or with Nesterov g + β (m − g).
+
+A program takes one *chunk*: consecutive elements of one block, located by a table row. Sums are
+stored per chunk and added in a fixed order, so that a step is bitwise reproducible.
 
 `muon.muon_` defines the results; `test_optim_fused` compares them.
 """
@@ -47,14 +49,16 @@ ROW = tl.constexpr(13)
     BLOCK,
     PLAIN,
 ) = (tl.constexpr(i) for i in range(13))
-# Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma score.
+# Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma
+# score.
 BLOCK_ROW = tl.constexpr(3)
-# Sums of a chunk, float64. For Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them.
-# For `sum_squares`: Σ u² of the direction.
+# Sums of a chunk, float64. For Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to
+# them. For `sum_squares`: Σ u² of the direction.
 SUMS = tl.constexpr(6)
 PEAK_M, PEAK_G, DOT, M_SQUARES, G_SQUARES, U_SQUARES = (tl.constexpr(i) for i in range(6))
 
-# Constants of Magma: the logistic function of cosine / TEMPERATURE is between LOWEST and LOWEST + SPAN.
+# Constants of Magma: the logistic function of cosine / TEMPERATURE is between LOWEST and LOWEST +
+# SPAN.
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / magma.TEMPERATURE))
 TEMPERATURE = tl.constexpr(magma.TEMPERATURE)
 LOWEST = tl.constexpr(1.0 - _HIGHEST)
@@ -82,7 +86,7 @@ def floor_multiple(x, step: tl.constexpr):
 
 @triton.jit
 def locate(row, WIDTH: tl.constexpr):
-    """Return the chunk's element numbers in its block, and their offsets from the tensor's first element."""
+    """Return the chunk's element numbers in its block, and their offsets in the tensor."""
     element = tl.load(row + START).to(tl.int32) + tl.arange(0, WIDTH)
     columns = tl.load(row + COLUMNS).to(tl.int32)
     r = element // columns
@@ -247,7 +251,10 @@ def damp(
     PEAKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Advance each block's Magma score and write scale · damping; see `deepmd_muon.optim.rules.magma`."""
+    """Advance each block's Magma score and write scale · damping.
+
+    See `deepmd_muon.optim.rules.magma`.
+    """
     number = tl.program_id(0)
     row = blocks + number * BLOCK_ROW
     first = sums + tl.load(row) * SUMS

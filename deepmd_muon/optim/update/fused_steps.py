@@ -1,4 +1,7 @@
-"""The fused steps of an optimizer; their kernels are first compiled in threads and compared with torch."""
+"""The fused steps of an optimizer.
+
+Their kernels are first compiled in threads and compared with torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
-# Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are always new lists.
+# Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
+# always new lists.
 _MOST_LISTS = 16
 FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` implement
 FUSED_COVERAGE = Coverage(
@@ -53,7 +57,8 @@ FUSED_COVERAGE = Coverage(
         }
     )
 )
-# Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes compiles it.
+# Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes
+# compiles it.
 _BY_CLASS = ("whole", "strips", "tiles")
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
@@ -64,10 +69,11 @@ class FusedError(RuntimeError):
 
 
 class FusedStepCache:
-    """The fused steps of an optimizer, one for each of the latest lists of parameters that were stepped together.
+    """The fused steps of an optimizer, one for each of the latest lists of parameters.
 
-    The branches of a multi-task model have different lists that begin with the same shared parameters. Each list keeps
-    its step, because a captured graph reads its tables, and no tables can be made during a capture.
+    The branches of a multi-task model have different lists that begin with the same shared
+    parameters. Each list keeps its step, because a captured graph reads its tables, and no tables
+    can be made during a capture.
     """
 
     def __init__(self) -> None:
@@ -88,7 +94,10 @@ class FusedStepCache:
         control: StepControl,
         maximize: bool = False,
     ) -> bool:
-        """Take one step as `muon_` does and return True; return False, without changes, if `muon_` is needed."""
+        """Take one step as `muon_` does and return True.
+
+        Return False, without changes, if `muon_` is needed.
+        """
         device = params[0].device
         dtype = params[0].dtype
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
@@ -151,7 +160,10 @@ class FusedStepCache:
 
 @functools.lru_cache(maxsize=256)
 def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
-    """Return whether the fused kernels implement these settings and their rules for a dtype; log what they lack."""
+    """Return whether the fused kernels implement these settings and their rules for a dtype.
+
+    Log what they lack.
+    """
     known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
     # The class itself: a subclass may do something else.
     others = [rule.name for rule in matrix_rules(settings) if type(rule) not in known]
@@ -173,9 +185,12 @@ def compile_kernels(
     variant: Variant,
     settings: HybridMuonConfig,
 ) -> None:
-    """Compile and check the kernels of a small model's step in parallel threads; repeated calls do nothing.
+    """Compile and check the kernels of a small model's step in parallel threads.
 
-    A call waits for a running call of another thread. On a CPU, and while a graph is captured, nothing is done.
+    Repeated calls do nothing.
+
+    A call waits for a running call of another thread. On a CPU, and while a graph is captured,
+    nothing is done.
     """
     elements = sum(view.batch * view.rows * view.columns for view in views)
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
@@ -225,7 +240,8 @@ def compilations(
 ) -> list[Callable[[], object]]:
     """Return calls that compile and check the kernels for such matrices, one kernel per call.
 
-    Only shapes, dtypes and the device of `matrices` matter. A call passes on errors of the compiler or driver.
+    Only shapes, dtypes and the device of `matrices` matter. A call passes on errors of the compiler
+    or driver.
     """
     device = matrices[0].device
     capability = torch.cuda.get_device_capability(device)
@@ -255,7 +271,10 @@ def compilations(
 def _works(
     device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
 ) -> bool:
-    """Compile the kernels and compare them with torch on two small matrices; log why they cannot be used."""
+    """Compile the kernels and compare them with torch on two small matrices.
+
+    Log why they cannot be used.
+    """
     try:
         _check(device, dtype, variant, magma, nesterov)
     except Exception as error:  # an error of the compiler or driver must not end a training run
@@ -289,7 +308,10 @@ def _check(
     view = MatrixView(2, 8, 36, "columns", (20, 16))
 
     def result(fused: bool) -> list[Tensor]:
-        """Return parameter, momentum and scores after two steps; the second may replay a recorded one."""
+        """Return parameter, momentum and scores after two steps.
+
+        The second may replay a recorded one.
+        """
         p = wave.to(dtype, copy=True).requires_grad_()
         m = (0.5 - wave).to(dtype)
         if variant.gradient != dtype:

@@ -128,7 +128,8 @@ def advance_momenta(
     momenta = in_dtype(buffers, wide)  # the buffers themselves, unless they have 16 bits
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     if control.skip is not None:
-        # To skip the step, the momentum replaces the gradient and the learning rate is zero, so nothing changes.
+        # To skip the step, the momentum replaces the gradient and the learning rate is zero, so
+        # nothing changes.
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
     torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
@@ -190,10 +191,12 @@ def update_blocks(
     settings: HybridMuonConfig,
     lr: float | Tensor,
 ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
-    """Orthogonalize blocks, batches (b, rows, columns) of one device and dtype, with the rules of their settings.
+    """Orthogonalize blocks of one device and dtype with the rules of their settings.
 
-    `inputs`, of the same shapes, and `measured`, (b,) each, are given for the rules that need them. Return the scaled
-    updates and the rules' new state; `state` stays unchanged.
+    Blocks are batches (b, rows, columns).
+
+    `inputs`, of the same shapes, and `measured`, (b,) each, are given for the rules that need them.
+    Return the scaled updates and the rules' new state; `state` stays unchanged.
     """
     new: dict[str, Sequence[Tensor]] = {}
     for rule in rules:
@@ -253,7 +256,10 @@ def apply_updates(
     rules: Sequence[MatrixRule] = (),
     masters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules allow it; on master weights, if any."""
+    """Do p ← p (1 − lr λ) − lr · update in place, on master weights if there are any.
+
+    Elements decay if all rules allow it.
+    """
     wide = moment_dtype(params[0].dtype)
     # The parameters themselves, unless they have 16 bits.
     targets = in_dtype(params, wide) if masters is None else current_masters(masters, params)

@@ -1,4 +1,4 @@
-"""The update of the parameters, p ← p (1 − lr λ) − lr · factor · O, in parts that several kernels share.
+"""The update of the parameters, p ← p (1 − lr λ) − lr · factor · O, which several kernels share.
 
 O is the polar factor of the direction and λ the weight decay. `fused_kernels.apply` updates chunks
 of elements, and the last product of large matrices (`symmetric.update`) whole tiles.
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Columns of a row of `targets`, int64: the address of a matrix of parameters, and the number of its factor.
+# Columns of a row of `targets`, int64: the address of a matrix of parameters, and the number of its
+# factor.
 TARGET_ROW = tl.constexpr(2)
 
 
@@ -32,7 +33,7 @@ class ParameterUpdate(NamedTuple):
 
 @triton.jit
 def aligned(address, anchor, TYPE: tl.constexpr):
-    """Return an address that is a multiple of 16 as a pointer whose alignment the compiler recognizes.
+    """Return an address, a multiple of 16, as a pointer whose alignment the compiler recognizes.
 
     `anchor` is a pointer argument. The compiler knows that it is a multiple of 16, and the distance
     is a multiple of 16 by its form.

@@ -1,8 +1,8 @@
 """Large matrices: their norms, and fp16 copies of X / ‖X‖, padded with zeros to whole tiles.
 
-Several programs, the *shares* of a matrix, measure one matrix: program (i, b) of a grid is share i of
-matrix b. A share stores a pair (largest |x|, Σ x² relative to the largest) in
-`sums`, float64 (matrices, shares, 2), as `shared.norm_of_all` reads them.
+Several programs, the *shares* of a matrix, measure one matrix: program (i, b) of a grid is share i
+of matrix b. A share stores a pair (largest |x|, Σ x² relative to the largest) in `sums`, float64
+(matrices, shares, 2), as `shared.norm_of_all` reads them.
 
 `kernel_cases` compares the results of the iteration with torch's.
 """
@@ -28,7 +28,8 @@ from deepmd_muon.optim.polar.kernels.whole import (
     load_upright,
 )
 
-# Where an update reads X: its workspace, or in the first step the input or the transposed input, in tiles.
+# Where an update reads X: its workspace, or in the first step the input or the transposed input, in
+# tiles.
 PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
 
 
@@ -73,7 +74,7 @@ def measure_contiguous(
     SHARES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Store this program's share of the norms of contiguous matrices, read WIDTH elements at a time."""
+    """Store this program's share of the norms of contiguous matrices."""
     matrix = tl.program_id(1)
     start = inputs + matrix.to(tl.int64) * size
     total = tl.zeros((WIDTH,), tl.float64)
@@ -88,7 +89,7 @@ def measure_contiguous(
 
 @triton.jit
 def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
-    """Return a matrix's largest magnitude, its norm relative to that, and two factors that normalise it.
+    """Return a matrix's largest magnitude, its norm relative to that, and two normalising factors.
 
     1 / norm is the product of a power of two in the range of fp32 and a rest. The product itself
     may overflow in fp32. The first program stores both in `factors` (matrices, 2).

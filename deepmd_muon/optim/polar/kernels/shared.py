@@ -1,17 +1,17 @@
-"""One launch for matrices that are too large for one multiprocessor: several programs share a matrix.
+"""One launch for matrices too large for one multiprocessor: several programs share a matrix.
 
 The programs of a matrix are its *team*; a program's number in it is its rank. They synchronize by
 barriers in global memory, so all programs of a launch must run at the same time: launches are
 cooperative and never exceed the device. Programs exchange iterates in fp16; the master X is fp32.
 
-`strips` keeps columns of X in registers, `tiles` keeps X in memory. `whole` has the formula of a step,
-`newton_schulz` defines the results; the gates of `kernel_cases` compare them.
+`strips` keeps columns of X in registers, `tiles` keeps X in memory. `whole` has the formula of a
+step, `newton_schulz` defines the results; the gates of `kernel_cases` compare them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, SIM102
-# Reason for both: Triton compiles these functions. Their arguments have Triton's types, and an `if` on a
-# constant must stand alone to leave code out.
+# Reason for both: Triton compiles these functions. Their arguments have Triton's types, and an `if`
+# on a constant must stand alone to leave code out.
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def read_counter(counter):
 
 @triton.jit
 def barrier(counter, target):
-    """Arrive, and wait for `target` arrivals; stores that other programs made before they arrived are then visible."""
+    """Arrive, and wait for `target` arrivals.
+
+    Stores that other programs made before they arrived are then visible.
+    """
     # All threads of this program have stored before its one arrival is counted.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
@@ -86,10 +89,10 @@ def merge(largest, squares, other_largest, other_squares):
 
 @triton.jit
 def norm_of_all(sums, first, count, LIMIT: tl.constexpr):
-    """Return the largest magnitude of a whole matrix and its norm relative to that, each 1 instead of 0.
+    """Return a matrix's largest magnitude and its norm relative to that, each 1 instead of 0.
 
-    `sums` has `count` shares from number `first` on, at most LIMIT: pairs of the largest magnitude and
-    the sum of squares relative to it, float64.
+    `sums` has `count` shares from number `first` on, at most LIMIT: pairs of the largest magnitude
+    and the sum of squares relative to it, float64.
     """
     i = tl.arange(0, LIMIT)
     mask = i < count
@@ -115,7 +118,10 @@ def store_symmetric_tiles(
     T: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Compute this program's tiles of S Sᵀ, or with ADD of b S + d S Sᵀ for a symmetric S, and their mirror images."""
+    """Write this program's tiles of S Sᵀ, or with ADD of b S + d S Sᵀ, and their mirror images.
+
+    With ADD, S is symmetric.
+    """
     order = tiles * T
     t = tl.arange(0, T)
     q = tl.arange(0, K)
@@ -246,7 +252,9 @@ def tiles(
     ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Orthogonalize matrices of any size: a team shares the tiles of X (T × T), of X Xᵀ and its polynomial (G × G).
+    """Orthogonalize matrices of any size: a team shares the tiles of X, of X Xᵀ and its polynomial.
+
+    Tiles of X are T × T, the others G × G.
 
     Sizes are padded to multiples of K, the number of columns per iteration of a product.
     """
@@ -318,11 +326,11 @@ def strip(
     ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Run all steps for a matrix of at most MP rows, with NS of its columns in this program's registers.
+    """Run all steps for a matrix of at most MP rows, with NS columns in this program's registers.
 
-    A step is R = X Xᵀ, whose tiles the team shares, and X ← a X + R (b X + c R X), for which each program
-    needs all of R but only its own columns. So a step takes two barriers. Programs beyond the last column
-    only compute R.
+    A step is R = X Xᵀ, whose tiles the team shares, and X ← a X + R (b X + c R X), for which each
+    program needs all of R but only its own columns. So a step takes two barriers. Programs beyond
+    the last column only compute R.
     """
     rank = team.rank
     count = team.count
@@ -384,7 +392,9 @@ def strips(
     ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Orthogonalize matrices of at most 256 rows, padded to 64 · 2ⁱ; MASK has bit i set if some have this height.
+    """Orthogonalize matrices of at most 256 rows, padded to 64 · 2ⁱ.
+
+    MASK has bit i set if some have this height.
 
     A program keeps WIDE columns in its registers, or half as many of the tallest kind (256 rows).
     The other arguments are those of `tiles`.

@@ -6,12 +6,13 @@ symmetric, so `symmetric_product` computes one half of each. `update` computes t
 
 How matrices are stored
 -----------------------
-| matrix            | stored as                                                                       |
-|-------------------|---------------------------------------------------------------------------------|
-| X                 | fp16 (matrices · order, width); also fp32 if later steps amplify rounding errors |
-| symmetric, D + E  | D: diagonal, fp32 (matrices · order,); E: all else, fp16 (matrices · order, order) |
-| rest of E         | fp16, on and below the diagonal: rounding residuals of E times ENLARGED          |
+| matrix           | stored as                                                               |
+|------------------|-------------------------------------------------------------------------|
+| X                | fp16 (matrices · order, width), if need be also fp32                    |
+| symmetric, D + E | diagonal D, fp32 (matrices · order,); others E, fp16 (…, order)         |
+| rest of E        | rounding residuals of E times ENLARGED, fp16, on and below the diagonal |
 
+X is kept in fp32 while later steps would amplify its rounding errors.
 A *fine* matrix has a rest. Rests enter sums, but not products of matrices.
 Sizes are padded with zeros to whole tiles, which changes nothing.
 
@@ -117,8 +118,8 @@ def symmetric_product(
 ):
     """Write X Xᵀ (GRAM), or the symmetric w₀ L + w₁ S + w₂ L S.
 
-    For ONE_MATRIX, L and S are the same and w₁ = 0. A program computes one T × N tile on or below the
-    diagonal, and mirrors it; the grid's second axis numbers the matrices.
+    For ONE_MATRIX, L and S are the same and w₁ = 0. A program computes one T × N tile on or below
+    the diagonal, and mirrors it; the grid's second axis numbers the matrices.
     """
     number = tl.program_id(0)
     top = tl.program_id(1) * order
@@ -206,7 +207,10 @@ def finish_tile(product, tile, left, right, target, weights, KIND: tl.constexpr)
 
 @triton.jit
 def finish_strip(product, tile, left, right, target, weights, KIND: tl.constexpr):
-    """Turn a T × SQUARE strip of L Sᵀ below the diagonal into one of the result; see `finish_square`."""
+    """Turn a T × SQUARE strip of L Sᵀ below the diagonal into one of the result.
+
+    `finish_square` explains the terms.
+    """
     r = tile.r
     c = tile.c
     top = tile.top
@@ -347,19 +351,21 @@ def update(
     KEEP: tl.constexpr,  # whether the next X is also written in fp32
     CHUNK: tl.constexpr,  # terms that tensor cores accumulate; 0 for all
     TYPE: tl.constexpr,  # dtype of the parameters, or None
-    PREFETCH: tl.constexpr,  # fetch inputs and parameters into the cache; needs matrices of whole tiles
+    PREFETCH: tl.constexpr,  # whether to fetch inputs and parameters; needs whole tiles
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Do X ← w₀ X + (D + E) X, one T × N tile per program; the last step writes or applies the result.
+    """Do X ← w₀ X + (D + E) X, one T × N tile per program.
 
-    D and E both multiply the fp16 copy, because outside the range of X only the sum of both vanishes.
-    The grid's second axis numbers the matrices, starting at `first`.
+    The last step writes or applies the result.
 
-    Tensor cores truncate partial sums. The error grows with the number of terms, and later steps amplify
-    its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time and fp32
-    units add these sums.
+    D and E both multiply the fp16 copy, because outside the range of X only the sum of both
+    vanishes. The grid's second axis numbers the matrices, starting at `first`.
+
+    Tensor cores truncate partial sums. The error grows with the number of terms, and later steps
+    amplify its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time
+    and fp32 units add these sums.
     """
     parameters = ParameterUpdate(
         targets=targets,

@@ -5,16 +5,16 @@ The iteration
     X ← X / ‖X‖, then in each step: R = X Xᵀ, X ← a X + (b R + c R²) X.
 
 X is read with its smaller dimension as rows. It stays in registers in fp32 (the master); tensor
-cores multiply fp16 operands and sum in fp32. Matrices of different shapes, strides and dtypes share a
-grid: each program reads its table row.
+cores multiply fp16 operands and sum in fp32. Matrices of different shapes, strides and dtypes share
+a grid: each program reads its table row.
 
 `newton_schulz` defines the results; the gates of `kernel_cases` compare them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, SIM102
-# Reason for both: Triton compiles these functions. Their arguments have Triton's types, and an `if` on a
-# constant must stand alone to leave code out.
+# Reason for both: Triton compiles these functions. Their arguments have Triton's types, and an `if`
+# on a constant must stand alone to leave code out.
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ HALF = tl.constexpr(12)
 # Values of the column KIND: the dtype of a matrix.
 FLOAT32, DOUBLE, FLOAT16, BFLOAT16 = (tl.constexpr(i) for i in range(4))
 
-# Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it needs.
+# Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it
+# needs.
 TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
 _N_TILES = tl.constexpr(len(TILES))
 _TILE_ROWS = tl.constexpr(tuple(rows for rows, _ in TILES))
@@ -45,7 +46,8 @@ _TILE_COLUMNS = tl.constexpr(tuple(columns for _, columns in TILES))
 # Smallest normal numbers.
 _TINY_SINGLE = tl.constexpr(1.1754943508222875e-38)
 _TINY_DOUBLE = tl.constexpr(2.2250738585072014e-308)
-# The bits of the exponent of a float64 number: of a positive number they are the next lower power of two.
+# The bits of the exponent of a float64 number: of a positive number they are the next lower power
+# of two.
 _EXPONENT = tl.constexpr(0x7FF0000000000000)
 
 # ----- loads and stores --------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def load_as_double(at, kind, outer, inner, n_outer, n_inner):
 
 @triton.jit
 def load_scaled(at, kind, outer, inner, n_outer, n_inner):
-    """Load entries of any kind; return them in fp32, divided by their largest magnitude, and this magnitude.
+    """Load entries of any kind divided by their largest magnitude, fp32, and this magnitude.
 
     A largest magnitude below the smallest normal number is replaced by this number; the entries are
     then smaller than 1.
@@ -127,7 +129,8 @@ def load_scaled(at, kind, outer, inner, n_outer, n_inner):
 def load_matrix(row, addresses, r, c, ONLY: tl.constexpr):
     """Load the entries (r, c) of a table row's matrix as `load_scaled` does.
 
-    ONLY is the kind of all matrices of the launch, so that the code for other kinds is left out; or −1.
+    ONLY is the kind of all matrices of the launch, so that the code for other kinds is left out; or
+    −1.
     """
     at = locate(row, addresses)
     if tl.load(row + TRANSPOSED) != 0:
@@ -159,7 +162,10 @@ def load_single(row, addresses, r, c):
 
 @triton.jit
 def load_upright(row, addresses, r, c):
-    """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32; not for float64."""
+    """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32.
+
+    Not for float64.
+    """
     tile = load_single(row, addresses, r, c)
     if tl.load(row + TRANSPOSED) != 0:
         tile = tl.trans(tile)
@@ -168,10 +174,10 @@ def load_upright(row, addresses, r, c):
 
 @triton.jit
 def load_double(row, addresses, r, c, ONLY: tl.constexpr):
-    """Load the entries (r, c) of a table row's matrix in float64; return them and a power of two near the largest.
+    """Load entries (r, c) of a table row's matrix in float64, and a power of two near the largest.
 
-    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided. ONLY as in
-    `load_matrix`.
+    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided. ONLY
+    as in `load_matrix`.
     """
     at = locate(row, addresses)
     if tl.load(row + TRANSPOSED) != 0:
@@ -224,8 +230,8 @@ def whole_matrix(
     x, _ = load_matrix(row, addresses, r, c, ONLY)
     norm = tl.sqrt(tl.sum(x * x))
     x = x * (1.0 / tl.where(norm == 0.0, 1.0, norm))
-    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop would
-    # cost a layout conversion per step.)
+    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop
+    # would cost a layout conversion per step.)
     is_vector = tl.load(row + ROWS) == 1
     for k in range(STEPS):
         a = tl.where(is_vector, 1.0, tl.load(coefficients + 3 * k))
@@ -249,7 +255,10 @@ def small_matrices(
     ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Orthogonalize one matrix per program; MASK has bit i set if some matrix uses tile i of TILES."""
+    """Orthogonalize one matrix per program.
+
+    MASK has bit i set if some matrix uses tile i of TILES.
+    """
     row = table + tl.program_id(0).to(tl.int64) * ROW
     tile = tl.load(row + TILE)
     for i in tl.static_range(_N_TILES):
@@ -271,7 +280,7 @@ def small_matrices(
 def write_addresses(
     addresses, first, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15
 ):
-    """Write 16 addresses passed as kernel arguments: no copy from the host, and a captured graph contains them."""
+    """Write 16 addresses that are kernel arguments, so that a captured graph contains them."""
     p = addresses + first
     tl.store(p, a0)
     tl.store(p + 1, a1)
