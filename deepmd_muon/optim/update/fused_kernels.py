@@ -90,8 +90,8 @@ def locate(row, WIDTH: tl.constexpr):
     element = tl.load(row + START).to(tl.int32) + tl.arange(0, WIDTH)
     columns = tl.load(row + COLUMNS).to(tl.int32)
     r = element // columns
-    c = element - r * columns
-    offset = (r.to(tl.int64) * tl.load(row + STRIDE) + c) + tl.load(row + OFFSET)
+    row_start = r.to(tl.int64) * tl.load(row + STRIDE)
+    offset = (row_start + (element - r * columns)) + tl.load(row + OFFSET)
     return element, offset
 
 
@@ -120,9 +120,10 @@ class Form(NamedTuple):
 @triton.jit
 def lerp(start, end, weight):
     """Return start + weight (end − start), computed from the nearer side as torch.lerp does."""
+    is_near_start = weight < 0.5
     from_start = start + weight * (end - start)
     from_end = end - (end - start) * (1.0 - weight)
-    return tl.where(weight < 0.5, from_start, from_end)
+    return tl.where(is_near_start, from_start, from_end)
 
 
 @triton.jit
