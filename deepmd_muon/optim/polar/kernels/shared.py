@@ -273,9 +273,11 @@ def tiles(
     gram = iterate + 2 * size
     polynomial = gram + tl.multiple_of(order * order, T)
 
-    store_share(row, addresses, sums, team, shape, T, ONLY)
+    store_share(row, addresses, sums, team=team, shape=shape, T=T, ONLY=ONLY)
     barrier(team.counter, count)
-    store_normalized(row, addresses, sums, master, iterate, team, shape, T, ONLY)
+    store_normalized(
+        row, addresses, sums, master=master, iterate=iterate, team=team, shape=shape, T=T, ONLY=ONLY
+    )
     barrier(team.counter, 2 * count)
     arrivals = 2 * count
     for k in range(STEPS):
@@ -285,9 +287,13 @@ def tiles(
         # Two copies take turns: tiles of the next X are written while others read the present one.
         current = iterate + tl.multiple_of((k % 2) * size, T)
         following = iterate + tl.multiple_of(((k + 1) % 2) * size, T)
-        store_symmetric_tiles(gram, current, width, order // G, team, b, d, ADD=False, T=G, K=K)
+        store_symmetric_tiles(
+            gram, current, depth=width, tiles=order // G, team=team, b=b, d=d, ADD=False, T=G, K=K
+        )
         barrier(team.counter, arrivals + count)
-        store_symmetric_tiles(polynomial, gram, order, order // G, team, b, d, ADD=True, T=G, K=K)
+        store_symmetric_tiles(
+            polynomial, gram, depth=order, tiles=order // G, team=team, b=b, d=d, ADD=True, T=G, K=K
+        )
         barrier(team.counter, arrivals + 2 * count)
         is_last = k + 1 == STEPS
         update_tiles(
@@ -359,11 +365,29 @@ def strip(
         # Few programs use large tiles, many use small ones, one each.
         if count < (MP // 32) * (MP // 32 + 1) // 2:
             store_symmetric_tiles(
-                gram, iterate, width, MP // 64, team, 0.0, 1.0, ADD=False, T=64, K=128
+                gram,
+                iterate,
+                depth=width,
+                tiles=MP // 64,
+                team=team,
+                b=0.0,
+                d=1.0,
+                ADD=False,
+                T=64,
+                K=128,
             )
         else:
             store_symmetric_tiles(
-                gram, iterate, width, MP // 32, team, 0.0, 1.0, ADD=False, T=32, K=128
+                gram,
+                iterate,
+                depth=width,
+                tiles=MP // 32,
+                team=team,
+                b=0.0,
+                d=1.0,
+                ADD=False,
+                T=32,
+                K=128,
             )
         arrivals += 2 * count
         barrier(team.counter, arrivals)

@@ -396,10 +396,28 @@ def update(
     if PREFETCH:
         if READ != PRESENT:
             start = source + tl.program_id(1).to(tl.int64) * order * width
-            prefetch_tile(start, i * T, j * N, order, width, READ == TRANSPOSED_INPUT, T, N)
+            prefetch_tile(
+                start,
+                r=i * T,
+                c=j * N,
+                order=order,
+                width=width,
+                TRANSPOSED=READ == TRANSPOSED_INPUT,
+                T=T,
+                N=N,
+            )
         if WRITE == APPLIED or WRITE == APPLIED_TRANSPOSED:  # noqa: SIM109
             p = aligned(tl.load(targets + tl.program_id(1) * TARGET_ROW), targets, TYPE)
-            prefetch_tile(p, i * T, j * N, order, width, WRITE == APPLIED_TRANSPOSED, T, N)
+            prefetch_tile(
+                p,
+                r=i * T,
+                c=j * N,
+                order=order,
+                width=width,
+                TRANSPOSED=WRITE == APPLIED_TRANSPOSED,
+                T=T,
+                N=N,
+            )
     product = tl.zeros((T, N), tl.float32)
     if CHUNK > 0:
         for start in range(0, order, CHUNK):
@@ -425,7 +443,18 @@ def update(
             r=i * T,
             c=j * N + side * (N // 2),
         )
-        finish_update(halves[side], a, d, place, iterate, parameters, READ, WRITE, KEEP, TYPE)
+        finish_update(
+            halves[side],
+            a,
+            d,
+            place=place,
+            iterate=iterate,
+            parameters=parameters,
+            READ=READ,
+            WRITE=WRITE,
+            KEEP=KEEP,
+            TYPE=TYPE,
+        )
 
 
 @triton.jit
