@@ -30,9 +30,23 @@ from triton.runtime.errors import OutOfResources
 
 from deepmd_muon.optim.polar import SCHEDULES
 from deepmd_muon.optim.polar.kernels.normalized import PRESENT
-from deepmd_muon.optim.polar.kernels.symmetric import NEXT, SQUARE, symmetric_product, update
+from deepmd_muon.optim.polar.kernels.symmetric import (
+    GRAM,
+    NEXT,
+    TWO_MATRICES,
+    symmetric_product,
+    update,
+)
 from deepmd_muon.optim.polar.one_launch import launches_for, run_launches, start_launch
-from deepmd_muon.optim.polar.symmetric_launch import Tile, _tiled, tiles_for
+from deepmd_muon.optim.polar.symmetric_launch import (
+    DEPTH,
+    NO_APPLICATION,
+    SymmetricMatrix,
+    Tile,
+    Tiles,
+    tiled,
+    tiles_for,
+)
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
 SYMMETRIC = tuple(
@@ -60,7 +74,6 @@ LAUNCHES = {
     "strips": [(6, 64, 320), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
     "tiles": [(1, 512, 512), (1, 768, 768)],
 }
-DEPTH = 64
 Row = tuple[object, ...]
 HEAD = ("shape", "kernel", "configuration", "microseconds", "TFLOP/s", "chosen")
 
@@ -92,30 +105,47 @@ def half(count: int, order: int, *size: int) -> Tensor:
 def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, float]:
     """Time X Xᵀ and the costliest other product, w₀ L + w₁ S + w₂ L S [µs]; return their joint rate, too."""
     order, depth = (-(-n // 256) * 256 for n in (rows, columns))
-    x, left, right = half(count, order, depth), half(count, order, order), half(count, order, order)
-    diagonal, weights = torch.ones(count * order, device="cuda"), torch.ones(1, 3, device="cuda")
-    t, side = tile.rows, int(SQUARE.value)
-    grid = (order // t * (order // t + 1) // 2, count)
-    target, rest = torch.empty_like(left), torch.zeros_like(left)
-    squares = [_tiled(m, side, side) for m in (left, right, target, rest, rest, rest)]
-    squares += [_tiled(target, t, side), _tiled(target, side, t), *(_tiled(rest, t, side),) * 3]
-    constants = {
+    x = half(count, order, depth)
+    diagonal = torch.ones(count * order, device="cuda")
+    tiles = Tiles(symmetric=tile, update=tile)
+
+    def matrix() -> SymmetricMatrix:
+        values = half(count, order, order)
+        return SymmetricMatrix(values, diagonal, torch.zeros_like(values), tiles)
+
+    left = matrix()
+    right = matrix()
+    n_tile_rows = order // tile.rows
+    common = {
+        **left.as_operand("left"),
+        **right.as_operand("right"),
+        **matrix().as_target(),
+        "weights": torch.ones(1, 3, device="cuda"),
+        "step": 0,
+        "order": order,
         "FINE": True,
-        "T": t,
-        "N": t,
+        "T": tile.rows,
+        "N": tile.rows,
         "K": DEPTH,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
 
-    def run(a: Tensor, b: Tensor, size: int, kind: int) -> None:
-        operands = _tiled(a, t, DEPTH), _tiled(b, t, DEPTH)
-        others = (*squares, *(diagonal,) * 3, weights, 0, order, size)
-        fine = {"LEFT_FINE": kind > 0, "RIGHT_FINE": kind > 0}
-        symmetric_product[grid](*operands, *others, KIND=kind, **fine, **constants)
+    def run(left_factor: object, right_factor: object, size: int, kind: int) -> None:
+        symmetric_product[n_tile_rows * (n_tile_rows + 1) // 2, count](
+            left=left_factor,
+            right=right_factor,
+            depth=size,
+            KIND=kind,
+            LEFT_FINE=kind != GRAM.value,
+            RIGHT_FINE=kind == TWO_MATRICES.value,
+            **common,
+        )
 
-    time = timed(lambda: run(x, x, depth, 0)) + timed(lambda: run(left, right, order, 2))
-    return time, count * order * (order + t) * (order + depth) / time * 1e-6
+    x_factor = tiled(x, tile.rows, DEPTH)
+    time = timed(lambda: run(x_factor, x_factor, depth, GRAM.value))
+    time += timed(lambda: run(left.factor, right.factor, order, TWO_MATRICES.value))
+    return time, count * order * (order + tile.rows) * (order + depth) / time * 1e-6
 
 
 def updated(
@@ -123,43 +153,43 @@ def updated(
 ) -> tuple[float, float]:
     """Time one update of X [µs]; return its rate, too [TFLOP/s]."""
     order, width = (-(-n // 256) * 256 for n in (rows, columns))
-    p, x = half(count, order, order), half(count, order, width)
-    following, master = torch.empty_like(x), x.float()
+    x = half(count, order, width)
+    master = x.float()
     weights = torch.ones(1, 3, device="cuda")
-    down, across = tile.rows, tile.columns
-    grid = (order // down * (width // across), count)
-    factors = _tiled(p, down, DEPTH), _tiled(x, DEPTH, across)
-    tiles = [_tiled(each, down, across // 2) for each in (master if wide else x, master, following)]
-    unused, diagonal = (
-        torch.empty(1, dtype=torch.int64, device="cuda"),
-        torch.ones(count * order, device="cuda"),
-    )
-    arguments = (
-        *factors,
-        tiles[0],
-        weights,
-        *tiles[1:],
-        diagonal,
-        unused,
-        weights,
-        master,
-        0,
-        0,
-        order,
-        width,
-    )
-    arguments = (*arguments, *(None,) * 7)  # nothing is applied
-    constants = {
-        "TYPE": None,
-        "PREFETCH": False,
+
+    def tiles(matrix: Tensor) -> object:
+        return tiled(matrix, tile.rows, tile.columns // 2)
+
+    arguments = {
+        "polynomial": tiled(half(count, order, order), tile.rows, DEPTH),
+        "diagonal": torch.ones(count * order, device="cuda"),
+        "current": tiled(x, DEPTH, tile.columns),
+        "present": tiles(master if wide else x),
+        "factors": weights,  # not read
+        "source": None,
+        "master": tiles(master),
+        "following": tiles(torch.empty_like(x)),
+        "table": torch.empty(1, dtype=torch.int64, device="cuda"),  # not read
+        "out": master,  # not written
+        "weights": weights,
+        "step": 0,
+        "first": 0,
+        "order": order,
+        "width": width,
+        **NO_APPLICATION,
         "READ": PRESENT.value,
         "WRITE": NEXT.value,
         "KEEP": wide,
         "CHUNK": 0,
-        "T": down,
+        "PREFETCH": False,
+        "T": tile.rows,
+        "N": tile.columns,
+        "K": DEPTH,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }
-    constants |= {"N": across, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
-    time = timed(lambda: update[grid](*arguments, **constants))
+    grid = (order // tile.rows * (width // tile.columns), count)
+    time = timed(lambda: update[grid](**arguments))
     return time, 2 * count * order * order * width / time * 1e-6
 
 

@@ -1,7 +1,8 @@
 """The orthogonalization of deepmd-kit 3.2.0, for comparisons: every iterate is stored in 16 bits.
 
-Square matrices take the 8+2 schedule in bfloat16. Rectangular ones, when its `enable_gram` is true, take five
-Polar-Express steps slowed down by 1.05 on the Gram matrix in float16, restarted once before the third.
+Square matrices take the 8+2 schedule in bfloat16. Rectangular ones, when its `enable_gram` is true,
+take five Polar-Express steps slowed down by 1.05 on the Gram matrix in float16, restarted once
+before the third.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ GRAM_STEPS = slow_down(POLAR_EXPRESS_LIMIT[:5], 1.05, spare_last=False)
 
 def orthogonalize_as_deepmd_kit(matrices: Sequence[Tensor], *, gram: bool) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) as deepmd-kit 3.2.0 does; results are float32."""
-    found = []
+    results = []
     for x in matrices:
         tall = x.shape[1] > x.shape[2]
         wide = x.mT if tall else x
-        done = (
-            _gram(wide.float()) if gram and x.shape[1] != x.shape[2] else _standard(wide.bfloat16())
-        )
-        found.append((done.mT if tall else done).float())
-    return found
+        if gram and x.shape[1] != x.shape[2]:
+            polar = _gram(wide.float())
+        else:
+            polar = _standard(wide.bfloat16())
+        results.append((polar.mT if tall else polar).float())
+    return results
 
 
 def _standard(x: Tensor) -> Tensor:

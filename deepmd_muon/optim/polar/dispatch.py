@@ -1,4 +1,4 @@
-"""Choose the implementation that orthogonalizes given matrices: the first suitable candidate of a table."""
+"""Choose the implementation that orthogonalizes matrices: the first suitable row of a table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_STRIPS = 128  # bound on the programs of one matrix
 _TILE = 64
-# With more 64 × 64 tiles, launches of larger products are faster.
-_MOST_TILES = 100
+_MOST_TILES = 100  # with more 64 × 64 tiles, launches of larger products are faster
 
 
 # Shape, strides and dtype of each tensor.
@@ -32,7 +31,7 @@ def geometry_of(tensors: Sequence[Tensor]) -> Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixBatch:
-    """`count` matrices of one shape, rows ≤ columns, with dtype, device and operand dtype: the input of the choice."""
+    """The input of the choice: `count` matrices of one shape, rows ≤ columns."""
 
     rows: int
     columns: int
@@ -44,7 +43,7 @@ class MatrixBatch:
 
     @property
     def readable(self) -> bool:
-        """Whether kernels can read them; they need tensor cores with asynchronous copies, and fp16 operands."""
+        """Whether kernels can read them: on tensor cores with asynchronous copies, in fp16."""
         on_gpu = self.device == "cuda" and self.capability >= (8, 0)
         return on_gpu and self.operand == torch.float16 and self.dtype in _READABLE
 
@@ -92,7 +91,8 @@ TABLE: tuple[Candidate, ...] = (
     Candidate(
         "symmetric",
         "m ≥ 128",
-        "three launches per step, half of each symmetric product; wide matrices share products with X",
+        "three launches per step, half of each symmetric product; wide matrices share products "
+        "with X",
         lambda p: p.readable and p.rows >= 128,
     ),
     Candidate("torch", "everything else", "batched products of torch", lambda _: True),
@@ -117,12 +117,11 @@ def counts() -> dict[tuple[str, int, int], int]:
 
 
 def describe() -> str:
-    """Return the table as text: implementation, shapes (m ≤ n), method; then availability and use so far."""
+    """Return the table, availability and use as text; shapes have m ≤ n."""
     lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
-    lines.append(
-        f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}"
-    )
+    backend = f"not used, {reason}" if reason else f"Triton on {torch.cuda.get_device_name()}"
+    lines.append(f"kernels: {backend}")
     lines += [f"{name} is off: {why}" for name, why in FAILED.items()]
     ran = sorted(COUNTS.items())
     lines += [f"ran: {name} for {number} matrices of {m} × {n}" for (name, m, n), number in ran]
@@ -130,7 +129,10 @@ def describe() -> str:
 
 
 def unavailable() -> str:
-    """Return why kernels cannot run here, or "" when they can; without a GPU no CUDA context is created."""
+    """Return why kernels cannot run here, or "" when they can.
+
+    Without a GPU no CUDA context is created.
+    """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not torch.cuda.is_available():

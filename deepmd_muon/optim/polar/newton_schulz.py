@@ -1,8 +1,9 @@
 """Newton–Schulz iteration in plain torch: the reference that every faster path is compared with.
 
-A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed polynomial.
-The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded to 16 bits, and only if that is
-faster. Storing the iterate in 16 bits would amplify the rounding noise of low-rank gradients to full strength.
+A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed
+polynomial. The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded
+to 16 bits, and only if that is faster. Storing the iterate in 16 bits would amplify the rounding
+noise of low-rank gradients to full strength.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from deepmd_muon.optim.polar.schedules import Coefficients
 
-# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² per step; below about 1e-2 they are harmless.
-# When they have grown by this factor, R is recomputed from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
+# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² per step; below about 1e-2
+# they are harmless. When they have grown by this factor, R is recomputed from X (for fp32: 1e-7 ·
+# √m · 2e4 is about 1e-2).
 _GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
 
 
@@ -39,19 +41,18 @@ def orthogonalize_with_torch(
     *,
     gram: bool = True,
 ) -> list[Tensor]:
-    """Orthogonalize batches of matrices (b, m, n) on one device together, with one (a, b, c) per step.
+    """Orthogonalize batches (b, m, n) on one device together, with one (a, b, c) per step.
 
-    Operands of products have the dtype `operand`; results are in float32, or float64 if `operand` is. `gram` allows
-    iterating on the Gram matrix where that is cheaper.
+    Operands of products have the dtype `operand`; results are in float32, or float64 if `operand`
+    is. `gram` allows iterating on the Gram matrix where that is cheaper.
     """
     master = torch.float64 if operand == torch.float64 else torch.float32
     shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
     results = list(matrices)
-    for lot in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
-        done = _orthogonalize_together(
-            [matrices[i] for i in lot.members], lot, coefficients, operand, master
-        )
-        for i, x in zip(lot.members, done, strict=True):
+    for shared in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
+        members = [matrices[i] for i in shared.members]
+        polar = _orthogonalize_together(members, shared, coefficients, operand, master)
+        for i, x in zip(shared.members, polar, strict=True):
             results[i] = x
     return results
 
@@ -62,75 +63,78 @@ def arrange(
 ) -> tuple[_SharedIteration, ...]:
     """Decide which matrices share an iteration, and in which form.
 
-    A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram form also builds R
-    from X and X from R about three times: it is cheaper for n ≥ 2 m. In Gram form, all matrices of equal smaller
-    dimension share a batch. In standard form they do so on a GPU, where launches cost more than zero columns. On a CPU
-    the opposite holds, so only equal shapes share a batch.
+    A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram
+    form also builds R from X and X from R about three times: it is cheaper for n ≥ 2 m. In Gram
+    form, all matrices of equal smaller dimension share a batch. In standard form they do so on a
+    GPU, where launches cost more than zero columns. On a CPU the opposite holds, so only equal
+    shapes share a batch.
     """
-    lots: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+    by_kind: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for i, (_, m, n) in enumerate(shapes):
         rows, columns = min(m, n), max(m, n)
         in_gram_form = gram and rows > 1 and columns >= 2 * rows
         shared_width = in_gram_form or on_gpu or rows == 1
-        lots[rows, 0 if shared_width else columns, in_gram_form].append(i)
+        by_kind[rows, 0 if shared_width else columns, in_gram_form].append(i)
     return tuple(
         _SharedIteration(
-            rows, max(max(shapes[i][1:]) for i in members), in_gram_form, tuple(members)
+            rows=rows,
+            columns=max(max(shapes[i][1:]) for i in members),
+            gram=in_gram_form,
+            members=tuple(members),
         )
-        for (rows, _, in_gram_form), members in lots.items()
+        for (rows, _, in_gram_form), members in by_kind.items()
     )
 
 
 def _orthogonalize_together(
     matrices: Sequence[Tensor],
-    lot: _SharedIteration,
+    shared: _SharedIteration,
     coefficients: Coefficients,
     operand: torch.dtype,
     master: torch.dtype,
 ) -> list[Tensor]:
-    """Iterate batches (b, m, n) together, after concatenating those of equal shapes, which saves calls."""
+    """Iterate batches (b, m, n) together, after concatenating equal shapes, which saves calls."""
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
     for i, x in enumerate(matrices):
         alike[x.shape[1:], x.dtype].append(i)
     wide = []
     for (shape, _), members in alike.items():
-        own = len(members) > 1
-        x = torch.cat([matrices[i] for i in members]) if own else matrices[members[0]]
-        x = _normalize(x, master, own=own)
+        is_copy = len(members) > 1
+        x = torch.cat([matrices[i] for i in members]) if is_copy else matrices[members[0]]
+        x = _normalize(x, master, in_place=is_copy)
         wide.append(x.mT if shape[0] > shape[1] else x)
-    if lot.rows == 1:
-        done = wide  # the polar factor of a vector is its direction
-    elif lot.gram:
-        done = _gram(wide, coefficients)
+    if shared.rows == 1:
+        polar = wide  # the polar factor of a vector is its direction
+    elif shared.gram:
+        polar = _gram(wide, coefficients)
     else:
         stacked = wide[0]
-        if len(wide) > 1 or stacked.shape[2] != lot.columns:  # one batch (Σb, m, columns)
-            stacked = torch.cat(
-                [torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in wide]
-            )
+        if len(wide) > 1 or stacked.shape[2] != shared.columns:  # one batch (Σb, m, columns)
+            padded = [torch.nn.functional.pad(x, (0, shared.columns - x.shape[2])) for x in wide]
+            stacked = torch.cat(padded)
         stacked = _standard(stacked, coefficients, operand)
-        pieces = stacked.split([x.shape[0] for x in wide])
-        done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
+        batches = stacked.split([x.shape[0] for x in wide])
+        polar = [batch[:, :, : x.shape[2]] for batch, x in zip(batches, wide, strict=True)]
     results = [matrices[0]] * len(matrices)
-    for ((rows, columns), _), members, batch in zip(alike, alike.values(), done, strict=True):
+    for ((rows, columns), _), members, batch in zip(alike, alike.values(), polar, strict=True):
         upright = batch.mT if rows > columns else batch
-        for i, x in zip(
-            members, upright.split([matrices[i].shape[0] for i in members]), strict=True
-        ):
+        sizes = [matrices[i].shape[0] for i in members]
+        for i, x in zip(members, upright.split(sizes), strict=True):
             results[i] = x
     return results
 
 
-def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
-    """Divide each matrix (b, m, n) by its largest entry, which prevents overflow, then by its Frobenius norm.
+def _normalize(x: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    """Divide each matrix (b, m, n) by its largest entry, then by its Frobenius norm.
 
-    With `own`, `x` may be overwritten.
+    The first division prevents overflow. With `in_place`, `x` may be overwritten.
     """
     if x.dtype.itemsize < 4:
-        x, own = x.to(dtype), True
+        x = x.to(dtype)
+        in_place = True
     # Zeros stay zeros. The second division corrects the error of the first for subnormal numbers.
     largest = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
-    x = (x.div_(largest) if own else x / largest).to(dtype)
+    x = (x.div_(largest) if in_place else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)
     return x.div_(norm)
 
@@ -144,7 +148,9 @@ def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Te
             torch.bmm(x, x.mT, out=gram)
             torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
             torch.baddbmm(x, polynomial, x, beta=a, out=following)
-            x, following = following, x if x.is_contiguous() else x.new_empty(x.shape)
+            buffer = x if x.is_contiguous() else x.new_empty(x.shape)  # of the step after
+            x = following
+            following = buffer
         return x
     for a, b, c in coefficients:
         narrow = x.to(operand)
@@ -156,7 +162,9 @@ def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Te
 
 
 def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p; X ← Q X at restarts and at the end.
+    """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p.
+
+    At restarts and at the end X ← Q X.
 
     Normalised batches (b, m, n) with equal m and any n ≥ m share the iteration of R, (Σb, m, m).
     """
@@ -166,9 +174,7 @@ def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
     growth = 1.0
     for step, (a, b, c) in enumerate(coefficients):
         if q is not None and growth * a * a > growth_limit:
-            matrices = [
-                torch.bmm(part, x) for part, x in zip(q.split(batches), matrices, strict=True)
-            ]
+            matrices = _multiply_batches(q.split(batches), matrices)
             q = None
         if q is None:
             r = torch.cat([torch.bmm(x, x.mT) for x in matrices])
@@ -181,7 +187,11 @@ def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
         if step + 1 < len(coefficients) and growth * coefficients[step + 1][0] ** 2 <= growth_limit:
             r = torch.bmm(p, torch.bmm(r, p))
     assert q is not None
-    return [torch.bmm(part, x) for part, x in zip(q.split(batches), matrices, strict=True)]
+    return _multiply_batches(q.split(batches), matrices)
+
+
+def _multiply_batches(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.bmm(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def _multiply_add(
@@ -189,8 +199,8 @@ def _multiply_add(
 ) -> Tensor:
     """Return beta·addend + alpha·left@right, accumulated in fp32 or wider, for batches of matrices.
 
-    On a GPU, tensor cores multiply 16-bit operands and accumulate in fp32; elsewhere the rounded operands are converted
-    to fp32 first, which gives the same result up to the order of summation.
+    On a GPU, tensor cores multiply 16-bit operands and accumulate in fp32; elsewhere the rounded
+    operands are converted to fp32 first, which gives the same result up to the order of summation.
     """
     if left.dtype.itemsize == 2:
         if left.is_cuda:

@@ -1,4 +1,4 @@
-"""The polar factor of batches of matrices, by the implementation that the table of `dispatch` chooses.
+"""The polar factor of batches of matrices, by the implementation that `dispatch` chooses.
 
 Kernels are checked against torch on their first use.
 """
@@ -36,21 +36,22 @@ _REDUCED = {"bf16", "tf32"}
 def requested_precision() -> Iterator[None]:
     """Disable autocast, and multiply float32 matrices in float32.
 
-    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision`` ("high", "medium") would
-    round them to TF32 or bf16. On the Gram matrix of a low-rank gradient, such rounding errors grow until the result is
-    NaN. The caller's settings are restored on exit.
+    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision``
+    ("high", "medium") would round them to TF32 or bf16. On the Gram matrix of a low-rank gradient,
+    such rounding errors grow until the result is NaN. The caller's settings are restored on exit.
     """
     with torch._C._DisableAutocast():
-        matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]  # set at runtime
-        given = [matmul.fp32_precision for matmul in matmuls]
-        if not _REDUCED.intersection(given):
+        # torch sets this attribute when it is imported, so that mypy does not see it.
+        on_cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        matmuls = on_cpu, torch.backends.cuda.matmul
+        precisions = [matmul.fp32_precision for matmul in matmuls]
+        if not _REDUCED.intersection(precisions):
             yield
             return
         try:
             word = torch.get_float32_matmul_precision()
-        except (
-            RuntimeError
-        ):  # the caller uses the newer interface, which the older one cannot express
+        except RuntimeError:
+            # The caller uses the newer interface, which the older one cannot express.
             word = None
         torch.set_float32_matmul_precision("highest")
         try:
@@ -58,10 +59,10 @@ def requested_precision() -> Iterator[None]:
         finally:
             if word is not None:
                 torch.set_float32_matmul_precision(word)
-            for matmul, value in zip(matmuls, given, strict=True):
+            for matmul, precision in zip(matmuls, precisions, strict=True):
                 matmul.fp32_precision = "none"  # inherited from the backend or from torch.backends
-                if matmul.fp32_precision != value:
-                    matmul.fp32_precision = value
+                if matmul.fp32_precision != precision:
+                    matmul.fp32_precision = precision
 
 
 def orthogonalize(
@@ -72,13 +73,14 @@ def orthogonalize(
     Parameters
     ----------
     x
-        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros; a matrix with a NaN
-        or infinity gives NaNs without affecting the others; the scale of a matrix does not matter.
+        Real floating-point tensor (..., m, n). It is not changed. Zero matrices give zeros; a
+        matrix with a NaN or infinity gives NaNs without affecting the others; the scale of a matrix
+        does not matter.
     schedule
         A name in `SCHEDULES`, a `Schedule`, or one (a, b, c) per step.
     precision
-        Operands of the matrix products: 'auto' is float16 on a GPU and float32 elsewhere; the iterate is float32,
-        or float64 for 'float64'.
+        Operands of the matrix products: 'auto' is float16 on a GPU and float32 elsewhere; the
+        iterate is float32, or float64 for 'float64'.
     gram
         Allow iterating on the Gram matrix where that is cheaper.
 
@@ -100,7 +102,8 @@ def orthogonalize(
     """
     if x.ndim < 2 or not x.is_floating_point():
         raise InvalidShapeError(
-            f"orthogonalize needs real matrices of shape (..., m, n); found shape {tuple(x.shape)} and {x.dtype}"
+            "orthogonalize needs real matrices of shape (..., m, n); "
+            f"found shape {tuple(x.shape)} and {x.dtype}"
         )
     coefficients = coefficients_of(schedule)
     if x.numel() == 0:
@@ -121,27 +124,36 @@ def orthogonalize_matrices(
     gram: bool = True,
     flash: bool | Collection[str] = True,
 ) -> list[Tensor]:
-    """Orthogonalize several batches (b, m, n) of different shapes on one device together; they are not changed.
+    """Orthogonalize batches (b, m, n) of different shapes on one device together.
 
-    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels, or which implementations of
-    `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or float64 for precision 'float64'.
+    They are not changed.
+
+    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels, or which
+    implementations of `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or
+    float64 for precision 'float64'.
     """
     if not matrices:
         return []
     coefficients = coefficients_of(schedule)
     on_gpu = matrices[0].device.type == "cuda"
-    auto = torch.float16 if on_gpu else torch.float32
-    operand: torch.dtype = auto if precision == "auto" else getattr(torch, precision)
-    allowed = (IMPLEMENTATIONS if flash else ()) if isinstance(flash, bool) else flash
+    if precision == "auto":
+        operand = torch.float16 if on_gpu else torch.float32
+    else:
+        operand = getattr(torch, precision)
+    allowed: Collection[str]
+    if isinstance(flash, bool):
+        allowed = IMPLEMENTATIONS if flash else ()
+    else:
+        allowed = flash
     results: list[Tensor | None] = [None] * len(matrices)
     if allowed and _kernels_available() and on_gpu:
         results = _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
-    left = [i for i, done in enumerate(results) if done is None]
-    if left:
-        done = orthogonalize_with_torch(
-            [matrices[i] for i in left], coefficients, operand, gram=gram
+    missing = [i for i, result in enumerate(results) if result is None]
+    if missing:
+        torch_results = orthogonalize_with_torch(
+            [matrices[i] for i in missing], coefficients, operand, gram=gram
         )
-        for i, x in zip(left, done, strict=True):
+        for i, x in zip(missing, torch_results, strict=True):
             results[i] = x
     return [x for x in results if x is not None]
 
@@ -161,19 +173,19 @@ def _orthogonalize_with_kernels(
     operand: torch.dtype,
     allowed: Collection[str],
 ) -> list[Tensor | None]:
-    """Return float32 results (b, m, n) of batches for which the table chooses a kernel; None for all others."""
+    """Return float32 results (b, m, n) of batches that a kernel takes; None for all others."""
     results: list[Tensor | None] = [None] * len(matrices)
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
     capability = torch.cuda.get_device_capability(matrices[0].device)
-    chosen = choose_all(geometry_of(matrices), capability, operand, usable)
-    for name in dict.fromkeys(chosen):
+    names = choose_all(geometry_of(matrices), capability, operand, usable)
+    for name in dict.fromkeys(names):
         if name == "torch":
             continue
-        members = [i for i, c in enumerate(chosen) if c == name]
-        done = try_kernels(name, [matrices[i] for i in members], coefficients)
-        if done is None:  # it has just been disabled: choose again
+        members = [i for i, its_name in enumerate(names) if its_name == name]
+        polar = try_kernels(name, [matrices[i] for i in members], coefficients)
+        if polar is None:  # it has just been disabled: choose again
             return _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
-        for i, x in zip(members, done, strict=True):
+        for i, x in zip(members, polar, strict=True):
             results[i] = x
             dispatch.COUNTS[name, min(x.shape[1:]), max(x.shape[1:])] += x.shape[0]
     return results
@@ -184,14 +196,14 @@ def choose_all(
     geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
 ) -> tuple[Implementation, ...]:
     """Choose an implementation for each tensor, and log the choice."""
-    chosen = choices(geometry, capability, operand, allowed)
-    lines = Counter(
+    names = choices(geometry, capability, operand, allowed)
+    tensors = Counter(
         (name, min(shape[1:]), max(shape[1:]))
-        for name, (shape, _, _) in zip(chosen, geometry, strict=True)
+        for name, (shape, _, _) in zip(names, geometry, strict=True)
     )
-    for (name, m, n), number in sorted(lines.items()):
-        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
-    return chosen
+    for (name, m, n), count in sorted(tensors.items()):
+        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", count, m, n, name)
+    return names
 
 
 def choices(
@@ -199,20 +211,31 @@ def choices(
 ) -> tuple[Implementation, ...]:
     """Choose an implementation for each tensor, counting equal shapes together."""
     sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
-    count: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for b, m, n in sizes:
-        count[m, n] += b
-    chosen: list[Implementation] = []
+        counts[m, n] += b
+    names: list[Implementation] = []
     for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
-        batch = MatrixBatch(m, n, count[m, n], dtype, "cuda", capability, operand)
-        chosen.append("torch" if b * m * n == 0 else choose(batch, allowed))
-    return tuple(chosen)
+        batch = MatrixBatch(
+            rows=m,
+            columns=n,
+            count=counts[m, n],
+            dtype=dtype,
+            device="cuda",
+            capability=capability,
+            operand=operand,
+        )
+        names.append("torch" if b * m * n == 0 else choose(batch, allowed))
+    return tuple(names)
 
 
 def try_kernels(
     name: str, matrices: Sequence[Tensor], coefficients: Coefficients
 ) -> list[Tensor] | None:
-    """Run one implementation, after a check against torch on its first use; disable it and log why on failure."""
+    """Run one implementation, after a check against torch on its first use.
+
+    Disable it and log why on failure.
+    """
     try:
         check(name, matrices[0].device)
         return run_kernels(name, matrices, coefficients)
@@ -241,7 +264,7 @@ class KernelError(RuntimeError):
 
 @functools.lru_cache(maxsize=64)
 def check(name: str, device: torch.device) -> None:
-    """Compare an implementation with plain torch on low-rank matrices, in each memory layout that it supports."""
+    """Compare an implementation with plain torch on low-rank matrices, in each memory layout."""
     shapes = {
         "whole": [(24, 40)],
         "strips": [(100, 400)],
@@ -256,10 +279,8 @@ def check(name: str, device: torch.device) -> None:
             [x], coefficients, torch.float16 if x.is_cuda else torch.float32
         )
         for y in (x, x.mT, x.mT.contiguous().mT):
-            (found,) = run_kernels(name, [y], coefficients)
-            error = float(
-                ((found if found.shape == x.shape else found.mT) - expected).norm()
-                / expected.norm()
-            )
+            (polar,) = run_kernels(name, [y], coefficients)
+            upright = polar if polar.shape == x.shape else polar.mT
+            error = float((upright - expected).norm() / expected.norm())
             if not error < 5e-3:
                 raise KernelError(f"the result differs from torch's by {error:.1e}")

@@ -1,4 +1,4 @@
-"""Coefficient sets of the odd quintic iteration σ ← a σ + b σ³ + c σ⁵, with sources and error bands."""
+"""Coefficients of the odd quintic iteration σ ← a σ + b σ³ + c σ⁵, with sources and error bands."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from deepmd_muon.optim.errors import InvalidSettingError
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
-# Fixed coefficients that trade exactness at 1 for speed: K. Jordan et al., "Muon: an optimizer for hidden layers
-# in neural networks", 2024.
+# Fixed coefficients that trade exactness at 1 for speed: K. Jordan et al., "Muon: an optimizer for
+# hidden layers in neural networks", 2024.
 _JORDAN = (3.4445, -4.7750, 2.0315)
 
 # Second-order polish with f(1) = 1 and f'(1) = 0: DeepSeek-V4 technical report, 2026.
 _POLISH = (2.0, -1.5, 0.5)
 
-# Minimax composition for σ in [1e-3, 1]: N. Amsel, D. Persson, C. Musco, R. Gower, "The Polar Express: optimal
-# matrix sign methods and their application to the Muon algorithm", arXiv:2505.16932. The last one is Newton–Schulz.
+# Minimax composition for σ in [1e-3, 1]: N. Amsel, D. Persson, C. Musco, R. Gower, "The Polar
+# Express: optimal matrix sign methods and their application to the Muon algorithm",
+# arXiv:2505.16932. The last one is Newton–Schulz.
 POLAR_EXPRESS_LIMIT: Coefficients = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -30,9 +31,10 @@ POLAR_EXPRESS_LIMIT: Coefficients = (
     (1.875, -1.25, 0.375),
 )
 
-# The same construction for a final error of 0.05 instead of convergence: in four, five and six steps it reaches the
-# smallest cut-off that steps of degree five can reach. Each polynomial is optimal on an interval whose upper end is
-# 1.02 times the largest result of the steps before it (see _SAFETY), so the steps need not be slowed down afterwards.
+# The same construction for a final error of 0.05 instead of convergence: in four, five and six
+# steps it reaches the smallest cut-off that steps of degree five can reach. Each polynomial is
+# optimal on an interval whose upper end is 1.02 times the largest result of the steps before it
+# (see _SAFETY), so the steps need not be slowed down afterwards.
 _FOUR_STEPS: Coefficients = (
     (8.0669993, -22.7597498, 16.1849382),
     (3.74966252, -2.69505226, 0.50107249),
@@ -55,7 +57,8 @@ _SIX_STEPS: Coefficients = (
     (2.06215949, -1.4129743, 0.37101281),
 )
 
-# Coefficients optimised step by step for five steps by J. You (2025); sharded Muons for FSDP2 and dion use them.
+# Coefficients optimised step by step for five steps by J. You (2025); sharded Muons for FSDP2 and
+# dion use them.
 _MUON_FSDP2: Coefficients = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -64,9 +67,9 @@ _MUON_FSDP2: Coefficients = (
     (2.8366, -3.0525, 1.2012),
 )
 
-# The minimax polynomials rise steeply at the upper end of their interval. A singular value that rounding lifts above it
-# would diverge, so every step but the last is slowed down (Amsel et al., section 4.4, use 1.01; with half-precision
-# operands, 1.02 is the smallest stable factor).
+# The minimax polynomials rise steeply at the upper end of their interval. A singular value that
+# rounding lifts above it would diverge, so every step but the last is slowed down (Amsel et al.,
+# section 4.4, use 1.01; with half-precision operands, 1.02 is the smallest stable factor).
 _SAFETY = 1.02
 
 
@@ -87,7 +90,8 @@ class Schedule:
     coefficients
         One (a, b, c) per step.
     band
-        Lowest and highest result for relative singular values σ/‖X‖_F in [cutoff, 1], in exact arithmetic.
+        Lowest and highest result for relative singular values σ/‖X‖_F in [cutoff, 1], in exact
+        arithmetic.
     cutoff
         The lower end of the interval for which the band is guaranteed.
     source
@@ -152,7 +156,7 @@ AnySchedule = str | Schedule | Sequence[Sequence[float]]
 
 
 def coefficients_of(schedule: AnySchedule) -> Coefficients:
-    """Return the (a, b, c) of each step of a named schedule, a `Schedule` or a sequence of triples of finite numbers.
+    """Return the (a, b, c) of each step of a named schedule, a `Schedule` or a sequence of triples.
 
     Raises
     ------

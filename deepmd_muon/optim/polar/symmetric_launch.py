@@ -1,4 +1,9 @@
-"""Launches of the kernels in `symmetric`: workspaces and tensor descriptors for batches of large matrices."""
+"""Launches of the kernels in `symmetric`: workspaces and tensor descriptors of large matrices.
+
+`symmetric_program` lists the products of all steps. For each set of equal shapes, `_Iteration`
+allocates the workspaces, normalises the inputs and starts one launch per product; the first and the
+last update of X take one launch per input tensor if they read inputs or write results in tiles.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,13 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     ANYWHERE,
     APPLIED,
     APPLIED_TRANSPOSED,
+    GRAM,
     IN_TILES,
     IN_TRANSPOSED_TILES,
     NEXT,
+    ONE_MATRIX,
     SQUARE,
+    TWO_MATRICES,
     symmetric_product,
     update,
 )
@@ -36,6 +44,8 @@ from deepmd_muon.optim.polar.one_launch import on_device, run_launches
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric_program import Product, amplification, program
 from deepmd_muon.optim.polar.tables import Application, Inputs, Launch, Span
+
+# ----- tiles -------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
@@ -61,62 +71,62 @@ class Tiles(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns are padded to a multiple of this."""
-        return max(self.update.columns, _DEPTH)
+        return max(self.update.columns, DEPTH)
 
 
-# Measured on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor: one
-# computes while the other stores. Small tiles occupy the device when there are few; large tiles read less.
-_SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
-# For X Xᵀ with at least _DEEP_FROM columns, if its programs occupy the device for _OCCUPIED of the time.
-_DEEP = Tile(128, 256, 8, 3)
-_DEEP_FROM, _OCCUPIED = 4096, 0.8
-_UPDATE = {
-    "small": Tile(64, 128, 4, 4),
-    "medium": Tile(128, 128, 4, 3),
-    "wide": Tile(128, 256, 8, 3),
-    "large": Tile(128, 256, 8, 4),
-}
-_LAST_WARPS = 8  # the addresses of strided results take registers
-_DEPTH = 64  # columns of the left factor per iteration of a product
-_LARGE = 4096  # rows from which large tiles are faster in updates
-_MANY = (
-    2048,
-    4,
-)  # rows, and wide tiles per multiprocessor, from which wide tiles are faster in updates
-_CHUNK = 1024  # terms that tensor cores accumulate in exact updates
-_LIFT = 500.0  # updates are exact if later steps amplify small singular values by more than this
-_KEEP = 50.0  # X is kept in fp32 if later steps amplify small singular values by more than this
+# Tiles and thresholds were measured on an H200 by source/benchmarks/kernel_tiles.py. Small tiles
+# occupy the device when there are few; large tiles read less. Two programs of the medium kind share
+# a multiprocessor: one computes while the other stores.
+_SMALL_SYMMETRIC = Tile(rows=64, columns=64, warps=4, stages=4)
+_MEDIUM_SYMMETRIC = Tile(rows=128, columns=128, warps=4, stages=3)
+_DEEP_SYMMETRIC = Tile(rows=128, columns=256, warps=8, stages=3)  # of X Xᵀ only
+_SMALL_UPDATE = Tile(rows=64, columns=128, warps=4, stages=4)
+_MEDIUM_UPDATE = Tile(rows=128, columns=128, warps=4, stages=3)
+_WIDE_UPDATE = Tile(rows=128, columns=256, warps=8, stages=3)
+_LARGE_UPDATE = Tile(rows=128, columns=256, warps=8, stages=4)
+_STRIDED_WARPS = 8  # of updates that write strided results, because addresses take registers
+
+DEPTH = 64  # columns of the left factor per iteration of a product
 _MULTIPROCESSORS = 132
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}  # of parameters
-_MOST_SPANS = 2  # with at most so many tensors in a batch, each has its own first and last update
-# Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time, and the tile copied.
-_PROGRAMS, _RUN, _COPIED = 512, 4096, (64, 128)
-_SHARES = (64, 512)  # smallest and largest number of programs that measure or copy a matrix
+_DEEP_COLUMNS = 4096  # columns of X from which deep tiles are faster
+_DEEP_OCCUPANCY = (
+    0.8  # they are used if their programs occupy the device for this share of the time
+)
+_LARGE_ROWS = 4096  # rows from which large tiles are faster in updates
+_WIDE_ROWS = 2048  # rows from which wide tiles are faster in updates,
+_WIDE_PER_MULTIPROCESSOR = 4  # if there are this many for each multiprocessor
 
 
 @functools.lru_cache(maxsize=256)
 def tiles_for(rows: int, columns: int, count: int) -> Tiles:
     """Return the tiles for `count` matrices of one shape, rows ≤ columns."""
     side = -(-rows // 128)
-    few = count * side * (side + 1) // 2 < _MULTIPROCESSORS
-    symmetric = "small" if few else "medium"
-    few = count * side * -(-columns // 128) < _MULTIPROCESSORS
-    many = rows >= _MANY[0] and count * side * -(-columns // 256) >= _MANY[1] * _MULTIPROCESSORS
-    update = "small" if few else "large" if rows >= _LARGE else "wide" if many else "medium"
-    return Tiles(_SYMMETRIC[symmetric], _UPDATE[update])
+    n_symmetric = count * side * (side + 1) // 2
+    n_update = count * side * -(-columns // 128)
+    n_wide = count * side * -(-columns // 256)
+    symmetric = _SMALL_SYMMETRIC if n_symmetric < _MULTIPROCESSORS else _MEDIUM_SYMMETRIC
+    if n_update < _MULTIPROCESSORS:
+        return Tiles(symmetric, _SMALL_UPDATE)
+    if rows >= _LARGE_ROWS:
+        return Tiles(symmetric, _LARGE_UPDATE)
+    if rows >= _WIDE_ROWS and n_wide >= _WIDE_PER_MULTIPROCESSOR * _MULTIPROCESSORS:
+        return Tiles(symmetric, _WIDE_UPDATE)
+    return Tiles(symmetric, _MEDIUM_UPDATE)
 
 
 def deep_programs(order: int, depth: int, count: int) -> int:
-    """Return the number of programs per matrix that compute X Xᵀ in wide tiles; 0 if other tiles are faster."""
-    if order % _DEEP.columns or depth < _DEEP_FROM:
+    """Return the programs per matrix that compute X Xᵀ in deep tiles.
+
+    0 if other tiles are faster.
+    """
+    if order % _DEEP_SYMMETRIC.columns or depth < _DEEP_COLUMNS:
         return 0
-    pairs = order // _DEEP.columns  # two rows of tiles each
+    pairs = order // _DEEP_SYMMETRIC.columns  # two rows of tiles each
     rounds = count * pairs * (pairs + 1) / _MULTIPROCESSORS
-    return pairs * (pairs + 1) if rounds / math.ceil(rounds) >= _OCCUPIED else 0
+    return pairs * (pairs + 1) if rounds / math.ceil(rounds) >= _DEEP_OCCUPANCY else 0
+
+
+# ----- orthogonalization -------------------------------------------------------------------------
 
 
 def orthogonalize_by_products(
@@ -124,8 +134,9 @@ def orthogonalize_by_products(
 ) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of large matrices of any strides, equal shapes together.
 
-    The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4 bytes per element of
-    X, 8 where X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to whole tiles.
+    The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4
+    bytes per element of X, 8 if X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to
+    whole tiles.
     """
     return run_launches("symmetric", _run, matrices, coefficients)
 
@@ -133,43 +144,158 @@ def orthogonalize_by_products(
 def apply_by_products(
     matrices: Sequence[Tensor], coefficients: Coefficients, application: Application
 ) -> None:
-    """Orthogonalize contiguous fp32 batches of large matrices for which `can_apply` holds, and update parameters.
+    """Orthogonalize contiguous fp32 batches of large matrices, and update parameters.
 
-    The polar factors are never written: the last product of a tile updates that tile of the parameters.
+    `can_apply` must hold.
+
+    The polar factors are never written: the last product of a tile updates that tile of the
+    parameters.
     """
     start = functools.partial(_run, application=application)
     run_launches("symmetric", start, matrices, coefficients, with_results=False)
 
 
 def can_apply(rows: int, columns: int) -> bool:
-    """Return whether the last product of contiguous matrices can update parameters: in whole tiles of any size."""
-    rows, columns = min(rows, columns), max(rows, columns)
-    tiles = Tiles(_SYMMETRIC["medium"], _UPDATE["large"])
-    return rows % tiles.rows == 0 and columns % tiles.columns == 0 and rows * columns < 2**31
+    """Return whether the last product of contiguous matrices can update parameters.
+
+    It can if matrices have whole tiles of any size.
+    """
+    rows, columns = sorted((rows, columns))
+    largest = Tiles(_MEDIUM_SYMMETRIC, _LARGE_UPDATE)
+    return rows % largest.rows == 0 and columns % largest.columns == 0 and rows * columns < 2**31
 
 
 def _run(
-    _name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor,
+    _name: str,
+    launch: Launch,
+    inputs: Inputs,
+    coefficients: Coefficients,
+    out: Tensor,
     application: Application | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run all steps for the matrices of one shape."""
-    rows, columns = launch.constants["rows"], launch.constants["columns"]
-    products = program(coefficients, rows, columns)
-    work = _Workspace(launch, inputs, products, out, application)
-    for k, product in enumerate(products):
+    assert launch.shapes is not None
+    products = program(coefficients, launch.shapes.rows, launch.shapes.columns)
+    iteration = _Iteration(launch, inputs, products, out, application)
+    for step, product in enumerate(products):
         if product.target == "X":
-            work.update(k, product, amplification(products[k + 1 :]), last=k + 1 == len(products))
+            iteration.update(step, product, last=step + 1 == len(products))
         else:
-            work.multiply(k, product)
+            iteration.multiply(step, product)
 
 
-def _shares(count: int) -> int:
-    """Return the number of programs, a power of two, that measure and copy each of `count` matrices."""
-    return 1 << (max(_SHARES[0], min(_SHARES[1], 1024 // count)).bit_length() - 1)
+_EXACT_CHUNK = 1024  # terms that tensor cores accumulate in exact updates
+_EXACT_LIFT = (
+    500.0  # updates are exact if later steps amplify small singular values by more than this
+)
+_MASTER_LIFT = (
+    50.0  # X is kept in fp32 if later steps amplify small singular values by more than this
+)
+_MOST_SPANS = (
+    2  # with more tensors in a batch, the first and the last update do not use tiles of them
+)
+_TYPES = {  # of parameters
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+# The arguments of `update` without parameters to update.
+NO_APPLICATION: dict[str, Any] = dict.fromkeys(
+    ("targets", "damping", "rate", "decay_high", "decay_low", "skip", "TYPE")
+)
+
+# Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time,
+# and the tile that is copied.
+_INPUT_SHARES = 512
+_INPUT_RUN = 4096
+_COPIED_ROWS = 64
+_COPIED_COLUMNS = 128
+# Smallest and largest number of programs that measure or copy one of the other matrices.
+_MIN_SHARES = 64
+_MAX_SHARES = 512
 
 
-class _Workspace:
-    """Workspaces of one shape, and its launches."""
+class _TiledAccess(NamedTuple):
+    """How an update reads or writes matrices in tiles."""
+
+    way: int  # READ or WRITE of the kernel `update`
+    descriptor: Any  # TensorDescriptor
+
+
+class _Part(NamedTuple):
+    """The matrices that one launch of an update takes."""
+
+    first: int
+    matrices: int
+    read: _TiledAccess
+    write: _TiledAccess
+    span: Span | None
+
+
+class SymmetricMatrix:
+    """Workspace of a symmetric matrix per input matrix, and its descriptors.
+
+    See the table in `symmetric`.
+    """
+
+    def __init__(self, values: Tensor, diagonal: Tensor, rest: Tensor | None, tiles: Tiles) -> None:
+        rows = tiles.symmetric.rows
+        side = int(SQUARE.value)
+        # The kernel does not read the rest of a matrix without one; a descriptor must be there.
+        rest = values if rest is None else rest
+        self.diagonal = diagonal
+        self.factor = tiled(values, rows, DEPTH)  # of symmetric products
+        self.turned_strips = tiled(values, side, rows)
+        self.squares = tiled(values, side, side)
+        self.rest_squares = tiled(rest, side, side)
+        self.rest_strips = tiled(rest, rows, DEPTH)
+        self.polynomial = tiled(values, tiles.update.rows, DEPTH)  # of updates
+
+    def as_operand(self, side: str) -> dict[str, Any]:
+        """Return the arguments of `symmetric_product` for an operand, but the factor."""
+        return {
+            f"{side}_squares": self.squares,
+            f"{side}_rest": self.rest_squares,
+            f"{side}_rest_strips": self.rest_strips,
+            f"{side}_diagonal": self.diagonal,
+        }
+
+    def as_target(self) -> dict[str, Any]:
+        """Return the arguments of `symmetric_product` for the result."""
+        return {
+            "target_squares": self.squares,
+            "target_strips": self.factor,  # DEPTH = SQUARE
+            "target_turned_strips": self.turned_strips,
+            "target_rest": self.rest_squares,
+            "target_rest_strips": self.rest_strips,
+            "target_diagonal": self.diagonal,
+        }
+
+
+class _Copy(NamedTuple):
+    """Descriptors of an fp16 copy of X (matrices · order, width)."""
+
+    gram_factor: Any  # both factors of X Xᵀ
+    update_factor: Any  # right factor of P X
+    tiles: Any  # that updates read or write
+
+
+class _Iteration:
+    """The workspaces of the matrices of one shape, and the launches of their steps.
+
+    Attributes
+    ----------
+    rows, columns
+        Size of the matrices, rows ≤ columns.
+    order, width
+        The same, padded to whole tiles.
+    has_master
+        Whether the next update reads X in fp32, from an input or from `master`.
+    current, following
+        The fp16 copies of X that the next update reads and writes.
+    inputs
+        How the first update reads each span; empty if it reads the workspace.
+    """
 
     def __init__(
         self,
@@ -179,202 +305,354 @@ class _Workspace:
         out: Tensor,
         application: Application | None,
     ) -> None:
-        rows, columns, count = (
-            launch.constants["rows"],
-            launch.constants["columns"],
-            launch.matrices,
-        )
-        self.rows, self.columns, self.count = rows, columns, count
-        self.tiles = tiles_for(rows, columns, count)
-        self.exact = rows >= _LARGE
-        self.order = order = -(-rows // self.tiles.rows) * self.tiles.rows
-        self.width = width = -(-columns // self.tiles.columns) * self.tiles.columns
-        # The prefetch computes addresses in 32 bits and needs whole tiles; Triton's interpreter has no inline assembly.
-        whole = (order, width) == (rows, columns) and rows * columns < 2**31
-        self.prefetch = out.is_cuda and whole
-        self.table, self.out, self.application = launch.table, out, application
+        assert launch.shapes is not None
+        self.rows, self.columns, spans = launch.shapes
+        self.count = launch.matrices
+        self.table = launch.table
+        self.out = out
+        self.application = application
+        self.tiles = tiles_for(self.rows, self.columns, self.count)
+        self.order = _round_up(self.rows, self.tiles.rows)
+        self.width = _round_up(self.columns, self.tiles.columns)
+        n_tile_rows = self.order // self.tiles.symmetric.rows
+        self.symmetric_programs = n_tile_rows * (n_tile_rows + 1) // 2
         self.weights = on_device(tuple(product.weights for product in products), out.device)
-        half = functools.partial(torch.empty, dtype=torch.float16, device=out.device)
-        single = functools.partial(torch.empty, dtype=torch.float32, device=out.device)
-        self.factors = single(count, 2)
-        self.single = amplification(products) > _KEEP  # whether X is kept in fp32
-        spans = launch.constants["spans"]
-        self.spans: Sequence[Span] = spans if len(spans) <= _MOST_SPANS else ()
-        self.inputs = self._inputs(inputs.tensors) if self.single else []
-        keep = self.single and not self.inputs
-        shares = _PROGRAMS if self.inputs else _shares(count)
-        if not out.is_cuda:
-            shares = 4  # Triton's interpreter runs programs one after the other
-        sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
-        kept = keep or any(
-            amplification(products[k + 1 :]) > _KEEP
-            for k, each in enumerate(products)
-            if each.target == "X"
-        )
-        iterates = half(2, count * order, width)
-        master = single(count * order, width) if kept else iterates[1]
+        # By number of the product: the factor by which later steps amplify small singular values.
+        self.lifts = {
+            k: amplification(products[k + 1 :])
+            for k, product in enumerate(products)
+            if product.target == "X"
+        }
+        # The prefetch computes addresses in 32 bits and needs whole tiles. Triton's interpreter has
+        # no inline assembly.
+        whole = self.order == self.rows and self.width == self.columns
+        self.prefetch = out.is_cuda and whole and self.rows * self.columns < 2**31
+
+        self.spans = spans if len(spans) <= _MOST_SPANS else ()
+        self.has_master = amplification(products) > _MASTER_LIFT
+        self.inputs = self._inputs_in_tiles(inputs.tensors) if self.has_master else []
+
+        iterates = self._empty(2, self.count * self.order, self.width, dtype=torch.float16)
+        writes_master = self.has_master and not self.inputs
+        master = iterates[1]  # a dummy, unless some launch writes X in fp32
+        if writes_master or any(lift > _MASTER_LIFT for lift in self.lifts.values()):
+            master = self._empty(self.count * self.order, self.width, dtype=torch.float32)
+        self.factors = self._empty(self.count, 2, dtype=torch.float32)
         if not self.inputs:
-            measure[shares, count](
-                self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8
-            )
-            normalize[shares, count](
-                self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep,
-                SHARES=shares, T=64,
-            )  # fmt: skip
-        names = dict.fromkeys(product.target for product in products if product.target != "X")
-        squares = {name: half(count * order, order) for name in names}
-        self.diagonals = {name: single(count * order) for name in names}
-        t, (down, across, *_), side = (
-            self.tiles.symmetric.rows,
-            self.tiles.update,
-            int(SQUARE.value),
-        )
-        fine = dict.fromkeys(name for product in products for name in product.fine)
-        self.rests = {name: _tiled(half(count * order, order), side, side) for name in fine}
-        self.operands = {name: _tiled(x, t, _DEPTH) for name, x in squares.items()}
-        self.turned = {name: _tiled(x, side, t) for name, x in squares.items()}
-        self.lefts = {name: _tiled(x, down, _DEPTH) for name, x in squares.items()}
-        self.squares = {name: _tiled(x, side, side) for name, x in squares.items()}
-        self.sources = [_tiled(x, t, _DEPTH) for x in iterates]
-        self.rights = [_tiled(x, _DEPTH, across) for x in iterates]
-        self.master, *self.copies = (_tiled(x, down, across // 2) for x in (master, *iterates))
-        self.half = order // t * (order // t + 1) // 2
+            self._normalize(inputs.addresses, master, iterates[0], keep=writes_master)
+
+        self.symmetric = self._allocate_symmetric(products)
+        self.master = self._update_tiles(master)
+        self.current = self._copy(iterates[0])
+        self.following = self._copy(iterates[1])
         if self.inputs and inputs.tensors is not None:
-            self._normalize_tiles(inputs.tensors, iterates[0], sums)
+            self._normalize_tiles(inputs.tensors, iterates[0])
 
-    def _inputs(self, tensors: Sequence[Tensor] | None) -> list[tuple[int, Any]]:
-        """Return how the first update reads each span in tiles, with its descriptor; empty if it cannot."""
-        found: list[tuple[int, Any]] = []
-        for x in [tensors[span.tensor] for span in self.spans] if tensors is not None else []:
-            lying = x if x.stride(2) == 1 else x.mT
-            if x.dtype != torch.float32 or not lying.is_contiguous():
+    # ----- workspaces ----------------------------------------------------------------------------
+
+    def _empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=self.out.device)
+
+    def _update_tiles(self, x: Tensor) -> Any:
+        """Return a descriptor of x in half tiles of updates."""
+        return tiled(x, self.tiles.update.rows, self.tiles.update.columns // 2)
+
+    def _copy(self, x: Tensor) -> _Copy:
+        return _Copy(
+            gram_factor=tiled(x, self.tiles.symmetric.rows, DEPTH),
+            update_factor=tiled(x, DEPTH, self.tiles.update.columns),
+            tiles=self._update_tiles(x),
+        )
+
+    def _allocate_symmetric(self, products: Sequence[Product]) -> dict[str, SymmetricMatrix]:
+        """Allocate the matrices of all symmetric products by name."""
+        fine = {name for product in products for name in product.fine}
+        rows = self.count * self.order
+        return {
+            name: SymmetricMatrix(
+                values=self._empty(rows, self.order, dtype=torch.float16),
+                diagonal=self._empty(rows, dtype=torch.float32),
+                rest=self._empty(rows, self.order, dtype=torch.float16) if name in fine else None,
+                tiles=self.tiles,
+            )
+            for name in dict.fromkeys(product.target for product in products)
+            if name != "X"
+        }
+
+    # ----- inputs and results --------------------------------------------------------------------
+
+    def _inputs_in_tiles(self, tensors: Sequence[Tensor] | None) -> list[_TiledAccess]:
+        """Return how the first update reads each span in tiles; empty if it cannot."""
+        if tensors is None:
+            return []
+        accesses = []
+        for span in self.spans:
+            x = tensors[span.tensor]
+            stored = x if x.stride(2) == 1 else x.mT
+            if x.dtype != torch.float32 or not stored.is_contiguous():
                 return []
-            transposed = (lying is x) == (x.shape[1] > x.shape[2])
-            tiled = self._in_tiles(lying.flatten(), lying.shape[1:], transposed=transposed)
-            if tiled is None:
+            # A square matrix that is stored by columns is read transposed, too.
+            transposed = (stored is x) == (x.shape[1] > x.shape[2])
+            descriptor = self._in_tiles(stored.flatten(), stored.shape[1:], transposed=transposed)
+            if descriptor is None:
                 return []
-            found.append(((TRANSPOSED_INPUT if transposed else INPUT).value, tiled))
-        return found
+            way = TRANSPOSED_INPUT if transposed else INPUT
+            accesses.append(_TiledAccess(way.value, descriptor))
+        return accesses
 
-    def _normalize_tiles(self, tensors: Sequence[Tensor], iterate: Tensor, sums: Tensor) -> None:
-        """Start the launches that write the fp16 X from inputs that are read in tiles."""
-        rows, columns = _COPIED
-        tiles, first = self.order // rows * (self.width // columns), 0
-        for span, (read, described) in zip(self.spans, self.inputs, strict=True):
-            block = reversed(_COPIED) if read == TRANSPOSED_INPUT.value else _COPIED
-            if self.application is None:
-                own = sums[first:]
-                measure_contiguous[own.shape[1], span.count](
-                    tensors[span.tensor],
-                    own,
-                    self.rows * self.columns,
-                    SHARES=own.shape[1],
-                    WIDTH=_RUN,
-                    num_warps=8,
-                )
-            else:
-                own = self.application.squares[span.tensor]
-            normalize_tiles[tiles, span.count](
-                _tiled(described.base, *block), _tiled(iterate, *_COPIED), own, self.factors, first, self.order,
-                self.width, READ=read, SHARES=own.shape[1], T=rows, N=columns,
-            )  # fmt: skip
-            first += span.count
+    def _results_in_tiles(self) -> list[_TiledAccess]:
+        """Return how the last update writes or applies each span.
 
-    def _results(self, span: Span) -> tuple[int, Any]:
-        """Return how results are written or applied, with a descriptor if they are written in tiles."""
+        Empty if it cannot use tiles for any.
+        """
+        accesses = [self._result(span) for span in self.spans]
+        if all(access.way == ANYWHERE.value for access in accesses):
+            return []
+        return accesses
+
+    def _result(self, span: Span) -> _TiledAccess:
         if self.application is not None:
-            return (APPLIED_TRANSPOSED if span.transposed else APPLIED).value, self.master
+            way = APPLIED_TRANSPOSED if span.transposed else APPLIED
+            return _TiledAccess(way.value, self.master)
         size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
         results = self.out[span.place : span.place + span.count * self.rows * self.columns]
-        tiled = self._in_tiles(results, size, transposed=span.transposed)
-        if tiled is None:
-            return ANYWHERE.value, self.master
-        return (IN_TRANSPOSED_TILES if span.transposed else IN_TILES).value, tiled
+        descriptor = self._in_tiles(results, size, transposed=span.transposed)
+        if descriptor is None:
+            return _TiledAccess(ANYWHERE.value, self.master)
+        way = IN_TRANSPOSED_TILES if span.transposed else IN_TILES
+        return _TiledAccess(way.value, descriptor)
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
-        """Return a descriptor, in tiles of updates, of contiguous fp32 matrices of one size; None if impossible.
+        """Return a descriptor, in half tiles of updates, of contiguous fp32 matrices.
+
+        None if impossible.
 
         Rows must start at multiples of 16 bytes, and tiles must not reach into the next matrix.
         """
         rows, columns = size
-        if rows != (self.width if transposed else self.order) or columns % 4 or x.data_ptr() % 16:
+        padded_rows = self.width if transposed else self.order
+        if rows != padded_rows or columns % 4 or x.data_ptr() % 16:
             return None
-        block = self.tiles.update.rows, self.tiles.update.columns // 2
-        return _tiled(x.view(-1, columns), *(reversed(block) if transposed else block))
+        x = x.view(-1, columns)
+        if transposed:
+            return tiled(x, self.tiles.update.columns // 2, self.tiles.update.rows)
+        return self._update_tiles(x)
 
-    def multiply(self, k: int, product: Product) -> None:
-        """Start launch `k`, a symmetric product."""
-        target, left, right, _, fine = product
-        tile, programs = self.tiles.symmetric, self.half
-        if left == "X":
-            kind, depth, factors = 0, self.width, self.sources[:1] * 2
-            left = right = target  # not read
-            deep = deep_programs(self.order, depth, self.count) if tile.rows == _DEEP.rows else 0
-            if deep:
-                tile, programs = _DEEP, deep
-                factors[1] = _tiled(factors[1].base, tile.columns, _DEPTH)
-        else:
-            kind, depth, factors = (
-                1 if left == right else 2,
-                self.order,
-                [self.operands[left], self.operands[right]],
-            )
-        names = (left, right, target)
-        squares = [self.squares[name] for name in names]
-        rests = [self.rests[name] if name in fine else self.squares[name] for name in names]
-        strips = [self.operands[target], self.turned[target]]
-        strips += [_tiled(rest.base, tile.rows, _DEPTH) for rest in rests]
-        symmetric_product[programs, self.count](
-            *factors, *squares, *rests, *strips, *(self.diagonals[name] for name in names), self.weights, k, self.order,
-            depth, KIND=kind, LEFT_FINE=left in fine and kind > 0, RIGHT_FINE=right in fine and kind > 1,
-            FINE=target in fine, T=tile.rows, N=tile.columns, K=_DEPTH, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    # ----- normalization -------------------------------------------------------------------------
 
-    def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
-        """Start update `k` of X; later steps amplify small singular values by `lift`.
+    def _allocate_sums(self, shares: int) -> Tensor:
+        """Allocate the shares of the matrices' norms; see `normalized`."""
+        if not self.out.is_cuda:
+            shares = 4  # Triton's interpreter runs programs one after the other
+        return self._empty(self.count, shares, 2, dtype=torch.float64)
 
-        The first and the last update take one launch per span if inputs or results are in tiles.
-        """
-        tile, keep = self.tiles.update, lift > _KEEP
-        across = self.order // tile.rows * (self.width // tile.columns)
-        results = [self._results(span) for span in self.spans] if last else []
-        if all(way == ANYWHERE.value for way, _ in results):
-            results = []
+    def _normalize(self, addresses: Tensor, master: Tensor, iterate: Tensor, *, keep: bool) -> None:
+        """Write X / ‖X‖ in fp16, and with `keep` in fp32, from inputs of any strides."""
+        sums = self._allocate_sums(_shares(self.count))
+        shares = sums.shape[1]
+        measure[shares, self.count](
+            table=self.table,
+            addresses=addresses,
+            sums=sums,
+            SHARES=shares,
+            T=64,
+            num_warps=8,
+        )
+        normalize[shares, self.count](
+            table=self.table,
+            addresses=addresses,
+            sums=sums,
+            factors=self.factors,
+            master=master,
+            iterate=iterate,
+            order=self.order,
+            width=self.width,
+            KEEP=keep,
+            SHARES=shares,
+            T=64,
+        )
+
+    def _normalize_tiles(self, tensors: Sequence[Tensor], iterate: Tensor) -> None:
+        """Write X / ‖X‖ in fp16 from inputs in tiles; an `Application` has summed their squares."""
+        all_sums = self._allocate_sums(_INPUT_SHARES)
+        n_tiles = self.order // _COPIED_ROWS * (self.width // _COPIED_COLUMNS)
         first = 0
-        spans = self.spans if self.inputs or results else ()
-        counts = [span.count for span in spans] or [self.count]
-        for i, count in enumerate(counts):
-            read, present = PRESENT.value, self.master if self.single else self.copies[0]
-            write, target = (ANYWHERE if last else NEXT).value, self.master
-            if self.inputs:
-                read, present = self.inputs[i]
-            if results:
-                write, target = results[i]
-            update[across, count](
-                self.lefts[product.left], self.rights[0], present, self.factors, target, self.copies[1],
-                self.diagonals[product.left], self.table, self.weights, self.out, k, first, self.order, self.width,
-                source=present.base if self.inputs else None,
-                **self._applied(spans[i] if last and self.application is not None else None),
+        for span, access in zip(self.spans, self.inputs, strict=True):
+            if self.application is None:
+                sums = all_sums[first:]
+                measure_contiguous[sums.shape[1], span.count](
+                    inputs=tensors[span.tensor],
+                    sums=sums,
+                    size=self.rows * self.columns,
+                    SHARES=sums.shape[1],
+                    WIDTH=_INPUT_RUN,
+                    num_warps=8,
+                )
+            else:
+                sums = self.application.squares[span.tensor]
+            x = access.descriptor.base
+            if access.way == TRANSPOSED_INPUT.value:
+                source = tiled(x, _COPIED_COLUMNS, _COPIED_ROWS)
+            else:
+                source = tiled(x, _COPIED_ROWS, _COPIED_COLUMNS)
+            normalize_tiles[n_tiles, span.count](
+                inputs=source,
+                iterate=tiled(iterate, _COPIED_ROWS, _COPIED_COLUMNS),
+                sums=sums,
+                factors=self.factors,
+                first=first,
+                order=self.order,
+                width=self.width,
+                READ=access.way,
+                SHARES=sums.shape[1],
+                T=_COPIED_ROWS,
+                N=_COPIED_COLUMNS,
+            )
+            first += span.count
+
+    # ----- products ------------------------------------------------------------------------------
+
+    def multiply(self, step: int, product: Product) -> None:
+        """Start launch number `step`, a symmetric product."""
+        target = self.symmetric[product.target]
+        tile = self.tiles.symmetric
+        programs = self.symmetric_programs
+        if product.left == "X":
+            kind = GRAM.value
+            depth = self.width
+            left = right = target  # dummies: X Xᵀ adds nothing
+            left_factor = right_factor = self.current.gram_factor
+            deep = 0
+            if tile.rows == _DEEP_SYMMETRIC.rows:
+                deep = deep_programs(self.order, depth, self.count)
+            if deep:
+                tile = _DEEP_SYMMETRIC
+                programs = deep
+                right_factor = tiled(right_factor.base, tile.columns, DEPTH)
+        else:
+            kind = (ONE_MATRIX if product.left == product.right else TWO_MATRICES).value
+            depth = self.order
+            left = self.symmetric[product.left]
+            right = self.symmetric[product.right]
+            left_factor = left.factor
+            right_factor = right.factor
+        symmetric_product[programs, self.count](
+            left=left_factor,
+            right=right_factor,
+            **left.as_operand("left"),
+            **right.as_operand("right"),
+            **target.as_target(),
+            weights=self.weights,
+            step=step,
+            order=self.order,
+            depth=depth,
+            KIND=kind,
+            LEFT_FINE=product.left in product.fine,  # X is never fine
+            RIGHT_FINE=product.right in product.fine and kind == TWO_MATRICES.value,
+            FINE=product.target in product.fine,
+            T=tile.rows,
+            N=tile.columns,
+            K=DEPTH,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def update(self, step: int, product: Product, *, last: bool) -> None:
+        """Start launch number `step`, an update of X.
+
+        The last one writes or applies the results.
+        """
+        tile = self.tiles.update
+        lift = self.lifts[step]
+        keep = lift > _MASTER_LIFT
+        exact = self.rows >= _LARGE_ROWS and lift > _EXACT_LIFT
+        polynomial = self.symmetric[product.left]
+        programs = self.order // tile.rows * (self.width // tile.columns)
+        for part in self._parts(last=last):
+            strided = part.write.way == ANYWHERE.value
+            update[programs, part.matrices](
+                polynomial=polynomial.polynomial,
+                diagonal=polynomial.diagonal,
+                current=self.current.update_factor,
+                present=part.read.descriptor,
+                factors=self.factors,
+                source=part.read.descriptor.base if self.inputs else None,
+                master=part.write.descriptor,
+                following=self.following.tiles,
+                table=self.table,
+                out=self.out,
+                weights=self.weights,
+                step=step,
+                first=part.first,
+                order=self.order,
+                width=self.width,
+                **(self._application_to(part.span) if last else NO_APPLICATION),
+                READ=part.read.way,
+                WRITE=part.write.way,
+                KEEP=keep,
+                CHUNK=_EXACT_CHUNK if exact else 0,
                 PREFETCH=self.prefetch,
-                READ=read, WRITE=write, KEEP=keep, CHUNK=_CHUNK if self.exact and lift > _LIFT else 0,
-                T=tile.rows, N=tile.columns, K=_DEPTH, num_stages=tile.stages,
-                num_warps=_LAST_WARPS if write == ANYWHERE.value else tile.warps,
-            )  # fmt: skip
-            first += count
-        self.single, self.inputs = keep, []
-        for each in (self.sources, self.rights, self.copies):
-            each.reverse()  # the next update reads the copy just written
+                T=tile.rows,
+                N=tile.columns,
+                K=DEPTH,
+                num_warps=_STRIDED_WARPS if strided else tile.warps,
+                num_stages=tile.stages,
+            )
+        self.has_master = keep
+        self.inputs = []  # later updates read the workspace
+        self.current, self.following = self.following, self.current
 
-    def _applied(self, span: Span | None) -> dict[str, Any]:
-        """Return the arguments with which an update changes parameters; all None if it does not."""
-        names = ("targets", "damping", "rate", "decay_high", "decay_low", "skip", "TYPE")
-        if span is None or self.application is None:
-            return dict.fromkeys(names)
-        targets, _, dtype, damping, rate, decay, skip = self.application
-        given = (targets[span.tensor], damping, rate, *decay, skip, _TYPES[dtype])
-        return dict(zip(names, given, strict=True))
+    def _parts(self, *, last: bool) -> list[_Part]:
+        """Divide the batch of an update into launches: one per span if it uses tiles of tensors."""
+        read = _TiledAccess(PRESENT.value, self.master if self.has_master else self.current.tiles)
+        write = _TiledAccess((ANYWHERE if last else NEXT).value, self.master)
+        results = self._results_in_tiles() if last else []
+        if not self.inputs and not results:
+            return [_Part(first=0, matrices=self.count, read=read, write=write, span=None)]
+        parts = []
+        first = 0
+        for i, span in enumerate(self.spans):
+            parts.append(
+                _Part(
+                    first=first,
+                    matrices=span.count,
+                    read=self.inputs[i] if self.inputs else read,
+                    write=results[i] if results else write,
+                    span=span,
+                )
+            )
+            first += span.count
+        return parts
+
+    def _application_to(self, span: Span | None) -> dict[str, Any]:
+        """Return the arguments with which the last update changes the parameters of a span."""
+        application = self.application
+        if application is None:
+            return NO_APPLICATION
+        # Only matrices in tiles are applied, and each span of them has a launch.
+        assert span is not None
+        decay_high, decay_low = application.decay
+        return {
+            "targets": application.targets[span.tensor],
+            "damping": application.factors,
+            "rate": application.rate,
+            "decay_high": decay_high,
+            "decay_low": decay_low,
+            "skip": application.skip,
+            "TYPE": _TYPES[application.dtype],
+        }
 
 
-def _tiled(x: Tensor, *block: int) -> Any:
-    """Return a descriptor of a matrix, from which the copy engine fetches whole tiles."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _shares(count: int) -> int:
+    """Return how many programs, a power of two, measure and copy each of `count` matrices."""
+    shares = max(_MIN_SHARES, min(_MAX_SHARES, 1024 // count))
+    return 1 << (shares.bit_length() - 1)
+
+
+def tiled(x: Tensor, rows: int, columns: int) -> Any:
+    """Return a descriptor of a matrix for tiles of rows × columns."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

@@ -1,4 +1,4 @@
-"""Data of launches: locations of matrices, tables of addresses, and the launch sets that the host keeps."""
+"""Data of launches: locations of matrices, tables of addresses, and sets of launches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from torch import Tensor
 from deepmd_muon.optim.polar.kernels.whole import write_addresses
 from deepmd_muon.optim.polar.schedules import Coefficients
 
-_AT_ONCE = 16  # addresses that `write_addresses` takes
+_PER_LAUNCH = 16  # addresses that `write_addresses` takes
 
 
 class AddressTable:
-    """Addresses of `count` tensors that may move between launches, in `table`, int64, which recorded graphs read."""
+    """Addresses of tensors that may move between launches.
+
+    `table`, int64, has them on the device; recorded graphs read it.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._written: tuple[int, ...] = ()
@@ -25,32 +28,37 @@ class AddressTable:
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the table, updated to the tensors' present addresses without synchronizing."""
-        now = tuple(map(Tensor.data_ptr, tensors))
-        if now != self._written:
-            self.table.copy_(_on_host(now, self.table.is_cuda), non_blocking=True)
-            self._written = now
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+        if addresses != self._written:
+            self.table.copy_(_on_host(addresses, self.table.is_cuda), non_blocking=True)
+            self._written = addresses
         return self.table
 
 
 def captured_addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a table of the tensors' addresses for the graph being captured; each replay writes it."""
+    """Return a table of the tensors' addresses for the graph being captured.
+
+    Each replay writes it.
+    """
     table = torch.empty(_padded(len(tensors)), dtype=torch.int64, device=tensors[0].device)
-    for first in range(0, len(tensors), _AT_ONCE):
-        some = [x.data_ptr() for x in tensors[first : first + _AT_ONCE]]
-        write_addresses[(1,)](table, first, *some, *(some[-1:] * (_AT_ONCE - len(some))))
+    addresses = [x.data_ptr() for x in tensors]
+    # The kernel writes 16 addresses; the table has room for copies of the last one.
+    addresses += addresses[-1:] * (len(table) - len(addresses))
+    for first in range(0, len(table), _PER_LAUNCH):
+        write_addresses[(1,)](table, first, *addresses[first : first + _PER_LAUNCH])
     return table
 
 
 def _padded(count: int) -> int:
-    return -(-count // _AT_ONCE) * _AT_ONCE
+    return -(-count // _PER_LAUNCH) * _PER_LAUNCH
 
 
 @functools.lru_cache(maxsize=64)
 def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
     """Return addresses in (pinned) host memory, for copies to the device; it is never overwritten.
 
-    The cache saves copies because the allocator soon reuses addresses for gradients. A copy may still read an evicted
-    entry: torch keeps its pinned memory until the copy has finished.
+    The cache saves copies because the allocator soon reuses addresses for gradients. A copy may
+    still read an evicted entry: torch keeps its pinned memory until the copy has finished.
     """
     padded = [*addresses, *[0] * (_padded(len(addresses)) - len(addresses))]
     return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -58,9 +66,26 @@ def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLocation:
-    """One matrix: its tensor, offset, and shape with the smaller dimension as rows.
+    """One matrix and its result, read with the smaller dimension as rows.
 
-    `stride` is the stride of the rows; or of the columns if `transposed`, which means contiguous along the columns.
+    Attributes
+    ----------
+    tensor
+        Number of its tensor in the launch.
+    kind
+        Its dtype, by the number that kernels know (`whole.KIND`).
+    offset
+        Of its first element in the tensor.
+    rows, columns
+        Its size, rows ≤ columns.
+    stride
+        Of the rows; of the columns if `transposed`.
+    transposed
+        Whether it is contiguous along its columns.
+    out
+        Offset of its result in the results of all matrices.
+    out_row, out_column
+        Strides of the result.
     """
 
     tensor: int
@@ -75,8 +100,12 @@ class MatrixLocation:
     out_column: int
 
     def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
-        """Return the table row that the kernels read."""
-        place = [
+        """Return the table row that the kernels read, in the order of the constants in `whole`.
+
+        `single` and `half` are offsets in the workspaces of matrices that several programs share.
+        """
+        return [
+            tile,
             self.tensor,
             self.kind,
             self.offset,
@@ -84,28 +113,20 @@ class MatrixLocation:
             self.columns,
             self.stride,
             int(self.transposed),
+            self.out,
+            self.out_row,
+            self.out_column,
+            single,
+            half,
         ]
-        return [tile, *place, self.out, self.out_row, self.out_column, single, half]
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Tables on the device and the sizes of one launch."""
-
-    grid: int
-    matrices: int
-    table: Tensor
-    programs: Tensor | None
-    constants: dict[str, Any]
-    single: int = 0
-    half: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
     """The `count` matrices of tensor number `tensor` in a batch.
 
-    Their contiguous results start at element `place`; if `transposed`, these have the smaller dimension as columns.
+    Their contiguous results start at element `place`. If `transposed`, these have the smaller
+    dimension as columns.
     """
 
     tensor: int
@@ -114,26 +135,84 @@ class Span:
     transposed: bool
 
 
+class EqualShapes(NamedTuple):
+    """The matrices of a launch of `symmetric_launch`: rows ≤ columns, in the order of the spans."""
+
+    rows: int
+    columns: int
+    spans: Sequence[Span]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Tables on the device and the sizes of one launch.
+
+    Attributes
+    ----------
+    matrices
+        Number of matrices.
+    table
+        A row of `MatrixLocation.row` for each, int64.
+    grid
+        Number of programs.
+    programs
+        For each program its matrix, its rank and the number of programs of that matrix, int32
+        (grid, 3); None if each matrix has one program.
+    constants
+        Arguments for which the kernel is compiled.
+    single, half
+        Elements of the workspaces in fp32 and in fp16.
+    shapes
+        The sizes of equal matrices, for `symmetric_launch` only.
+    """
+
+    matrices: int
+    table: Tensor
+    grid: int = 0
+    programs: Tensor | None = None
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+    single: int = 0
+    half: int = 0
+    shapes: EqualShapes | None = None
+
+
 class Inputs(NamedTuple):
-    """The matrices, as launches read them: addresses on the device, and tensors (None in a recording)."""
+    """The matrices: addresses on the device, and tensors (None in a recording)."""
 
     addresses: Tensor
     tensors: Sequence[Tensor] | None
 
 
 class Application(NamedTuple):
-    """How results update parameters instead of being written."""
+    """How results update parameters instead of being written.
 
-    # For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and numbers of their factors.
+    Attributes
+    ----------
+    targets
+        For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and
+        numbers of their factors.
+    squares
+        For each tensor of matrices, float64 (count, 1, 2): 1 and the sum of the squares of each
+        matrix.
+    dtype
+        Of the parameters: float32, float16 or bfloat16.
+    factors
+        Scale and damping, float32 (factors,).
+    rate
+        Learning rate, float64 ().
+    decay
+        Weight decay, split by `split_float64`.
+    skip
+        float32 (); if above 0, the parameters stay unchanged.
+    """
+
     targets: Sequence[Tensor]
-    squares: Sequence[
-        Tensor
-    ]  # for each, float64 (count, 1, 2): 1 and the sum of the squares of each matrix
-    dtype: torch.dtype  # of the parameters: float32, float16 or bfloat16
-    factors: Tensor  # scale and damping, float32 (factors,)
-    rate: Tensor  # learning rate, float64 ()
-    decay: tuple[float, float]  # weight decay, split by `split_float64`
-    skip: Tensor  # float32 (); if above 0, the parameters stay unchanged
+    squares: Sequence[Tensor]
+    dtype: torch.dtype
+    factors: Tensor
+    rate: Tensor
+    decay: tuple[float, float]
+    skip: Tensor
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.
@@ -142,7 +221,23 @@ StartLaunch = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
 
 @dataclasses.dataclass(eq=False)  # hashed by identity
 class LaunchSet:
-    """All launches for one set of shapes, and each stream's table of addresses."""
+    """All launches for one set of shapes.
+
+    Attributes
+    ----------
+    name
+        Of the implementation; see `dispatch`.
+    out_size
+        Elements of all results.
+    out_places
+        For each tensor of matrices, the place of its results.
+    addresses
+        By stream, the table of addresses that its launches read.
+    seen
+        Streams and coefficients of earlier calls; the kernels for these are compiled.
+    recordings
+        How often these launches were recorded.
+    """
 
     name: str
     launches: list[Launch]

@@ -1,8 +1,8 @@
 """The element-wise routes: Adam, and AdamW with decoupled decay, on lists of tensors.
 
-The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F. Hutter
-(arXiv:1711.05101), ε outside the root, and bias correction: by torch's fused multi-tensor kernel, or by operations on
-lists of tensors.
+The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F.
+Hutter (arXiv:1711.05101), ε outside the root, and bias correction: by torch's fused multi-tensor
+kernel, or by operations on lists of tensors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def adam_(
 ) -> None:
     """Take one Adam step in place on real tensors of one device and dtype.
 
-    16-bit parameters are updated in float32 and rounded once; with master weights, these are updated.
+    16-bit parameters are updated in float32 and rounded once; with master weights, these are
+    updated.
 
     Parameters
     ----------
     state
-        By key, one tensor per parameter: the moments in `moment_dtype`, and the number of steps, float32 scalars.
+        By key, one tensor per parameter: the moments in `moment_dtype`, and the number of steps,
+        float32 scalars.
     decays
         Whether this is AdamW's step, with decoupled decay.
     lr
@@ -69,16 +71,15 @@ def adam_(
     lr = lr if ratio == 1.0 else lr * ratio
     if isinstance(lr, Tensor) and not (targets[0].is_cuda and lr.is_cuda):
         lr = float(lr)
-    tensors, steps = (
-        (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"])),
-        list(state["step"]),
-    )
+    tensors = (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"]))
+    steps = list(state["step"])
     values: dict[str, Any] = {
         "beta1": settings.adam_beta1,
         "beta2": settings.adam_beta2,
         "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay if decays else 0.0,
+        "found_inf": control.skip,
     }
-    values |= {"weight_decay": settings.weight_decay if decays else 0.0, "found_inf": control.skip}
     if settings.adam_implementation == "fused":
         _fused(tensors, steps, lr, values)
     elif settings.adam_implementation == "foreach":
@@ -134,9 +135,8 @@ def _fused(
     targets = tensors[0]
     # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
-    before = (
-        () if exact is None else torch._foreach_mul(targets, 1.0)
-    )  # a copy of all in one launch
+    # A copy of all in one launch.
+    before = () if exact is None else torch._foreach_mul(targets, 1.0)
     values = {
         **values,
         "lr": lr.float() if isinstance(lr, Tensor) else lr,
@@ -154,7 +154,10 @@ def _fused(
 
 
 def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) -> None:
-    """Correct a step taken with ``lr.float()`` to float64 `lr`; the change of the parameters is proportional to lr."""
+    """Correct a step taken with ``lr.float()`` to float64 `lr`.
+
+    The change of the parameters is proportional to lr.
+    """
     rate = lr.float().double()
     change = torch._foreach_sub(targets, before)
     torch._foreach_mul_(change, torch.where(rate > 0, (lr - rate) / rate, 0.0))
@@ -164,7 +167,7 @@ def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) 
 def _fused_on_gpu(
     tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any
 ) -> None:
-    """Call torch's kernel for tensors of one device and dtype, without torch's grouping by device and dtype.
+    """Call torch's kernel for tensors of one device and dtype, without torch's grouping by these.
 
     For 88 parameters the grouping takes longer on the host than the launches.
     """
@@ -184,14 +187,14 @@ def _fused_on_gpu(
 
 
 def _with_equal_strides(several: TensorLists) -> TensorLists:
-    """Return lists whose i-th tensors are dense and have equal strides, as torch's fused kernels assume.
+    """Return lists with dense i-th tensors of equal strides, as torch's fused kernels assume.
 
-    Tensors that comply are returned themselves; others are copied to contiguous ones. So are gradients whose signs are
-    still to be changed (`Tensor.is_neg`), such as that of the imaginary part of a conjugate.
+    Tensors that comply are returned themselves; others are copied to contiguous ones. So are
+    gradients whose signs are still to be changed (`Tensor.is_neg`), such as that of the imaginary
+    part of a conjugate.
     """
-    if all(map(Tensor.is_contiguous, itertools.chain(*several))) and not any(
-        map(Tensor.is_neg, several[1])
-    ):
+    contiguous = all(map(Tensor.is_contiguous, itertools.chain(*several)))
+    if contiguous and not any(map(Tensor.is_neg, several[1])):
         return several
     rows = []
     for row in zip(*several, strict=True):
@@ -204,10 +207,9 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
 
 def _is_dense(x: Tensor) -> bool:
     """Return whether a tensor is contiguous under some permutation of its dimensions."""
+    dims = zip(x.stride(), x.shape, strict=True)
     expected = 1
-    for stride, size in sorted(
-        pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1
-    ):
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
         if stride != expected:
             return False
         expected *= size
@@ -215,10 +217,12 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _copy_back(originals: TensorLists, results: TensorLists) -> None:
-    """Copy results from temporary tensors back to the originals, except gradients (the second list)."""
+    """Copy results from temporary tensors to the originals, except gradients (the second list)."""
     if originals is results:
         return
-    for number in (0, 2, 3):
-        for original, result in zip(originals[number], results[number], strict=True):
+    for number, (tensors, copies) in enumerate(zip(originals, results, strict=True)):
+        if number == 1:
+            continue
+        for original, result in zip(tensors, copies, strict=True):
             if original is not result:
                 original.copy_(result)

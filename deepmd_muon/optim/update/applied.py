@@ -1,6 +1,7 @@
-"""Update parameters of large matrices in the last matrix product, which does not write the polar factors.
+"""Update parameters of large matrices in the last matrix product, without writing polar factors.
 
-The momentum's launch also sums the squares of the directions, so that no other launch reads them for their norms.
+The momentum's launch also sums the squares of the directions, so that no other launch reads them
+for their norms.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from deepmd_muon.optim.update.fused_kernels import sum_squares
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CHUNKS_AT_A_TIME = 256  # that a program of `sum_squares` reads
 _TRIED: set[tuple[object, ...]] = set()  # devices, dtypes and shapes whose launches have run once
 
 
@@ -34,10 +36,22 @@ class ApplicationError(RuntimeError):
 
 
 class MatrixGroup(NamedTuple):
-    """Matrices of one shape and schedule: their number in the wave, and table columns of their blocks.
+    """Matrices of one shape and schedule.
 
-    `addresses` are those of the parameters' blocks, `factors` their numbers, `first` and `chunks` the first chunk of
-    each block and its number of chunks.
+    Attributes
+    ----------
+    number
+        Of the group in its wave.
+    rows, columns
+        Size of the matrices.
+    schedule
+        One (a, b, c) per step.
+    addresses
+        Of the blocks of the parameters, int64 (matrices,).
+    factors
+        Numbers of their factors, int64 (matrices,).
+    first, chunks
+        First chunk of each block, and its number of chunks, int64 (matrices,).
     """
 
     number: int
@@ -51,63 +65,80 @@ class MatrixGroup(NamedTuple):
 
 
 def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the last product can update `count` contiguous matrices of parameters of this dtype."""
+    """Return whether the last product can update `count` contiguous matrices of this dtype."""
     if dtype not in _DTYPES or "symmetric" in dispatch.FAILED or not can_apply(rows, columns):
         return False
     # Triton's interpreter, on a CPU, runs the kernels of an H200.
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    m, n = sorted((rows, columns))
-    return (
-        choose(MatrixBatch(m, n, count, torch.float32, "cuda", capability, torch.float16))
-        == "symmetric"
+    batch = MatrixBatch(
+        rows=min(rows, columns),
+        columns=max(rows, columns),
+        count=count,
+        dtype=torch.float32,
+        device="cuda",
+        capability=capability,
+        operand=torch.float16,
     )
+    return choose(batch) == "symmetric"
 
 
 class AppliedGroups:
     """Groups of one wave; their last products update parameters of one dtype.
 
-    `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16 bytes. `decay` is the
-    weight decay, split by `split_float64`.
+    `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16
+    bytes. `decay` is the weight decay, split by `split_float64`.
     """
 
     def __init__(
         self, groups: Sequence[MatrixGroup], dtype: torch.dtype, decay: tuple[float, float]
     ) -> None:
-        device = groups[0].addresses.device
-        self.groups, self._dtype, self._decay = groups, dtype, decay
+        self.groups = groups
         self.numbers = [group.number for group in groups]
+        self._dtype = dtype
+        self._decay = decay
         self._targets = [torch.stack([group.addresses, group.factors], dim=1) for group in groups]
-        self._blocks = torch.cat(
-            [torch.stack([group.first, group.chunks], dim=1) for group in groups]
+        blocks = [torch.stack([group.first, group.chunks], dim=1) for group in groups]
+        self._blocks = torch.cat(blocks)
+        # 1 and Σ u² of each block, as `Application` has them; one launch writes all groups'.
+        self._all_squares = torch.empty(
+            len(self._blocks), 1, 2, dtype=torch.float64, device=self._blocks.device
         )
-        squares = torch.empty(len(self._blocks), 1, 2, dtype=torch.float64, device=device)
-        self._all_squares = squares
-        self._squares = squares.split([len(group.addresses) for group in groups])
+        self._squares = self._all_squares.split([len(group.addresses) for group in groups])
         self._schedules = list(dict.fromkeys(group.schedule for group in groups))
 
     def run(
         self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor, skip: Tensor
     ) -> None:
-        """Orthogonalize the groups' directions, (b, m, n) each, and update the parameters unless `skip` is set.
+        """Orthogonalize the groups' directions and update the parameters.
 
-        `sums` are those of `fused_kernels.advance`, `factors` scale and damping of each block.
+        Parameters
+        ----------
+        matrices
+            The directions of each group, (b, m, n).
+        sums
+            Of the chunks, as `fused_kernels.advance` writes them.
+        factors
+            Scale and damping of each block.
+        rate
+            Learning rate, float64 ().
+        skip
+            If above 0, the parameters stay unchanged.
         """
-        sum_squares[(len(self._blocks),)](self._blocks, sums, self._all_squares, WIDTH=256)
+        sum_squares[(len(self._blocks),)](
+            self._blocks, sums, self._all_squares, WIDTH=_CHUNKS_AT_A_TIME
+        )
         for schedule in self._schedules:
-            chosen = [i for i, group in enumerate(self.groups) if group.schedule == schedule]
-            apply_by_products(
-                [matrices[i] for i in chosen],
-                schedule,
-                Application(
-                    [self._targets[i] for i in chosen],
-                    [self._squares[i] for i in chosen],
-                    self._dtype,
-                    factors,
-                    rate,
-                    self._decay,
-                    skip,
-                ),
+            members = [i for i, group in enumerate(self.groups) if group.schedule == schedule]
+            application = Application(
+                targets=[self._targets[i] for i in members],
+                squares=[self._squares[i] for i in members],
+                dtype=self._dtype,
+                factors=factors,
+                rate=rate,
+                decay=self._decay,
+                skip=skip,
             )
+            apply_by_products([matrices[i] for i in members], schedule, application)
         for group in self.groups:
             m, n = sorted((group.rows, group.columns))
             dispatch.COUNTS["symmetric", m, n] += len(group.addresses)
@@ -115,7 +146,10 @@ class AppliedGroups:
     def usable(
         self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor
     ) -> bool:
-        """Run all launches once without changing the parameters; return whether they worked, and log an error."""
+        """Run all launches once without changing the parameters.
+
+        Return whether they worked, and log an error.
+        """
         device = factors.device
         shapes = tuple(
             (group.rows, group.columns, len(group.addresses), group.schedule)
@@ -126,11 +160,10 @@ class AppliedGroups:
             return True
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
+        skip = torch.ones((), dtype=torch.float32, device=device)
         try:
             check(device, self._dtype)
-            self.run(
-                matrices, sums, factors, rate, torch.ones((), dtype=torch.float32, device=device)
-            )
+            self.run(matrices, sums, factors, rate, skip)
         except Exception as error:  # an error of the compiler or driver must not end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _LOG.warning(
@@ -143,30 +176,33 @@ class AppliedGroups:
 
 @functools.lru_cache(maxsize=16)
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare with polar factors that are written and then applied, for two matrices in both orientations."""
-    first, second, *_, last = coefficients_of("polar-express-5")
-    coefficients = (first, second, last)  # X is kept in fp32 in between
+    """Compare with polar factors that are written and then applied, in both orientations."""
+    decay = 0.01
+    lr = 0.1
+    steps = coefficients_of("polar-express-5")
+    coefficients = (steps[0], steps[1], steps[-1])  # X is kept in fp32 in between
     factors = torch.tensor([0.5, 0.25], device=device)
-    rate = torch.full((), 0.1, dtype=torch.float64, device=device)
-    zero = torch.zeros((), dtype=torch.float32, device=device)
     for rows, columns in ((128, 256), (256, 128)):
-        i = torch.arange(2 * rows * columns, device=device, dtype=torch.float32).view(
-            2, rows, columns
-        )
-        x, p = (
-            torch.cos(0.3 * i) + torch.eye(rows, columns, device=device),
-            torch.sin(0.7 * i).to(dtype),
-        )
+        i = torch.arange(2 * rows * columns, device=device, dtype=torch.float32)
+        i = i.view(2, rows, columns)
+        x = torch.cos(0.3 * i) + torch.eye(rows, columns, device=device)
+        p = torch.sin(0.7 * i).to(dtype)
         (o,) = orthogonalize_by_products([x], coefficients)
-        expected = p.float() * (1.0 - 0.1 * 0.01) - 0.1 * factors.view(2, 1, 1) * o
+        expected = p.float() * (1.0 - lr * decay) - lr * factors.view(2, 1, 1) * o
+
         size = rows * columns * p.element_size()
-        targets = torch.tensor(
-            [[p.data_ptr() + k * size, k] for k in range(2)], dtype=torch.int64, device=device
-        )
+        targets = [[p.data_ptr() + k * size, k] for k in range(2)]
         norms = x.double().square().sum((1, 2))
-        squares = torch.stack([torch.ones_like(norms), norms], dim=1).view(2, 1, 2)
-        given = Application([targets], [squares], dtype, factors, rate, (0.01, 0.0), zero)
-        apply_by_products([x], coefficients, given)
+        application = Application(
+            targets=[torch.tensor(targets, dtype=torch.int64, device=device)],
+            squares=[torch.stack([torch.ones_like(norms), norms], dim=1).view(2, 1, 2)],
+            dtype=dtype,
+            factors=factors,
+            rate=torch.full((), lr, dtype=torch.float64, device=device),
+            decay=(decay, 0.0),
+            skip=torch.zeros((), dtype=torch.float32, device=device),
+        )
+        apply_by_products([x], coefficients, application)
         error = float((p.float() - expected).abs().max())
         if not error <= max(1e-5, 2 * torch.finfo(dtype).eps):
             raise ApplicationError(

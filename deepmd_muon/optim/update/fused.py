@@ -1,16 +1,20 @@
 """The fused Muon route: one kernel each for the momenta, the damping and the updates of a wave.
 
-`deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the device, buffers, and for
-small models a CUDA graph of all launches, orthogonalization included, are created once and reused while the addresses
-of the parameters stay the same. A step then checks the addresses and replays the graph. New addresses of gradients, as
-after ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one launch;
-neither synchronizes.
+`deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the
+device, buffers, and for small models a CUDA graph of all launches, orthogonalization included, are
+created once and reused while the addresses of the parameters stay the same. A step then checks the
+addresses and replays the graph. New addresses of gradients, as after
+``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one
+launch; neither synchronizes.
+
+A step: `advance` writes the directions of all blocks, blocks of one shape (a *group*) next to each
+other; each group is orthogonalized; `damp` writes the blocks' factors; `apply` updates the
+parameters. The last product of large matrices updates their parameters itself (`AppliedGroups`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -33,11 +37,9 @@ from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.applied import AppliedGroups, MatrixGroup, takes
 from deepmd_muon.optim.update.fused_kernels import (
     GROUP,
-    OFFSET,
-    PARAMETER,
-    PLAIN,
-    RESULT,
     ROW,
+    SIZE,
+    START,
     SUMS,
     advance,
     apply,
@@ -53,10 +55,14 @@ TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-# Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
-_SHORT, _LONG = 1024, 4096
-SMALL = 4 * 2**20
+# Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit
+# large models.
+_SHORT = 1024
+_LONG = 4096
+SMALL = 4 * 2**20  # elements of a small model
 _ADVANCE_WARPS = 4  # with more, sums in float64 allow too few programs on a multiprocessor
+_APPLY_WARPS = 4
+_DAMP_WIDTH = 256  # chunks that a program of `damp` reads at a time
 _ALIGNED = 16  # vectors start at multiples of this number of elements, and of bytes
 
 
@@ -69,9 +75,11 @@ class Variant(NamedTuple):
     scale: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockLocation:
-    """The location of one block in its parameter: tensor number, offset, row stride and shape, in elements."""
+# ----- tables ------------------------------------------------------------------------------------
+
+
+class BlockLocation(NamedTuple):
+    """The location of one block: its parameter, and offset, row stride and shape in elements."""
 
     tensor: int
     offset: int
@@ -80,14 +88,168 @@ class BlockLocation:
     columns: int
 
 
+def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
+    """Return a parameter's blocks in the order of its Magma scores."""
+    blocks = []
+    for b in range(view.batch):
+        offset = b * view.rows * view.columns
+        for rows, columns in view.block_shapes:
+            blocks.append(BlockLocation(tensor, offset, view.columns, rows, columns))
+            offset += rows * columns if view.axis == "rows" else columns
+    return blocks
+
+
+class BlockGroup(NamedTuple):
+    """Blocks of one shape, which are adjacent in the directions from element `start` on."""
+
+    start: int
+    rows: int
+    columns: int
+    blocks: list[int]  # their numbers
+
+    @property
+    def end(self) -> int:
+        """The element after the last one."""
+        return self.start + len(self.blocks) * self.rows * self.columns
+
+
+def group_blocks(blocks: Sequence[BlockLocation]) -> list[BlockGroup]:
+    """Group blocks by shape; each group starts at a multiple of `_ALIGNED`."""
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, block in enumerate(blocks):
+        by_shape[block.rows, block.columns].append(number)
+    groups = []
+    start = 0
+    for (rows, columns), members in by_shape.items():
+        groups.append(BlockGroup(start, rows, columns, members))
+        start = -(-groups[-1].end // _ALIGNED) * _ALIGNED
+    return groups
+
+
+class ChunkRow(NamedTuple):
+    """A row of the kernels' table, in the order of the constants in `fused_kernels`.
+
+    Elements are counted.
+
+    Parameter, momentum and gradient have one layout, so `stride` and `offset` serve all.
+
+    Attributes
+    ----------
+    start
+        First element of the chunk in its block.
+    size
+        Of the block.
+    columns, stride
+        Adjacent elements of a row, and the distance of rows. A block without gaps is one row.
+    offset
+        Of the block in its tensors.
+    parameter, momentum
+        Addresses of these tensors.
+    tensor
+        Number of the parameter.
+    direction
+        Place of the block in the directions.
+    group, result
+        The block's group, and its place in the polar factors of that group.
+    block
+        Number of the block.
+    plain
+        Whether the block has no gaps and is aligned, so that the kernels may use vectors.
+    """
+
+    start: int
+    size: int
+    columns: int
+    stride: int
+    offset: int
+    parameter: int
+    momentum: int
+    tensor: int
+    direction: int
+    group: int
+    result: int
+    block: int
+    plain: bool
+
+
+def block_rows(
+    blocks: Sequence[BlockLocation],
+    groups: Sequence[BlockGroup],
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+) -> list[ChunkRow]:
+    """Return a row for each block, with the chunk that starts at its first element."""
+    rows: dict[int, ChunkRow] = {}
+    for group_number, group in enumerate(groups):
+        size = group.rows * group.columns
+        for i, number in enumerate(group.blocks):
+            block = blocks[number]
+            parameter = params[block.tensor].data_ptr()
+            momentum = buffers[block.tensor].data_ptr()
+            is_contiguous = block.stride == block.columns
+            is_aligned = not any(x % _ALIGNED for x in (size, block.offset, parameter, momentum))
+            rows[number] = ChunkRow(
+                start=0,
+                size=size,
+                columns=size if is_contiguous else block.columns,
+                stride=size if is_contiguous else block.stride,
+                offset=block.offset,
+                parameter=parameter,
+                momentum=momentum,
+                tensor=block.tensor,
+                direction=group.start + i * size,
+                group=group_number,
+                result=i * size,
+                block=number,
+                plain=is_contiguous and is_aligned,
+            )
+    return [rows[number] for number in range(len(blocks))]
+
+
+class Chunks(NamedTuple):
+    """The chunks of all blocks, int64 tensors in host memory."""
+
+    table: Tensor  # (chunks, ROW)
+    first: Tensor  # (blocks,): each block's first chunk
+    counts: Tensor  # (blocks,): its number of chunks
+
+
+def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
+    """Divide blocks into chunks of `width` elements."""
+    blocks = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    count = (blocks[:, int(SIZE.value)] + width - 1) // width
+    first = count.cumsum(0) - count
+    table = blocks.repeat_interleave(count, dim=0)
+    number = torch.arange(len(table), device="cpu") - first.repeat_interleave(count)
+    table[:, int(START.value)] = number * width
+    assert table.shape[1] == int(ROW.value)
+    return Chunks(table, first, count)
+
+
+# ----- a step ------------------------------------------------------------------------------------
+
+
+class SplitFloat64(NamedTuple):
+    """A float64 number as the sum of two float32 numbers, because kernel arguments are float32."""
+
+    high: float
+    low: float
+
+
+@functools.lru_cache(maxsize=64)
+def split_float64(x: float) -> SplitFloat64:
+    """Split a float64 number into two float32 numbers."""
+    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
+    return SplitFloat64(high, x - high)
+
+
 class StepScalars:
-    """The learning rate, the skip predicate and the gradients' scale, at the addresses that recorded launches read."""
+    """Learning rate, skip predicate and gradients' scale, where recorded launches read them."""
 
     def __init__(self, device: torch.device) -> None:
         self.rate = torch.zeros((), dtype=torch.float64, device=device)
-        self.skip, self.scale = (
-            torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)
-        )
+        self.skip = torch.zeros((), dtype=torch.float32, device=device)
+        self.scale = torch.zeros((), dtype=torch.float32, device=device)
         self._rate: float | None = None
 
     def write(self, lr: float | Tensor, control: StepControl) -> None:
@@ -102,6 +264,13 @@ class StepScalars:
             self.skip.copy_(control.skip)
         if control.scale is not None:
             self.scale.copy_(control.scale)
+
+
+class Directions(NamedTuple):
+    """The buffer of all directions, and its batches (b, rows, columns) by group."""
+
+    flat: Tensor
+    matrices: list[Tensor]
 
 
 class FusedMuon:
@@ -123,146 +292,123 @@ class FusedMuon:
         self._fixed = _addresses(params, buffers, scores)
         self._settings = settings
         self._device = params[0].device
-        dtype, self._wide = params[0].dtype, moment_dtype(params[0].dtype)
-        self._dtype, self._wide_type = TYPES[dtype], TYPES[self._wide]
+        self._dtype = params[0].dtype
+        self._wide = moment_dtype(self._dtype)
         self._magma = bool(scores)
-        groups: dict[tuple[int, int], list[BlockLocation]] = defaultdict(list)
-        blocks = [block for i, view in enumerate(views) for block in block_locations(i, view)]
-        for block in blocks:
-            groups[block.rows, block.columns].append(block)
-        small = sum(p.numel() for p in params) <= SMALL
-        self._width = _SHORT if small else _LONG
-        self._warps = 4
-        table = self._make_table(params, buffers, blocks, groups)
-        self._chunks, first, count = chunks_of(table, self._width, self._device)
-        self._programs = self._chunks.shape[0]
-        self._keep = small
-        self._directions: list[Tensor] | None = None
-        scale = [update_scale((block.rows, block.columns), settings) for block in blocks]
-        self._scales = torch.tensor(scale, dtype=torch.float32, device=self._device)
-        self._gradients = AddressTable(len(params), self._device)
-        self._results = AddressTable(len(groups), self._device)
-        self._sums = self._scales  # a placeholder if nothing is summed
-        if self._magma:
-            at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
-            self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(
-                self._device
-            )
-            self._factors = torch.empty_like(self._scales)
-        self._peaks = self._wide == torch.float64
-        # In a graph, a side stream computes the smallest matrices, the damping factors and a table. The programs of
-        # these kernels do not wait for each other, so they cannot block the cooperative kernels, whose programs do.
-        self._second = self._in_one_program()
-        self._first = [i for i in range(len(self._shapes)) if i not in self._second]
-        if not self._first:
-            self._first, self._second = self._second, []
-        self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
-        self._scalars = StepScalars(self._device)
-        self._recorded: dict[Variant, torch.cuda.CUDAGraph] = {}
-        self._record_launches = recording and self._keep and self._device.type == "cuda"
+        self._peaks = self._wide == torch.float64  # their squares can overflow
+        self._is_small = sum(p.numel() for p in params) <= SMALL
+        self._width = _SHORT if self._is_small else _LONG
         self._weight = split_float64(1.0 - settings.momentum)
         self._decay = split_float64(settings.weight_decay)
-        self._applied = self._make_applied(table, first, count, dtype)
+
+        blocks = [block for i, view in enumerate(views) for block in block_locations(i, view)]
+        self._groups = group_blocks(blocks)
+        rows = block_rows(blocks, self._groups, params, buffers)
+        chunks = divide_into_chunks(rows, self._width)
+        self._chunks = chunks.table.to(self._device)
+        self._directions: Directions | None = None
+        scales = [update_scale((block.rows, block.columns), settings) for block in blocks]
+        self._scales = torch.tensor(scales, dtype=torch.float32, device=self._device)
+        self._gradients = AddressTable(len(params), self._device)
+        self._results = AddressTable(len(self._groups), self._device)
+        self._scalars = StepScalars(self._device)
+        if self._magma:
+            # One score for each block.
+            addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]
+            columns = [chunks.first, chunks.counts, torch.tensor(addresses, device="cpu")]
+            self._blocks = torch.stack(columns, dim=1).to(self._device)
+            self._factors = torch.empty_like(self._scales)
+
+        # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
+        # The programs of these kernels do not wait for each other, so they cannot block the
+        # cooperative kernels, whose programs do.
+        self._on_side_stream = self._in_one_program()
+        self._on_main_stream = [
+            i for i in range(len(self._groups)) if i not in self._on_side_stream
+        ]
+        if not self._on_main_stream:
+            self._on_main_stream = self._on_side_stream
+            self._on_side_stream = []
+        self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
+        self._recorded: dict[Variant, torch.cuda.CUDAGraph] = {}
+        self._record_launches = recording and self._is_small and self._device.type == "cuda"
+
+        self._applied = self._make_applied(rows, chunks)
+        self._sums = self._scales  # a dummy if nothing is summed
         if self._magma or self._applied is not None:
-            # The two peaks are written only for float64, whose squares could overflow.
+            # The two peaks are written only for float64, otherwise they stay 1.
             self._sums = torch.ones(
-                self._programs, int(SUMS.value), dtype=torch.float64, device=self._device
+                len(self._chunks), int(SUMS.value), dtype=torch.float64, device=self._device
             )
-        self._separate = self._chunks  # of the matrices that a separate launch updates
+        self._separate = self._chunks  # of the matrices that `apply` updates
         if self._applied is not None:
             self._try_applied(self._applied)
 
-    def _make_table(
-        self,
-        params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        blocks: Sequence[BlockLocation],
-        groups: dict[tuple[int, int], list[BlockLocation]],
-    ) -> Tensor:
-        """Return the blocks' table rows, and assign equal shapes adjacent places in the directions."""
-        rows: dict[BlockLocation, list[int]] = {}
-        self._shapes: list[tuple[int, int, int, int]] = []
-        start = 0
-        numbers = {block: i for i, block in enumerate(blocks)}
-        for group, ((m, n), members) in enumerate(groups.items()):
-            size = m * n
-            for i, block in enumerate(members):
-                p, buffer = params[block.tensor], buffers[block.tensor]
-                in_a_row = block.stride == n
-                plain = in_a_row and not any(
-                    x % _ALIGNED for x in (size, block.offset, p.data_ptr(), buffer.data_ptr())
-                )
-                columns, stride = (size, size) if in_a_row else (n, block.stride)
-                rows[block] = [
-                    0,
-                    size,
-                    columns,
-                    stride,
-                    block.offset,
-                    p.data_ptr(),
-                    buffer.data_ptr(),
-                    block.tensor,
-                ]
-                rows[block] += [start + i * size, group, i * size, numbers[block], int(plain)]
-            self._shapes.append((start, len(members), m, n))
-            start += -(-len(members) * size // _ALIGNED) * _ALIGNED
-        self._length = start
-        return torch.tensor([rows[block] for block in blocks], dtype=torch.int64, device="cpu")
-
-    def _make_applied(
-        self, table: Tensor, first: Tensor, count: Tensor, dtype: torch.dtype
-    ) -> AppliedGroups | None:
+    def _make_applied(self, rows: Sequence[ChunkRow], chunks: Chunks) -> AppliedGroups | None:
         """Return the groups whose last product updates the parameters; None without any."""
         settings = self._settings
         by_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
-        if self._keep or not by_kernels:
+        if self._is_small or not by_kernels:
             return None
         groups = []
-        for number, (_, b, m, n) in enumerate(self._shapes):
-            blocks = (table[:, int(GROUP.value)] == number).nonzero().flatten()
-            blocks = blocks[table[blocks, int(RESULT.value)].argsort()]
-            if not takes(m, n, b, dtype, self._device) or not bool(
-                table[blocks, int(PLAIN.value)].all()
+        for number, group in enumerate(self._groups):
+            members = [rows[i] for i in group.blocks]
+            if not all(row.plain for row in members) or not takes(
+                group.rows, group.columns, len(members), self._dtype, self._device
             ):
                 continue
-            addresses = (
-                table[blocks, int(PARAMETER.value)]
-                + dtype.itemsize * table[blocks, int(OFFSET.value)]
-            )
-            columns = (
-                x.to(self._device) for x in (addresses, blocks, first[blocks], count[blocks])
-            )
+            addresses = [row.parameter + self._dtype.itemsize * row.offset for row in members]
             groups.append(
-                MatrixGroup(number, m, n, coefficients_of(settings.schedule_of((m, n))), *columns)
+                MatrixGroup(
+                    number=number,
+                    rows=group.rows,
+                    columns=group.columns,
+                    schedule=coefficients_of(settings.schedule_of((group.rows, group.columns))),
+                    addresses=torch.tensor(addresses, device=self._device),
+                    factors=torch.tensor(group.blocks, device=self._device),
+                    first=chunks.first[group.blocks].to(self._device),
+                    chunks=chunks.counts[group.blocks].to(self._device),
+                )
             )
-        return AppliedGroups(groups, dtype, self._decay) if groups else None
+        return AppliedGroups(groups, self._dtype, self._decay) if groups else None
 
     def _try_applied(self, applied: AppliedGroups) -> None:
-        """Exclude the groups' matrices from the launches for all others; drop the groups if their launches fail."""
-        self._never = torch.zeros((), dtype=torch.float32, device=self._device)
-        _, matrices = self._direction_buffers()
-        chosen = [matrices[i] for i in applied.numbers]
-        if not applied.usable(chosen, self._sums, self._scales, self._scalars.rate):
+        """Exclude the groups' matrices from the launches for all others.
+
+        Drop the groups if their launches fail.
+        """
+        self._never_skip = torch.zeros((), dtype=torch.float32, device=self._device)
+        matrices = self._direction_buffers().matrices
+        if not applied.usable(
+            [matrices[i] for i in applied.numbers], self._sums, self._scales, self._scalars.rate
+        ):
             self._applied = None
             return
-        self._first = [i for i in self._first if i not in applied.numbers]
-        inside = torch.isin(
+        self._on_main_stream = [i for i in self._on_main_stream if i not in applied.numbers]
+        is_applied = torch.isin(
             self._chunks[:, int(GROUP.value)], torch.tensor(applied.numbers, device=self._device)
         )
-        self._separate = self._chunks[~inside].contiguous()
+        self._separate = self._chunks[~is_applied].contiguous()
 
     def _in_one_program(self) -> list[int]:
         """Return the groups in which one program orthogonalizes each matrix."""
         if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
             return []
         capability = torch.cuda.get_device_capability(self._device)
-        chosen = [
-            choose(
-                MatrixBatch(min(m, n), max(m, n), b, self._wide, "cuda", capability, torch.float16)
+        numbers = []
+        for i, group in enumerate(self._groups):
+            batch = MatrixBatch(
+                rows=min(group.rows, group.columns),
+                columns=max(group.rows, group.columns),
+                count=len(group.blocks),
+                dtype=self._wide,
+                device="cuda",
+                capability=capability,
+                operand=torch.float16,
             )
-            for _, b, m, n in self._shapes
-        ]
-        return [i for i, name in enumerate(chosen) if name == "whole"]
+            if choose(batch) == "whole":
+                numbers.append(i)
+        return numbers
 
     def fits(
         self,
@@ -281,120 +427,140 @@ class FusedMuon:
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = captured_addresses(grads) if capturing else self._gradients.of(grads)
         variant = Variant(
-            grads[0].dtype, maximize, control.skip is not None, control.scale is not None
+            gradient=grads[0].dtype,
+            maximize=maximize,
+            skip=control.skip is not None,
+            scale=control.scale is not None,
         )
         self._scalars.write(lr, control)
-        recorded = None if capturing else self._recorded.get(variant)
-        if recorded is not None:
-            recorded.replay()
+        graph = None if capturing else self._recorded.get(variant)
+        if graph is not None:
+            graph.replay()
             return
         self._launch(table, variant, capturing)
         if self._record_launches and not capturing:
-            new = try_record(
+            recording = try_record(
                 lambda: self._launch(table, variant, True), self._device, "a fused step"
             )
-            if new is None:
+            if recording is None:
                 self._record_launches = False
             else:
-                self._recorded[variant], _ = new
+                self._recorded[variant], _ = recording
 
     def _launch(self, table: Tensor, variant: Variant, capturing: bool) -> None:
-        """Launch all kernels of a step."""
+        """Launch all kernels of a step; `table` has the addresses of the gradients."""
         skip = self._scalars.skip if variant.skip else None
-        scale = self._scalars.scale if variant.scale else None
-        directions, matrices = self._direction_buffers()
-        with in_phase("momentum"):
-            advance[(self._programs,)](
-                self._chunks, table, directions, self._sums, *self._weight, skip, scale, DTYPE=self._dtype,
-                GRADIENT=TYPES[variant.gradient], WIDE=self._wide_type, MAGMA=self._magma,
-                NESTEROV=self._settings.nesterov, MAXIMIZE=variant.maximize, PEAKS=self._peaks,
-                SQUARES=self._applied is not None, WIDTH=self._width, num_warps=_ADVANCE_WARPS,
-            )  # fmt: skip
+        directions = self._direction_buffers()
+        matrices = directions.matrices
+        self._advance(table, directions.flat, variant, skip)
         side = self._side_stream if capturing else None
         if side is not None:
             side.fork()
-        polar = self._orthogonalize(matrices, self._first)
+        polar = self._orthogonalize(matrices, self._on_main_stream)
         with side or contextlib.nullcontext():
-            factors = self._factors if self._magma else self._scales
-            if self._magma:  # advances the scores, and writes scale times damping of each block
-                damp[(factors.shape[0],)](
-                    self._blocks,
-                    self._sums,
-                    self._scales,
-                    factors,
-                    skip,
-                    PEAKS=self._peaks,
-                    WIDTH=256,
-                )
-            polar |= self._orthogonalize(matrices, self._second)
-            ordered = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
-            results = captured_addresses(ordered) if capturing else self._results.of(ordered)
+            factors = self._damp(skip) if self._magma else self._scales
+            polar |= self._orthogonalize(matrices, self._on_side_stream)
+            # Nothing reads the results of applied groups.
+            results = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
+            addresses = captured_addresses(results) if capturing else self._results.of(results)
         if self._applied is not None:
             with in_phase("orthogonalize"):
                 self._applied.run(
-                    [matrices[i] for i in self._applied.numbers], self._sums, factors, self._scalars.rate,
-                    self._never if skip is None else skip,
-                )  # fmt: skip
-        if len(self._separate) == 0:
-            return
-        with in_phase("update"):
-            apply[(len(self._separate),)](
-                self._separate, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
-                POLAR=TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
-            )  # fmt: skip
+                    [matrices[i] for i in self._applied.numbers],
+                    sums=self._sums,
+                    factors=factors,
+                    rate=self._scalars.rate,
+                    skip=self._never_skip if skip is None else skip,
+                )
+        if len(self._separate):
+            self._apply(addresses, results[0].dtype, factors, skip)
+
+    def _advance(
+        self, table: Tensor, directions: Tensor, variant: Variant, skip: Tensor | None
+    ) -> None:
+        """Launch the update of the momenta, which writes the directions and the sums of chunks."""
+        with in_phase("momentum"):
+            advance[(len(self._chunks),)](
+                chunks=self._chunks,
+                gradients=table,
+                directions=directions,
+                sums=self._sums,
+                weight_high=self._weight.high,
+                weight_low=self._weight.low,
+                skip=skip,
+                scale=self._scalars.scale if variant.scale else None,
+                DTYPE=TYPES[self._dtype],
+                GRADIENT=TYPES[variant.gradient],
+                WIDE=TYPES[self._wide],
+                MAGMA=self._magma,
+                NESTEROV=self._settings.nesterov,
+                MAXIMIZE=variant.maximize,
+                PEAKS=self._peaks,
+                SQUARES=self._applied is not None,
+                WIDTH=self._width,
+                num_warps=_ADVANCE_WARPS,
+            )
+
+    def _damp(self, skip: Tensor | None) -> Tensor:
+        """Launch the update of Magma's scores; return scale times damping of each block."""
+        damp[(len(self._factors),)](
+            blocks=self._blocks,
+            sums=self._sums,
+            scales=self._scales,
+            factors=self._factors,
+            skip=skip,
+            PEAKS=self._peaks,
+            WIDTH=_DAMP_WIDTH,
+        )
+        return self._factors
 
     def _orthogonalize(
-        self, matrices: Sequence[Tensor], chosen: Sequence[int]
+        self, matrices: Sequence[Tensor], numbers: Sequence[int]
     ) -> dict[int, Tensor]:
-        """Return contiguous polar factors of some of the matrices, by number."""
-        found = polar_factors([matrices[i] for i in chosen], self._settings) if chosen else []
-        return {
-            i: o if o.is_contiguous() else o.contiguous()
-            for i, o in zip(chosen, found, strict=True)
-        }
+        """Return contiguous polar factors of some groups, by number."""
+        if not numbers:
+            return {}
+        polar = polar_factors([matrices[i] for i in numbers], self._settings)
+        return {i: o.contiguous() for i, o in zip(numbers, polar, strict=True)}
 
-    def _direction_buffers(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the buffer of directions, and its batches of equal shapes; a small buffer is kept."""
+    def _apply(
+        self, results: Tensor, dtype: torch.dtype, factors: Tensor, skip: Tensor | None
+    ) -> None:
+        """Launch the update of the parameters.
+
+        `results` has the addresses of polar factors in `dtype`.
+        """
+        with in_phase("update"):
+            apply[(len(self._separate),)](
+                chunks=self._separate,
+                results=results,
+                factors=factors,
+                rate=self._scalars.rate,
+                decay_high=self._decay.high,
+                decay_low=self._decay.low,
+                skip=skip,
+                DTYPE=TYPES[self._dtype],
+                POLAR=TYPES[dtype],
+                WIDE=TYPES[self._wide],
+                WIDTH=self._width,
+                num_warps=_APPLY_WARPS,
+            )
+
+    def _direction_buffers(self) -> Directions:
+        """Return the buffers of the directions; those of a small model are kept."""
         if self._directions is not None:
-            return self._directions[0], self._directions[1:]
-        flat = torch.empty(self._length, dtype=self._wide, device=self._device)
+            return self._directions
+        length = -(-self._groups[-1].end // _ALIGNED) * _ALIGNED
+        flat = torch.empty(length, dtype=self._wide, device=self._device)
         matrices = [
-            flat[start : start + b * m * n].view(b, m, n) for start, b, m, n in self._shapes
+            flat[group.start : group.end].view(-1, group.rows, group.columns)
+            for group in self._groups
         ]
-        if self._keep:
-            self._directions = [flat, *matrices]
-        return flat, matrices
+        directions = Directions(flat, matrices)
+        if self._is_small:
+            self._directions = directions
+        return directions
 
 
 def _addresses(*several: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, itertools.chain(*several)))
-
-
-def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
-    """Return a parameter's blocks in the order of its Magma scores."""
-    blocks = []
-    for b in range(view.batch):
-        offset = b * view.rows * view.columns
-        for m, n in view.block_shapes:
-            blocks.append(BlockLocation(tensor, offset, view.columns, m, n))
-            offset += m * n if view.axis == "rows" else n
-    return blocks
-
-
-def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide blocks into chunks; return the chunks' table, and each block's first chunk and number of chunks."""
-    count = (table[:, 1] + width - 1) // width
-    first = count.cumsum(0) - count
-    chunks = table.repeat_interleave(count, dim=0)
-    chunks[:, 0] = (
-        torch.arange(len(chunks), device="cpu") - first.repeat_interleave(count)
-    ) * width
-    assert chunks.shape[1] == int(ROW.value)
-    return chunks.to(device), first, count
-
-
-@functools.lru_cache(maxsize=64)
-def split_float64(x: float) -> tuple[float, float]:
-    """Split a float64 number into two float32 numbers, because kernel arguments are float32."""
-    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
-    return high, x - high

@@ -1,4 +1,7 @@
-"""The fused steps of an optimizer; their kernels are first compiled in threads and compared with torch."""
+"""The fused steps of an optimizer.
+
+Their kernels are first compiled in threads and compared with torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
-# Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are always new lists.
+# Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
+# always new lists.
 _MOST_LISTS = 16
 FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` implement
 FUSED_COVERAGE = Coverage(
@@ -53,7 +57,8 @@ FUSED_COVERAGE = Coverage(
         }
     )
 )
-# Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes compiles it.
+# Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes
+# compiles it.
 _BY_CLASS = ("whole", "strips", "tiles")
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
@@ -64,10 +69,11 @@ class FusedError(RuntimeError):
 
 
 class FusedStepCache:
-    """The fused steps of an optimizer, one for each of the latest lists of parameters that were stepped together.
+    """The fused steps of an optimizer, one for each of the latest lists of parameters.
 
-    The branches of a multi-task model have different lists that begin with the same shared parameters. Each list keeps
-    its step, because a captured graph reads its tables, and no tables can be made during a capture.
+    The branches of a multi-task model have different lists that begin with the same shared
+    parameters. Each list keeps its step, because a captured graph reads its tables, and no tables
+    can be made during a capture.
     """
 
     def __init__(self) -> None:
@@ -88,9 +94,14 @@ class FusedStepCache:
         control: StepControl,
         maximize: bool = False,
     ) -> bool:
-        """Take one step as `muon_` does and return True; return False, without changes, if `muon_` is needed."""
+        """Take one step as `muon_` does and return True.
+
+        Return False, without changes, if `muon_` is needed.
+        """
+        device = params[0].device
+        dtype = params[0].dtype
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
-            with torch.cuda.device(params[0].device):  # Triton launches on the current device
+            with torch.cuda.device(device):  # Triton launches on the current device
                 return self.step(
                     params,
                     buffers,
@@ -101,45 +112,58 @@ class FusedStepCache:
                     control=control,
                     maximize=maximize,
                 )
-        if not fuses(settings, params[0].dtype):
+        if not fuses(settings, dtype):
             return False
-        scores = state.get(SCORE, [])
         grads = gradients_of(params)
-        (dtype, *others) = {g.dtype for g in grads}
-        if dtype not in TYPES or others:
+        grad_dtype = grads[0].dtype
+        if grad_dtype not in TYPES or any(g.dtype is not grad_dtype for g in grads):
             return False
-        lr = float(lr) if isinstance(lr, Tensor) and not lr.is_cuda else lr  # does not synchronize
-        variant = Variant(dtype, maximize, control.skip is not None, control.scale is not None)
+        variant = Variant(
+            gradient=grad_dtype,
+            maximize=maximize,
+            skip=control.skip is not None,
+            scale=control.scale is not None,
+        )
+        scores = state.get(SCORE, [])
         key = tuple(map(id, params))
-        known = self._known.get(key)
-        if known is None:
-            compile_kernels(tuple(views), params[0].device, params[0].dtype, variant, settings)
-        if not _works(params[0].device, params[0].dtype, variant, bool(scores), settings.nesterov):
+        fused = self._known.get(key)
+        if fused is None:
+            compile_kernels(tuple(views), device, dtype, variant, settings)
+        if not _works(device, dtype, variant, bool(scores), settings.nesterov):
             return False
-        if known is None or not known.fits(params, buffers, scores, settings):
-            if not all(
-                x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)
-            ):
+        if fused is None or not fused.fits(params, buffers, scores, settings):
+            if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
                 return False
-            # If tensors or lists change repeatedly, recording costs more than it saves.
-            self._made[params[0]] += 1
-            recording = self._made[params[0]] <= _MAX_RECORDINGS
-            known = self._known[key] = FusedMuon(
-                params, buffers, scores, views, settings, recording=recording
-            )
+            fused = self._known[key] = self._make(params, buffers, scores, views, settings)
             if len(self._known) > _MOST_LISTS:
                 del self._known[next(iter(self._known))]
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.append(known)
-        if not all(map(Tensor.is_contiguous, grads)):
-            grads = [g.contiguous() for g in grads]
-        known.step(grads, lr, control, maximize=maximize)
+            self._captured.append(fused)
+        if isinstance(lr, Tensor) and not lr.is_cuda:
+            lr = float(lr)  # does not synchronize
+        fused.step([g.contiguous() for g in grads], lr, control, maximize=maximize)
         return True
+
+    def _make(
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        views: Sequence[MatrixView],
+        settings: HybridMuonConfig,
+    ) -> FusedMuon:
+        # If tensors or lists change repeatedly, recording costs more than it saves.
+        self._made[params[0]] += 1
+        recording = self._made[params[0]] <= _MAX_RECORDINGS
+        return FusedMuon(params, buffers, scores, views, settings, recording=recording)
 
 
 @functools.lru_cache(maxsize=256)
 def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
-    """Return whether the fused kernels implement these settings and their rules for a dtype; log what they lack."""
+    """Return whether the fused kernels implement these settings and their rules for a dtype.
+
+    Log what they lack.
+    """
     known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
     # The class itself: a subclass may do something else.
     others = [rule.name for rule in matrix_rules(settings) if type(rule) not in known]
@@ -161,9 +185,12 @@ def compile_kernels(
     variant: Variant,
     settings: HybridMuonConfig,
 ) -> None:
-    """Compile and check the kernels of a small model's step in parallel threads; repeated calls do nothing.
+    """Compile and check the kernels of a small model's step in parallel threads.
 
-    A call waits for a running call of another thread. On a CPU, and while a graph is captured, nothing is done.
+    Repeated calls do nothing.
+
+    A call waits for a running call of another thread. On a CPU, and while a graph is captured,
+    nothing is done.
     """
     elements = sum(view.batch * view.rows * view.columns for view in views)
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
@@ -173,23 +200,36 @@ def compile_kernels(
         if key in _COMPILED:
             return
         _COMPILED.add(key)
-        works = functools.partial(
-            _works, device, dtype, variant, settings.magma_muon, settings.nesterov
-        )
-        calls: list[Callable[[], object]] = [works] if fuses(settings, dtype) else []
-        if settings.flash_muon and settings.precision in ("auto", "float16"):
-            counts = Counter(
-                (block.rows, block.columns) for view in views for block in block_locations(0, view)
-            )
-            schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
-            for (m, n), count in counts.items():
-                schedule = coefficients_of(settings.schedule_of((count, m, n)))
-                schedules[schedule].append(
-                    torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device)
+        calls: list[Callable[[], object]] = []
+        if fuses(settings, dtype):
+            calls.append(
+                functools.partial(
+                    _works, device, dtype, variant, settings.magma_muon, settings.nesterov
                 )
-            for schedule, matrices in schedules.items():
-                calls += compilations(matrices, schedule, torch.float16, IMPLEMENTATIONS)
+            )
+        if settings.flash_muon and settings.precision in ("auto", "float16"):
+            matrices = _zero_matrices(views, device, dtype, settings)
+            for schedule, members in matrices.items():
+                calls += compilations(members, schedule, torch.float16, IMPLEMENTATIONS)
         launch_in_threads(calls, device)
+
+
+def _zero_matrices(
+    views: tuple[MatrixView, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: HybridMuonConfig,
+) -> dict[Coefficients, list[Tensor]]:
+    """Return zeros with the shapes of all directions, by schedule."""
+    counts = Counter(
+        (block.rows, block.columns) for view in views for block in block_locations(0, view)
+    )
+    matrices: dict[Coefficients, list[Tensor]] = defaultdict(list)
+    for (rows, columns), count in counts.items():
+        schedule = coefficients_of(settings.schedule_of((count, rows, columns)))
+        zeros = torch.zeros(count, rows, columns, dtype=moment_dtype(dtype), device=device)
+        matrices[schedule].append(zeros)
+    return matrices
 
 
 def compilations(
@@ -200,29 +240,29 @@ def compilations(
 ) -> list[Callable[[], object]]:
     """Return calls that compile and check the kernels for such matrices, one kernel per call.
 
-    Only shapes, dtypes and the device of `matrices` matter. A call passes on errors of the compiler or driver.
+    Only shapes, dtypes and the device of `matrices` matter. A call passes on errors of the compiler
+    or driver.
     """
     device = matrices[0].device
+    capability = torch.cuda.get_device_capability(device)
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
-    chosen = choices(
-        geometry_of(matrices), torch.cuda.get_device_capability(device), operand, usable
-    )
+    names = choices(geometry_of(matrices), capability, operand, usable)
     calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
-    for name in dict.fromkeys(chosen):
+    for name in dict.fromkeys(names):
         if name == "torch":
             continue
         calls.append(functools.partial(check, name, device))
         if name not in _BY_CLASS:
             continue
-        mine = [x for x, own in zip(matrices, chosen, strict=True) if own == name]
-        plan = launches_for(name, geometry_of(mine), device)
-        inputs = Inputs(AddressTable(len(mine), device).of(mine), mine)
+        members = [x for x, its_name in zip(matrices, names, strict=True) if its_name == name]
+        plan = launches_for(name, geometry_of(members), device)
+        inputs = Inputs(AddressTable(len(members), device).of(members), members)
         out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
         # One launch for each kernel that these matrices need.
-        different = {tuple(launch.constants.items()): launch for launch in plan.launches}.values()
+        by_constants = {tuple(launch.constants.items()): launch for launch in plan.launches}
         calls += [
             functools.partial(start_launch, name, launch, inputs, coefficients, out)
-            for launch in different
+            for launch in by_constants.values()
         ]
     return calls
 
@@ -231,7 +271,10 @@ def compilations(
 def _works(
     device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
 ) -> bool:
-    """Compile the kernels and compare them with torch on two small matrices; log why they cannot be used."""
+    """Compile the kernels and compare them with torch on two small matrices.
+
+    Log why they cannot be used.
+    """
     try:
         _check(device, dtype, variant, magma, nesterov)
     except Exception as error:  # an error of the compiler or driver must not end a training run
@@ -250,44 +293,52 @@ def _works(
 def _check(
     device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
 ) -> None:
+    """Compare two fused steps with two of `muon_`."""
     settings = HybridMuonConfig(
         magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
     ).explicit()
-    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     # Kernels are compiled for steps with these conditions or without them.
-    skip = torch.zeros((), device=device) if variant.skip else None
-    control = StepControl(skip, torch.ones((), device=device) if variant.scale else None)
+    control = StepControl(
+        skip=torch.zeros((), device=device) if variant.skip else None,
+        scale=torch.ones((), device=device) if variant.scale else None,
+    )
+    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     random = torch.Generator("cpu").manual_seed(0)
     wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
     view = MatrixView(2, 8, 36, "columns", (20, 16))
-    found: list[list[Tensor]] = []
-    for fused in (False, True):
-        p, m = wave.to(dtype, copy=True).requires_grad_(), (0.5 - wave).to(dtype)
-        p.grad = wave.flip(1).to(p.dtype)
+
+    def result(fused: bool) -> list[Tensor]:
+        """Return parameter, momentum and scores after two steps.
+
+        The second may replay a recorded one.
+        """
+        p = wave.to(dtype, copy=True).requires_grad_()
+        m = (0.5 - wave).to(dtype)
         if variant.gradient != dtype:
             p.grad_dtype = None  # allows a gradient of another dtype
         p.grad = wave.flip(1).to(variant.gradient)
         scores = [torch.full((4,), 0.5, device=device)] if magma else []
         with torch.no_grad():
-            if fused:
-                step = FusedMuon([p], [m], scores, [view], settings)
-                for _ in range(2):  # the second may replay a recorded one
+            step = FusedMuon([p], [m], scores, [view], settings) if fused else None
+            for _ in range(2):
+                if step is not None:
                     step.step([p.grad], 0.1, control, maximize=variant.maximize)
-            else:
-                lists = ([p], [m], {SCORE: scores} if magma else {}, [view])
-                for _ in range(2):
-                    muon_(
-                        *lists,
-                        lr=0.1,
-                        settings=settings,
-                        control=control,
-                        maximize=variant.maximize,
-                    )
-        found.append([p.detach(), m, *scores])
+                    continue
+                muon_(
+                    [p],
+                    [m],
+                    {SCORE: scores} if magma else {},
+                    [view],
+                    lr=0.1,
+                    settings=settings,
+                    control=control,
+                    maximize=variant.maximize,
+                )
+        return [p.detach(), m, *scores]
+
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for expected, got in zip(*found, strict=True):
-        error = float(
-            (got.double() - expected.double()).abs().max() / expected.double().abs().max()
-        )
+    for expected, value in zip(result(fused=False), result(fused=True), strict=True):
+        difference = (value.double() - expected.double()).abs().max()
+        error = float(difference / expected.double().abs().max())
         if not error <= tolerance:
             raise FusedError(f"the result differs from torch's by {error:.1e}")

@@ -1,4 +1,4 @@
-"""Prepare gradients for the update rules: unscale, negate for `maximize`, check for NaN; and form waves."""
+"""Prepare gradients: unscale, negate for `maximize`, check for NaN; and form waves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 class StepControl(NamedTuple):
     """Conditions of one step, the same for all parameters.
 
-    `skip` is a float32 scalar on the device, which the host does not read: 1 keeps every parameter and all state
-    unchanged. `scale` is the factor by which a gradient scaler multiplied the loss.
+    `skip` is a float32 scalar on the device, which the host does not read: 1 keeps every parameter
+    and all state unchanged. `scale` is the factor by which a gradient scaler multiplied the loss.
     """
 
     skip: Tensor | None = None
@@ -26,16 +26,20 @@ class StepControl(NamedTuple):
         """Return the same conditions on another device."""
         if self.skip is None and self.scale is None:
             return self
-        moved = [
-            None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)
-        ]
-        return StepControl(*moved)
+        return StepControl(_to(self.skip, device), _to(self.scale, device))
+
+
+def _to(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device, non_blocking=True)
 
 
 def prepare_gradients(
     grads: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
 ) -> list[Tensor]:
-    """Return the gradients in `dtype`, unscaled, and negated for `maximize`; the originals stay unchanged."""
+    """Return the gradients in `dtype`, unscaled, and negated for `maximize`.
+
+    The originals stay unchanged.
+    """
     grads = in_dtype(grads, dtype)
     if scale is not None:
         # The scale is a power of two in practice, so its reciprocal in float64 is exact.
@@ -55,7 +59,7 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def nonfinite_flags(grads: Sequence[Tensor]) -> Tensor:
-    """Return whether each gradient holds NaN or infinity: bool (n,), on the first gradient's device."""
+    """Return whether each gradient has NaN or infinity: bool (n,), on the first's device."""
     flags: dict[int, Tensor] = {}
     for members in index_by_kind(grads):
         norms = torch.stack(torch._foreach_norm([grads[i] for i in members], float("inf")))
@@ -73,7 +77,10 @@ def index_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def waves(members: Sequence[tuple[Tensor, T]], workspace: int) -> Iterator[list[tuple[Tensor, T]]]:
-    """Divide parameters into waves of one device and dtype with at most `workspace` elements, or one parameter."""
+    """Divide parameters into waves of one device and dtype.
+
+    A wave has at most `workspace` elements, or one parameter.
+    """
     for kind in index_by_kind([p for p, _ in members]):
         wave: list[tuple[Tensor, T]] = []
         size = 0
@@ -81,7 +88,8 @@ def waves(members: Sequence[tuple[Tensor, T]], workspace: int) -> Iterator[list[
             p, value = members[i]
             if wave and size + p.numel() > workspace:
                 yield wave
-                wave, size = [], 0
+                wave = []
+                size = 0
             wave.append((p, value))
             size += p.numel()
         if wave:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,18 +55,14 @@ def muon_(
     grads = gradients_of(params)
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
     rules = matrix_rules(settings)
-    masters = state.get(MASTER)
+    # Before the directions are allocated: the sums take memory of their own.
     measured = _measure(rules, views, momenta, grads)
-    blocks = [
-        view.cut(u) for u, view in zip(directions_of(momenta, grads, settings), views, strict=True)
-    ]
+    directions = _cut_all(directions_of(momenta, grads, settings), views)
     inputs: dict[Input, Sequence[Tensor]] = {}
     for kind in inputs_of(rules):
-        wanted = grads if kind == "gradient" else in_dtype(params, momenta[0].dtype)
-        inputs[kind] = [
-            piece for x, view in zip(wanted, views, strict=True) for piece in view.cut(x)
-        ]
-    of_blocks = {
+        wide = grads if kind == "gradient" else in_dtype(params, momenta[0].dtype)
+        inputs[kind] = _cut_all(wide, views)
+    block_state = {
         key: [
             piece
             for x, view in zip(state[key], views, strict=True)
@@ -74,24 +71,44 @@ def muon_(
         for key, tensor in tensors_of(rules).items()
         if key != MASTER
     }
-    directions = [block for cut in blocks for block in cut]
     rate = effective_lr(lr, control)
-    done, new = update_blocks(directions, inputs, of_blocks, measured, rules, settings, rate)
-    for key, values in new.items():
-        if control.skip is not None:  # on the device: the old state stays
-            before, after = (
-                torch.cat([x.reshape(-1) for x in some]) for some in (of_blocks[key], values)
-            )
-            kept = torch.where(control.skip > 0, before, after).split(
-                [x.numel() for x in of_blocks[key]]
-            )
-            values = [x.view(old.shape) for x, old in zip(kept, of_blocks[key], strict=True)]
-        torch._foreach_copy_(of_blocks[key], list(values))
-    remaining = iter(done)
-    updates = [
-        view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)
-    ]
-    apply_updates(params, updates, rate, settings.weight_decay, rules, masters)
+    block_updates, new_state = update_blocks(
+        directions,
+        inputs=inputs,
+        state=block_state,
+        measured=measured,
+        rules=rules,
+        settings=settings,
+        lr=rate,
+    )
+    for key, values in new_state.items():
+        _store_state(block_state[key], values, control.skip)
+    remaining = iter(block_updates)
+    updates = [view.join([next(remaining) for _ in view.block_shapes]) for view in views]
+    apply_updates(
+        params,
+        updates,
+        lr=rate,
+        weight_decay=settings.weight_decay,
+        rules=rules,
+        masters=state.get(MASTER),
+    )
+
+
+def _cut_all(tensors: Sequence[Tensor], views: Sequence[MatrixView]) -> list[Tensor]:
+    """Return the blocks of all tensors in a row."""
+    return [piece for x, view in zip(tensors, views, strict=True) for piece in view.cut(x)]
+
+
+def _store_state(old: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
+    """Write the new state of blocks, unless `skip` is above 0 on its device."""
+    if skip is not None:
+        # One operation for all blocks.
+        old_flat = torch.cat([x.reshape(-1) for x in old])
+        new_flat = torch.cat([x.reshape(-1) for x in new])
+        result = torch.where(skip > 0, old_flat, new_flat).split([x.numel() for x in old])
+        new = [x.view(block.shape) for x, block in zip(result, old, strict=True)]
+    torch._foreach_copy_(list(old), list(new))
 
 
 @phase("momentum")
@@ -111,7 +128,8 @@ def advance_momenta(
     momenta = in_dtype(buffers, wide)  # the buffers themselves, unless they have 16 bits
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     if control.skip is not None:
-        # To skip the step, the momentum replaces the gradient and the learning rate is zero, so nothing changes.
+        # To skip the step, the momentum replaces the gradient and the learning rate is zero, so
+        # nothing changes.
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
     torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
@@ -146,18 +164,22 @@ def _measure(
     """Return the statistics of all blocks that rules need, (batch,) each."""
     if not any(rule.sums for rule in rules):
         return {}
-    vectors: list[list[Tensor]] = [
-        [],
-        [],
-    ]  # the blocks of momenta and gradients, each (batch, elements)
-    for found, several in zip(vectors, (momenta, grads), strict=True):
-        for view, x in zip(views, several, strict=True):
-            found += (
-                [piece.flatten(1) for piece in view.cut(x)]
-                if view.axis
-                else [x.reshape(view.batch, -1)]
-            )
-    return {rule: rule.measure_whole(*vectors) for rule in rules if rule.sums}
+    momentum_vectors = _block_vectors(momenta, views)
+    gradient_vectors = _block_vectors(grads, views)
+    return {
+        rule: rule.measure_whole(momentum_vectors, gradient_vectors) for rule in rules if rule.sums
+    }
+
+
+def _block_vectors(tensors: Sequence[Tensor], views: Sequence[MatrixView]) -> list[Tensor]:
+    """Return the elements of all blocks, (batch, elements) each."""
+    vectors = []
+    for x, view in zip(tensors, views, strict=True):
+        if view.axis:
+            vectors += [piece.flatten(1) for piece in view.cut(x)]
+        else:
+            vectors.append(x.reshape(view.batch, -1))
+    return vectors
 
 
 def update_blocks(
@@ -169,10 +191,12 @@ def update_blocks(
     settings: HybridMuonConfig,
     lr: float | Tensor,
 ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
-    """Orthogonalize blocks, batches (b, rows, columns) of one device and dtype, with the rules of their settings.
+    """Orthogonalize blocks of one device and dtype with the rules of their settings.
 
-    `inputs`, of the same shapes, and `measured`, (b,) each, are given for the rules that need them. Return the scaled
-    updates and the rules' new state; `state` stays unchanged.
+    Blocks are batches (b, rows, columns).
+
+    `inputs`, of the same shapes, and `measured`, (b,) each, are given for the rules that need them.
+    Return the scaled updates and the rules' new state; `state` stays unchanged.
     """
     new: dict[str, Sequence[Tensor]] = {}
     for rule in rules:
@@ -192,15 +216,11 @@ def scaled(
     polar: list[Tensor], state: BlockState, rules: Sequence[MatrixRule], settings: HybridMuonConfig
 ) -> list[Tensor]:
     """Scale polar factors by shape and by the factors of rules with this state, in place."""
-    scales = [update_scale((x.shape[1], x.shape[2]), settings) for x in polar]
-    found = [factors for rule in rules if (factors := rule.factors(polar, state)) is not None]
-    if not found:
-        torch._foreach_mul_(polar, scales)
-        return polar
-    # The factors are smaller, so scales multiply them first.
-    combined = torch._foreach_mul(found[0], scales)
-    for factors in found[1:]:
-        combined = torch._foreach_mul(combined, factors)
+    combined: Sequence[Any] = [update_scale((x.shape[1], x.shape[2]), settings) for x in polar]
+    for rule in rules:
+        factors = rule.factors(polar, state)
+        if factors is not None:
+            combined = torch._foreach_mul(factors, combined)
     torch._foreach_mul_(polar, list(combined))
     return polar
 
@@ -211,17 +231,18 @@ def polar_factors(matrices: Sequence[Tensor], settings: HybridMuonConfig) -> lis
     if settings.schedule == DEEPMD_KIT:
         return orthogonalize_as_deepmd_kit(matrices, gram=settings.enable_gram)
     results = list(matrices)
-    schedules = [settings.schedule_of(x.shape) for x in matrices]
-    for schedule in dict.fromkeys(schedules):
-        chosen = [i for i, own in enumerate(schedules) if own == schedule]
-        done = orthogonalize_matrices(
-            [matrices[i] for i in chosen],
+    by_schedule: dict[Any, list[int]] = defaultdict(list)
+    for i, x in enumerate(matrices):
+        by_schedule[settings.schedule_of(x.shape)].append(i)
+    for schedule, members in by_schedule.items():
+        polar = orthogonalize_matrices(
+            [matrices[i] for i in members],
             schedule,
             settings.precision,
             gram=settings.enable_gram,
             flash=settings.flash_muon,
         )
-        for i, o in zip(chosen, done, strict=True):
+        for i, o in zip(members, polar, strict=True):
             results[i] = o
     return results
 
@@ -235,7 +256,10 @@ def apply_updates(
     rules: Sequence[MatrixRule] = (),
     masters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules allow it; on master weights, if any."""
+    """Do p ← p (1 − lr λ) − lr · update in place, on master weights if there are any.
+
+    Elements decay if all rules allow it.
+    """
     wide = moment_dtype(params[0].dtype)
     # The parameters themselves, unless they have 16 bits.
     targets = in_dtype(params, wide) if masters is None else current_masters(masters, params)
@@ -245,17 +269,7 @@ def apply_updates(
         u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)
     ]
     if weight_decay:
-        kept: Any = 1.0 - lr * weight_decay
-        chosen = [where for rule in rules if (where := rule.decays(targets, steps)) is not None]
-        if not chosen:
-            torch._foreach_mul_(targets, kept)
-        else:
-            for p, q, *masks in zip(
-                targets, torch._foreach_mul(targets, kept), *chosen, strict=True
-            ):
-                p.copy_(
-                    torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p)
-                )
+        _decay(targets, steps, 1.0 - lr * weight_decay, rules)
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:
@@ -264,3 +278,18 @@ def apply_updates(
         round_masters(masters, targets, params)
     elif wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
+
+
+def _decay(
+    targets: list[Tensor], steps: Sequence[Tensor], factor: Any, rules: Sequence[MatrixRule]
+) -> None:
+    """Multiply the elements of `targets` by `factor` that all rules allow to decay."""
+    rule_masks = [rule.decays(targets, steps) for rule in rules]
+    restricting = [masks for masks in rule_masks if masks is not None]
+    if not restricting:
+        torch._foreach_mul_(targets, factor)
+        return
+    decayed = torch._foreach_mul(targets, factor)
+    for p, p_decayed, *masks in zip(targets, decayed, *restricting, strict=True):
+        mask = torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0]
+        p.copy_(torch.where(mask, p_decayed, p))

@@ -34,7 +34,7 @@ from deepmd_muon.optim.polar import orthogonalize_matrices, symmetric_program
 from deepmd_muon.optim.polar.dispatch import counts
 from deepmd_muon.optim.polar.kernels.symmetric import symmetric_product
 from deepmd_muon.optim.polar.one_launch import _recording, launches_for
-from deepmd_muon.optim.polar.symmetric_launch import _tiled
+from deepmd_muon.optim.polar.symmetric_launch import SymmetricMatrix, Tile, Tiles, tiled
 
 HERE = Path(__file__)
 on_gpu = on_each_backend if not INTERPRETING else pytest.mark.skip(reason="captures need a GPU")
@@ -98,29 +98,43 @@ def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, t
     left, right = ((m + m.mT).half() for m in (left, right))
     x = torch.randn(order, depth, generator=random).half() / 8
     diagonals = [torch.randn(order, generator=random) for _ in range(2)]
-    weights, rest = (
-        torch.tensor([[0.5, -0.25, 2.0]]),
-        torch.randn(order, order, generator=random).half(),
-    )
+    weights = torch.tensor([[0.5, -0.25, 2.0]])
+    rest = torch.randn(order, order, generator=random).half()
     found = []
     for rows, columns in ((64, 64), tile):
+        tiles = Tiles(
+            symmetric=Tile(rows=rows, columns=columns, warps=4, stages=3),
+            update=Tile(rows=rows, columns=columns, warps=4, stages=3),
+        )
         target, own_rest, diagonal = (
             torch.full_like(left, 7.0),
             torch.zeros_like(left),
             torch.zeros(order),
         )
-        squares = [_tiled(m, 64, 64) for m in (left, right, target, rest, rest, own_rest)]
-        strips = [
-            _tiled(target, rows, 64),
-            _tiled(target, 64, rows),
-            *(_tiled(m, rows, 64) for m in (rest, rest, own_rest)),
+        operands = [
+            SymmetricMatrix(values, d, rest, tiles)
+            for values, d in zip((left, right), diagonals, strict=True)
         ]
         a, b = (x, x) if kind == 0 else (left, left if kind == 1 else right)
         count = order // columns * (order // columns + 1) // (1 if columns > rows else 2)
         symmetric_product[count, 1](
-            *(_tiled(a, rows, 64), _tiled(b, columns, 64), *squares, *strips, *diagonals, diagonal, weights, 0, order),
-            *(depth, kind, fine and kind > 0, fine and kind > 1, fine, rows, columns, 64),
-        )  # fmt: skip
+            left=tiled(a, rows, 64),
+            right=tiled(b, columns, 64),
+            **operands[0].as_operand("left"),
+            **operands[1].as_operand("right"),
+            **SymmetricMatrix(target, diagonal, own_rest, tiles).as_target(),
+            weights=weights,
+            step=0,
+            order=order,
+            depth=depth,
+            KIND=kind,
+            LEFT_FINE=fine and kind > 0,
+            RIGHT_FINE=fine and kind > 1,
+            FINE=fine,
+            T=rows,
+            N=columns,
+            K=64,
+        )
         square = torch.arange(order) // columns
         beside = square[:, None] != square
         assert torch.equal(target[beside], target.mT[beside])

@@ -1,66 +1,97 @@
-"""The update of the parameters, shared by the element-wise kernels and the last product of large matrices."""
+"""The update of the parameters, p ← p (1 − lr λ) − lr · factor · O, which several kernels share.
+
+O is the polar factor of the direction and λ the weight decay. `fused_kernels.apply` updates chunks
+of elements, and the last product of large matrices (`symmetric.update`) whole tiles.
+"""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's.
+# Reason for both: Triton compiles these functions. Their arguments have Triton's types.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-# Columns of a row of `targets`, int64: the address of a matrix of parameters, and the number of its factor.
+# Columns of a row of `targets`, int64: the address of a matrix of parameters, and the number of its
+# factor.
 TARGET_ROW = tl.constexpr(2)
+
+
+class ParameterUpdate(NamedTuple):
+    """How results update parameters; all None if they are written instead."""
+
+    targets: Any  # int64 (matrices, TARGET_ROW)
+    factors: Any  # scale times damping, float32
+    rate: Any  # learning rate, float64 ()
+    decay_high: Any  # λ is the sum of both
+    decay_low: Any
+    skip: Any  # float32 (); if above 0, the parameters stay unchanged
 
 
 @triton.jit
 def aligned(address, anchor, TYPE: tl.constexpr):
-    """Return an address that is a multiple of 16 as a pointer whose alignment the compiler recognizes."""
+    """Return an address, a multiple of 16, as a pointer whose alignment the compiler recognizes.
+
+    `anchor` is a pointer argument. The compiler knows that it is a multiple of 16, and the distance
+    is a multiple of 16 by its form.
+    """
     BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
-    away = (address - anchor.to(tl.int64)) // 16 * (16 // BYTES)
-    return anchor.to(tl.pointer_type(TYPE), bitcast=True) + away
+    distance = (address - anchor.to(tl.int64)) // 16 * (16 // BYTES)
+    return anchor.to(tl.pointer_type(TYPE), bitcast=True) + distance
 
 
 @triton.jit
-def joined(high, low):
+def join_float64(high, low):
     """Return the float64 number that the host split into two float32 numbers."""
     return tl.zeros((), tl.float64) + high + low
 
 
 @triton.jit
-def apply_part(p_pointers, o, inside, kept, step, WIDE: tl.constexpr):
-    """Do p ← kept · p − step · O."""
-    p = tl.load(p_pointers, mask=inside, other=0.0).to(WIDE)
-    tl.store(p_pointers, (p * kept - step * o).to(p_pointers.dtype.element_ty), mask=inside)
+def apply_part(p_pointers, o, mask, kept, step, WIDE: tl.constexpr):
+    """Do p ← kept · p − step · O in dtype WIDE."""
+    p = tl.load(p_pointers, mask=mask, other=0.0).to(WIDE)
+    tl.store(p_pointers, (p * kept - step * o).to(p_pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def apply_tile(
-    o, targets, damping, rate, decay_high, decay_low, skip, row_offsets, column_offsets, TYPE: tl.constexpr,
-):  # fmt: skip
-    """Do p ← p (1 − lr λ) − lr · factor · O for a tile of fp32 results, unless `skip` is set.
+    o,  # a tile of fp32 results
+    parameters,  # ParameterUpdate
+    row_offsets,  # of the tile's rows in the matrix of parameters, in elements
+    column_offsets,
+    TYPE: tl.constexpr,  # dtype of the parameters
+):
+    """Do p ← p (1 − lr λ) − lr · factor · O for a tile, unless `skip` is set.
 
-    The grid's second axis numbers the rows of `targets`; offsets are those of the tile's rows and columns.
+    The grid's second axis numbers the rows of `targets`.
     """
-    row = targets + tl.program_id(1) * TARGET_ROW
-    lr = tl.load(rate)
-    kept = (1.0 - lr * joined(decay_high, decay_low)).to(tl.float32)
-    step = (lr * tl.load(damping + tl.load(row + 1))).to(tl.float32)
-    place = row_offsets[:, None] + column_offsets[None, :]
-    inside = tl.full(o.shape, tl.load(skip) <= 0, tl.int1)
-    apply_part(aligned(tl.load(row), targets, TYPE) + place, o, inside, kept, step, tl.float32)
+    target = parameters.targets + tl.program_id(1) * TARGET_ROW
+    lr = tl.load(parameters.rate)
+    decay = join_float64(parameters.decay_high, parameters.decay_low)
+    kept = (1.0 - lr * decay).to(tl.float32)
+    step = (lr * tl.load(parameters.factors + tl.load(target + 1))).to(tl.float32)
+    offsets = row_offsets[:, None] + column_offsets[None, :]
+    mask = tl.full(o.shape, tl.load(parameters.skip) <= 0, tl.int1)
+    p_pointers = aligned(tl.load(target), parameters.targets, TYPE) + offsets
+    apply_part(p_pointers, o, mask, kept, step, tl.float32)
 
 
 @triton.jit
 def prefetch_lines(pointers, rows, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fetch a tile of fp32 numbers into the L2 cache without waiting; each address fetches a line of 128 bytes."""
-    place = (rows + tl.arange(0, ROWS))[:, None] * stride + (
-        columns + tl.arange(0, COLUMNS // 32) * 32
-    )[None, :]
+    """Fetch a tile of fp32 numbers into the L2 cache without waiting.
+
+    The tile starts at (`rows`, `columns`) of a matrix with `stride` columns.
+    """
+    # One address fetches a line of 128 bytes, 32 numbers.
+    row_offsets = (rows + tl.arange(0, ROWS))[:, None] * stride
+    column_offsets = (columns + tl.arange(0, COLUMNS // 32) * 32)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
-        [pointers + place],
+        [pointers + (row_offsets + column_offsets)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

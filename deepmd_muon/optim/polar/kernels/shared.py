@@ -1,15 +1,21 @@
-"""One launch for matrices that are too large for one multiprocessor: several programs share a matrix.
+"""One launch for matrices too large for one multiprocessor: several programs share a matrix.
 
-Programs synchronize by barriers in global memory, so all programs of a launch must run concurrently: launches are
+The programs of a matrix are its *team*; a program's number in it is its rank. They synchronize by
+barriers in global memory, so all programs of a launch must run at the same time: launches are
 cooperative and never exceed the device. Programs exchange iterates in fp16; the master X is fp32.
+
+`strips` keeps columns of X in registers, `tiles` keeps X in memory. `whole` has the formula of a
+step, `newton_schulz` defines the results; the gates of `kernel_cases` compare them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, SIM102
-# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's, and an
-# `if` on a constant must stand alone to leave code out.
+# Reason for both: Triton compiles these functions. Their arguments have Triton's types, and an `if`
+# on a constant must stand alone to leave code out.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,6 +34,19 @@ from deepmd_muon.optim.polar.kernels.whole import (
 
 # Bound on the programs of one matrix; a power of two.
 MAX_PROGRAMS = tl.constexpr(128)
+# Kinds of heights of `strips`: 64, 128 and 256 rows.
+_N_HEIGHTS = tl.constexpr(3)
+
+# ----- the team of a matrix ----------------------------------------------------------------------
+
+
+class Team(NamedTuple):
+    """The programs that share a matrix."""
+
+    rank: Any
+    count: Any
+    first: Any  # number in the launch of the program of rank 0
+    counter: Any  # pointer to the arrivals at barriers, int32, zero at the start
 
 
 @triton.jit
@@ -45,11 +64,16 @@ def read_counter(counter):
 
 @triton.jit
 def barrier(counter, target):
-    """Arrive, and wait for `target` arrivals; stores that other programs made before they arrived are then visible."""
+    """Arrive, and wait for `target` arrivals.
+
+    Stores that other programs made before they arrived are then visible.
+    """
+    # All threads of this program have stored before its one arrival is counted.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:
         arrived = read_counter(counter)
+    # No thread reads before the wait is over.
     tl.debug_barrier()
 
 
@@ -58,294 +82,367 @@ def merge(largest, squares, other_largest, other_squares):
     """Merge two pairs of largest magnitude and sum of squares relative to it."""
     joint = tl.maximum(largest, other_largest)
     safe = tl.where(joint == 0.0, 1.0, joint)
-    mine = largest / safe
-    theirs = other_largest / safe
-    return joint, squares * mine * mine + other_squares * theirs * theirs
+    scale = largest / safe
+    other_scale = other_largest / safe
+    return joint, squares * scale * scale + other_squares * other_scale * other_scale
 
 
 @triton.jit
 def norm_of_all(sums, first, count, LIMIT: tl.constexpr):
-    """Return the largest magnitude of a whole matrix and its norm relative to that, each 1 instead of 0.
+    """Return a matrix's largest magnitude and its norm relative to that, each 1 instead of 0.
 
-    `sums` has `count` shares from number `first` on, at most LIMIT, as `store_share` writes them.
+    `sums` has `count` shares from number `first` on, at most LIMIT: pairs of the largest magnitude
+    and the sum of squares relative to it, float64.
     """
     i = tl.arange(0, LIMIT)
-    inside = i < count
-    largest = tl.load(sums + 2 * (first + i), mask=inside, other=0.0)
-    squares = tl.load(sums + 2 * (first + i) + 1, mask=inside, other=0.0)
+    mask = i < count
+    largest = tl.load(sums + 2 * (first + i), mask=mask, other=0.0)
+    squares = tl.load(sums + 2 * (first + i) + 1, mask=mask, other=0.0)
     joint = tl.max(largest)
     safe = tl.where(joint == 0.0, 1.0, joint)
-    share = largest / safe
-    norm = tl.sqrt(tl.sum(squares * share * share))
+    scale = largest / safe
+    norm = tl.sqrt(tl.sum(squares * scale * scale))
     return safe, tl.where(norm == 0.0, 1.0, norm)
 
 
 @triton.jit
-def symmetric_tiles(
-    target,
-    source,
+def store_symmetric_tiles(
+    target,  # fp16 (tiles · T, tiles · T), written
+    source,  # S, fp16 (tiles · T, depth)
     depth,
     tiles,
-    rank,
-    count,
-    b,
+    team,  # Team
+    b,  # not read without ADD
     d,
     ADD: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Compute this program's tiles of S Sᵀ, or of b S + d S Sᵀ for a symmetric S, and of their mirror images.
+    """Write this program's tiles of S Sᵀ, or with ADD of b S + d S Sᵀ, and their mirror images.
 
-    Rows of S have length `depth`, those of the result tiles · T.
+    With ADD, S is symmetric.
     """
     order = tiles * T
     t = tl.arange(0, T)
     q = tl.arange(0, K)
-    for number in range(rank, tiles * (tiles + 1) // 2, count):
+    for number in range(team.rank, tiles * (tiles + 1) // 2, team.count):
+        # Tiles on and below the diagonal are numbered row by row: row i begins at i (i + 1) / 2.
         i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         j = number - i * (i + 1) // 2
         left = source + (i * T + t)[:, None] * depth + q[None, :]
         right = source + (j * T + t)[:, None] * depth + q[None, :]
         product = tl.zeros((T, T), tl.float32)
         for k in range(0, depth, K):
-            inside = (k + q)[None, :] < depth
-            rows = tl.load(left + k, mask=inside, other=0.0)
-            product = tl.dot(rows, tl.trans(tl.load(right + k, mask=inside, other=0.0)), product)
-        where = (i * T + t)[:, None] * order + (j * T + t)[None, :]
+            mask = (k + q)[None, :] < depth
+            rows = tl.load(left + k, mask=mask, other=0.0)
+            product = tl.dot(rows, tl.trans(tl.load(right + k, mask=mask, other=0.0)), product)
+        offset = (i * T + t)[:, None] * order + (j * T + t)[None, :]
         if ADD:
-            product = b * tl.load(source + where).to(tl.float32) + d * product
+            product = b * tl.load(source + offset).to(tl.float32) + d * product
         narrow = product.to(tl.float16)
-        tl.store(target + where, narrow)
+        tl.store(target + offset, narrow)
         if i != j:
-            tl.store(target + (j * T + t)[:, None] * order + (i * T + t)[None, :], tl.trans(narrow))
+            mirrored = (j * T + t)[:, None] * order + (i * T + t)[None, :]
+            tl.store(target + mirrored, tl.trans(narrow))
+
+
+# ----- tiles -------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """A matrix, padded to whole tiles."""
+
+    order: Any
+    width: Any
+    down: Any  # tiles of X in a column
+    along: Any  # and in a row
 
 
 @triton.jit
-def store_share(
-    row, addresses, sums, rank, count, down, along, T: tl.constexpr, ONLY: tl.constexpr
-):
-    """Store this program's share of a matrix's norm: the largest magnitude, and the sum of squares relative to it."""
+def store_share(row, addresses, sums, team, shape, T: tl.constexpr, ONLY: tl.constexpr):
+    """Store this program's share of a matrix's norm; see `norm_of_all`."""
     t = tl.arange(0, T)
     largest = tl.zeros((), tl.float64)
     squares = tl.zeros((), tl.float64)
-    for number in range(rank, down * along, count):
-        x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t, ONLY)
+    for number in range(team.rank, shape.down * shape.along, team.count):
+        r = number % shape.down * T + t
+        c = number // shape.down * T + t
+        x, peak = load_matrix(row, addresses, r, c, ONLY)
         largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
-    tl.store(sums, largest)
-    tl.store(sums + 1, squares)
+    share = sums + 2 * (team.first + team.rank)
+    tl.store(share, largest)
+    tl.store(share + 1, squares)
 
 
 @triton.jit
-def normalize_tiles(
-    row, addresses, sums, first, master, iterate, rank, count, down, along, width, T: tl.constexpr, ONLY: tl.constexpr
-):  # fmt: skip
-    """Write this program's tiles of X / ‖X‖, in fp32 and fp16."""
+def store_normalized(
+    row,
+    addresses,
+    sums,
+    master,  # fp32 (order, width), written
+    iterate,  # fp16 (order, width), written
+    team,
+    shape,
+    T: tl.constexpr,
+    ONLY: tl.constexpr,
+):
+    """Write this program's tiles of X / ‖X‖."""
     t = tl.arange(0, T)
-    joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
-    for number in range(rank, down * along, count):
-        r = number % down * T + t
-        c = number // down * T + t
+    joint, norm = norm_of_all(sums, team.first, team.count, MAX_PROGRAMS)
+    for number in range(team.rank, shape.down * shape.along, team.count):
+        r = number % shape.down * T + t
+        c = number // shape.down * T + t
         x, peak = load_matrix(row, addresses, r, c, ONLY)
         x = x * (peak / joint / norm).to(tl.float32)
-        where = r[:, None] * width + c[None, :]
-        tl.store(master + where, x)
-        tl.store(iterate + where, x.to(tl.float16))
+        offset = r[:, None] * shape.width + c[None, :]
+        tl.store(master + offset, x)
+        tl.store(iterate + offset, x.to(tl.float16))
 
 
 @triton.jit
 def update_tiles(
-    row, out, a, polynomial, current, following, master, rank, count, down, along, order, width, last,
-    T: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Do X ← a X + P X on this program's tiles; the last step writes the result."""
+    row,
+    out,  # written in the last step
+    a,
+    polynomial,  # P, fp16 (order, order)
+    current,  # fp16 X (order, width)
+    following,  # the next one, written but in the last step
+    master,  # fp32 X (order, width); changed in place
+    team,
+    shape,
+    is_last,
+    T: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Do X ← a X + P X on this program's tiles."""
     t = tl.arange(0, T)
     q = tl.arange(0, K)
-    for number in range(rank, down * along, count):
-        r = number % down * T + t
-        c = number // down * T + t
-        where = r[:, None] * width + c[None, :]
+    for number in range(team.rank, shape.down * shape.along, team.count):
+        r = number % shape.down * T + t
+        c = number // shape.down * T + t
+        offset = r[:, None] * shape.width + c[None, :]
         product = tl.zeros((T, T), tl.float32)
-        left = polynomial + r[:, None] * order + q[None, :]
-        right = current + q[:, None] * width + c[None, :]
-        for p in range(0, order, K):
-            product = tl.dot(tl.load(left + p), tl.load(right + p * width), product)
+        left = polynomial + r[:, None] * shape.order + q[None, :]
+        right = current + q[:, None] * shape.width + c[None, :]
+        for p in range(0, shape.order, K):
+            product = tl.dot(tl.load(left + p), tl.load(right + p * shape.width), product)
         # Added last: tensor cores truncate partial sums, and a X would lose a bit in each.
-        x = a * tl.load(master + where) + product
-        if last:
+        x = a * tl.load(master + offset) + product
+        if is_last:
             store_result(row, out, x, r, c)
         else:
-            tl.store(master + where, x)
-            tl.store(following + where, x.to(tl.float16))
+            tl.store(master + offset, x)
+            tl.store(following + offset, x.to(tl.float16))
 
 
 @triton.jit
 def tiles(
-    programs, table, addresses, coefficients, out, single, half, sums, counters,
-    T: tl.constexpr, G: tl.constexpr, K: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Orthogonalize matrices of any size: programs share the tiles of X (T × T), of X Xᵀ and its polynomial (G × G).
+    programs,  # int32 (programs, 3): matrix, rank and number of programs of that matrix
+    table,  # rows of `whole.ROW`, one per matrix
+    addresses,
+    coefficients,  # fp32 (STEPS, 3)
+    out,
+    single,  # fp32 workspace: X of each matrix
+    half,  # fp16 workspace of each matrix: two copies of X, R, and its polynomial
+    sums,  # float64 (programs, 2), see `norm_of_all`
+    counters,  # int32 (matrices,), zero
+    T: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ONLY: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Orthogonalize matrices of any size: a team shares the tiles of X, of X Xᵀ and its polynomial.
+
+    Tiles of X are T × T, the others G × G.
 
     Sizes are padded to multiples of K, the number of columns per iteration of a product.
     """
-    mine = programs + 3 * tl.program_id(0)
-    matrix = tl.load(mine).to(tl.int64)
-    rank = tl.load(mine + 1)
-    count = tl.load(mine + 2)
+    entry = programs + 3 * tl.program_id(0)
+    matrix = tl.load(entry).to(tl.int64)
+    rank = tl.load(entry + 1)
+    count = tl.load(entry + 2)
+    team = Team(rank=rank, count=count, first=tl.program_id(0) - rank, counter=counters + matrix)
     row = table + matrix * ROW
-    counter = counters + matrix
-    first = tl.program_id(0) - rank
     order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
-    down = order // T
-    along = width // T
+    shape = Shape(order=order, width=width, down=order // T, along=width // T)
     size = tl.multiple_of(order * width, T)
     master = single + tl.multiple_of(tl.load(row + SINGLE), 64)
     iterate = half + tl.multiple_of(tl.load(row + HALF), 64)
     gram = iterate + 2 * size
     polynomial = gram + tl.multiple_of(order * order, T)
-    store_share(row, addresses, sums + 2 * (first + rank), rank, count, down, along, T, ONLY)
-    barrier(counter, count)
-    normalize_tiles(
-        row, addresses, sums, first, master, iterate, rank, count, down, along, width, T, ONLY
+
+    store_share(row, addresses, sums, team=team, shape=shape, T=T, ONLY=ONLY)
+    barrier(team.counter, count)
+    store_normalized(
+        row, addresses, sums, master=master, iterate=iterate, team=team, shape=shape, T=T, ONLY=ONLY
     )
-    barrier(counter, 2 * count)
+    barrier(team.counter, 2 * count)
     arrivals = 2 * count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)
         b = tl.load(coefficients + 3 * k + 1)
         d = tl.load(coefficients + 3 * k + 2)
+        # Two copies take turns: tiles of the next X are written while others read the present one.
         current = iterate + tl.multiple_of((k % 2) * size, T)
         following = iterate + tl.multiple_of(((k + 1) % 2) * size, T)
-        symmetric_tiles(gram, current, width, order // G, rank, count, b, d, False, G, K)
-        barrier(counter, arrivals + count)
-        symmetric_tiles(polynomial, gram, order, order // G, rank, count, b, d, True, G, K)
-        barrier(counter, arrivals + 2 * count)
-        last = k + 1 == STEPS
+        store_symmetric_tiles(
+            gram, current, depth=width, tiles=order // G, team=team, b=b, d=d, ADD=False, T=G, K=K
+        )
+        barrier(team.counter, arrivals + count)
+        store_symmetric_tiles(
+            polynomial, gram, depth=order, tiles=order // G, team=team, b=b, d=d, ADD=True, T=G, K=K
+        )
+        barrier(team.counter, arrivals + 2 * count)
+        is_last = k + 1 == STEPS
         update_tiles(
-            row, out, a, polynomial, current, following, master, rank, count, down, along, order, width, last, T, K
-        )  # fmt: skip
+            row,
+            out,
+            a,
+            polynomial=polynomial,
+            current=current,
+            following=following,
+            master=master,
+            team=team,
+            shape=shape,
+            is_last=is_last,
+            T=T,
+            K=K,
+        )
         arrivals += 3 * count
-        if not last:
-            barrier(counter, arrivals)
+        if not is_last:
+            barrier(team.counter, arrivals)
+
+
+# ----- strips ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def strip(
-    row, addresses, coefficients, out, half, sums, counter, first, rank, count,
-    MP: tl.constexpr, NS: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Run all steps for a matrix of at most MP rows, with NS of its columns in this program's registers.
+    row,
+    addresses,
+    coefficients,
+    out,
+    half,
+    sums,
+    team,
+    MP: tl.constexpr,
+    NS: tl.constexpr,
+    ONLY: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Run all steps for a matrix of at most MP rows, with NS columns in this program's registers.
 
-    A step is R = X Xᵀ, whose tiles all programs of the matrix share, and X ← a X + R (b X + c R X), for which each
-    needs all of R but only its own columns. So a step takes two barriers. Programs beyond the last column only compute
-    R.
+    A step is R = X Xᵀ, whose tiles the team shares, and X ← a X + R (b X + c R X), for which each
+    program needs all of R but only its own columns. So a step takes two barriers. Programs beyond
+    the last column only compute R.
     """
+    rank = team.rank
+    count = team.count
     r = tl.arange(0, MP)
     c = rank * NS + tl.arange(0, NS)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), NS).to(tl.int32) * NS, NS)
-    buffer = half + tl.multiple_of(tl.load(row + HALF), 64)
-    gram = buffer + tl.multiple_of(MP * width, 64)
-    owner = rank * NS < width
+    iterate = half + tl.multiple_of(tl.load(row + HALF), 64)  # (MP, width)
+    gram = iterate + tl.multiple_of(MP * width, 64)  # (MP, MP)
+    has_columns = rank * NS < width
     wide, power = load_double(row, addresses, r, c, ONLY)
     scaled = wide * (1.0 / power)
-    tl.store(sums + 2 * (first + rank), power)
-    tl.store(sums + 2 * (first + rank) + 1, tl.sum(scaled * scaled))
-    barrier(counter, count)
-    joint, norm = norm_of_all(sums, first, count, MAX_PROGRAMS)
+    share = sums + 2 * (team.first + rank)
+    tl.store(share, power)
+    tl.store(share + 1, tl.sum(scaled * scaled))
+    barrier(team.counter, count)
+    joint, norm = norm_of_all(sums, team.first, count, MAX_PROGRAMS)
     x = (scaled * (power / joint / norm)).to(tl.float32)
     arrivals = count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)
         b = tl.load(coefficients + 3 * k + 1)
         d = tl.load(coefficients + 3 * k + 2)
-        if owner:
-            tl.store(buffer + r[:, None] * width + c[None, :], x.to(tl.float16))
-        barrier(counter, arrivals + count)
+        if has_columns:
+            tl.store(iterate + r[:, None] * width + c[None, :], x.to(tl.float16))
+        barrier(team.counter, arrivals + count)
         # Few programs use large tiles, many use small ones, one each.
         if count < (MP // 32) * (MP // 32 + 1) // 2:
-            symmetric_tiles(gram, buffer, width, MP // 64, rank, count, 0.0, 1.0, False, 64, 128)
+            store_symmetric_tiles(
+                gram,
+                iterate,
+                depth=width,
+                tiles=MP // 64,
+                team=team,
+                b=0.0,
+                d=1.0,
+                ADD=False,
+                T=64,
+                K=128,
+            )
         else:
-            symmetric_tiles(gram, buffer, width, MP // 32, rank, count, 0.0, 1.0, False, 32, 128)
+            store_symmetric_tiles(
+                gram,
+                iterate,
+                depth=width,
+                tiles=MP // 32,
+                team=team,
+                b=0.0,
+                d=1.0,
+                ADD=False,
+                T=32,
+                K=128,
+            )
         arrivals += 2 * count
-        barrier(counter, arrivals)
-        if owner:
-            whole = tl.load(gram + r[:, None] * MP + r[None, :])
-            product = tl.dot(whole, x.to(tl.float16))
-            product = tl.dot(whole, (b * x + d * product).to(tl.float16))
+        barrier(team.counter, arrivals)
+        if has_columns:
+            all_of_r = tl.load(gram + r[:, None] * MP + r[None, :])
+            product = tl.dot(all_of_r, x.to(tl.float16))
+            product = tl.dot(all_of_r, (b * x + d * product).to(tl.float16))
             # Added last: tensor cores truncate partial sums, and a X would lose a bit in each.
             x = a * x + product
-    if owner:
+    if has_columns:
         store_result(row, out, x, r, c)
 
 
 @triton.jit
 def strips(
-    programs, table, addresses, coefficients, out, half, sums, counters,
-    MASK: tl.constexpr, WIDE: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Orthogonalize matrices of at most 256 rows, padded to 64 · 2ⁱ; MASK has bit i set when some have this height.
+    programs,
+    table,
+    addresses,
+    coefficients,
+    out,
+    half,  # fp16 workspace of each matrix: X and R
+    sums,
+    counters,
+    MASK: tl.constexpr,
+    WIDE: tl.constexpr,
+    ONLY: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Orthogonalize matrices of at most 256 rows, padded to 64 · 2ⁱ.
+
+    MASK has bit i set if some have this height.
 
     A program keeps WIDE columns in its registers, or half as many of the tallest kind (256 rows).
+    The other arguments are those of `tiles`.
     """
-    mine = programs + 3 * tl.program_id(0)
-    matrix = tl.load(mine).to(tl.int64)
-    rank = tl.load(mine + 1)
-    count = tl.load(mine + 2)
+    entry = programs + 3 * tl.program_id(0)
+    matrix = tl.load(entry).to(tl.int64)
+    rank = tl.load(entry + 1)
+    count = tl.load(entry + 2)
     row = table + matrix * ROW
-    counter = counters + matrix
-    first = tl.program_id(0) - rank
+    team = Team(rank=rank, count=count, first=tl.program_id(0) - rank, counter=counters + matrix)
     height = tl.load(row + TILE)
-    if MASK & 1:
-        if height == 0:
-            strip(
-                row,
-                addresses,
-                coefficients,
-                out,
-                half,
-                sums,
-                counter,
-                first,
-                rank,
-                count,
-                64,
-                WIDE,
-                ONLY,
-                STEPS,
-            )
-    if MASK & 2:
-        if height == 1:
-            strip(
-                row,
-                addresses,
-                coefficients,
-                out,
-                half,
-                sums,
-                counter,
-                first,
-                rank,
-                count,
-                128,
-                WIDE,
-                ONLY,
-                STEPS,
-            )
-    if MASK & 4:
-        if height == 2:
-            strip(
-                row,
-                addresses,
-                coefficients,
-                out,
-                half,
-                sums,
-                counter,
-                first,
-                rank,
-                count,
-                256,
-                WIDE // 2,
-                ONLY,
-                STEPS,
-            )
+    for i in tl.static_range(_N_HEIGHTS):
+        if MASK & (1 << i):
+            if height == i:
+                strip(
+                    row,
+                    addresses,
+                    coefficients,
+                    out,
+                    half=half,
+                    sums=sums,
+                    team=team,
+                    MP=64 << i,
+                    NS=WIDE // 2 if i == 2 else WIDE,
+                    ONLY=ONLY,
+                    STEPS=STEPS,
+                )

@@ -1,20 +1,42 @@
-"""Large matrices: products of whole batches. X Xᵀ and polynomials in it are symmetric, so half of each is computed.
+"""Large matrices: products of whole batches of matrices.
 
-Operands are fp16 copies of X, padded with zeros to whole tiles, which changes nothing. X itself is kept in fp32 while
-later steps would amplify its rounding errors.
+One step is R = X Xᵀ, a polynomial P in R, and X ← a X + P X. R and all polynomials in it are
+symmetric, so `symmetric_product` computes one half of each. `update` computes the new X.
+`symmetric_program` lists the products of a schedule, `symmetric_launch` starts them.
+
+How matrices are stored
+-----------------------
+| matrix           | stored as                                                               |
+|------------------|-------------------------------------------------------------------------|
+| X                | fp16 (matrices · order, width), if need be also fp32                    |
+| symmetric, D + E | diagonal D, fp32 (matrices · order,); others E, fp16 (…, order)         |
+| rest of E        | rounding residuals of E times ENLARGED, fp16, on and below the diagonal |
+
+X is kept in fp32 while later steps would amplify its rounding errors.
+A *fine* matrix has a rest. Rests enter sums, but not products of matrices.
+Sizes are padded with zeros to whole tiles, which changes nothing.
+
+Tensor descriptors let the copy engine fetch tiles of one matrix in several shapes:
+T × K and N × K tiles as factors of a product (K = SQUARE), SQUARE × SQUARE *squares*, and
+T × SQUARE *strips*.
+
+`test_products_are_the_steps` and the gates of `kernel_cases` compare the kernels with torch's.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's.
+# Reason for both: Triton compiles these functions. Their arguments have Triton's types.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from deepmd_muon.optim.polar.kernels.application import (
     TARGET_ROW,
+    ParameterUpdate,
     aligned,
     apply_tile,
     prefetch_lines,
@@ -27,29 +49,87 @@ ENLARGED = tl.constexpr(2048.0)
 # Products are completed and stored in squares of this size.
 SQUARE = tl.constexpr(64)
 
+# ----- symmetric products ------------------------------------------------------------------------
+
+# Kinds of symmetric products: X Xᵀ, a polynomial in one matrix L = S, and one in two matrices.
+GRAM, ONE_MATRIX, TWO_MATRICES = (tl.constexpr(i) for i in range(3))
+
+
+class Operand(NamedTuple):
+    """Descriptors of L or S; see the table above."""
+
+    tiles: Any  # as factor of the product; T × SQUARE for L and, if N = T, for S
+    squares: Any
+    rest_squares: Any
+    rest_strips: Any
+    diagonal: Any  # pointer
+    fine: Any  # whether the rest is added
+
+
+class Target(NamedTuple):
+    """Descriptors of the result, written; see the table above."""
+
+    squares: Any
+    strips: Any
+    turned_strips: Any  # SQUARE × T
+    rest_squares: Any
+    rest_strips: Any
+    diagonal: Any  # pointer
+    fine: Any  # whether the rest is stored
+
+
+class Tile(NamedTuple):
+    """The entry of the result where a tile, strip or square begins."""
+
+    r: Any
+    c: Any
+    top: Any  # row of the descriptors where the matrix begins
+
 
 @triton.jit(do_not_specialize=["step"])
 def symmetric_product(
-    left, right, left_squares, right_squares, target, left_rest, right_rest, rest, strips, turned_strips,
-    left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal, weights, step, order,
-    depth, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Write L Sᵀ (KIND 0) or the symmetric w₀ L + w₁ S + w₂ L S (KIND 2, or KIND 1 if L and S are the same).
+    left,  # L, or X, in T × K tiles
+    left_squares,
+    left_rest,
+    left_rest_strips,
+    left_diagonal,
+    right,  # S, or X, in N × K tiles
+    right_squares,
+    right_rest,
+    right_rest_strips,
+    right_diagonal,
+    target_squares,
+    target_strips,
+    target_turned_strips,
+    target_rest,
+    target_rest_strips,
+    target_diagonal,
+    weights,  # fp32 (steps, 3)
+    step,  # row of `weights`
+    order,
+    depth,  # columns of the factors
+    KIND: tl.constexpr,
+    LEFT_FINE: tl.constexpr,
+    RIGHT_FINE: tl.constexpr,
+    FINE: tl.constexpr,
+    T: tl.constexpr,  # SQUARE, or twice that
+    N: tl.constexpr,  # T, or for GRAM twice that
+    K: tl.constexpr,
+):
+    """Write X Xᵀ (GRAM), or the symmetric w₀ L + w₁ S + w₂ L S.
 
-    Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 off-diagonal entries, except X, which KIND
-    0 reads. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
-    but not the matrix product. `left` and `right` describe operands in T × K and N × K tiles; `left_squares` to `rest`,
-    SQUARE × SQUARE tiles of L, S, the result and the rests; `strips` to `rest_strips`, T × SQUARE tiles of the result
-    and of the rests, and SQUARE × T ones of the result. T is SQUARE, or twice that; N is T, or for KIND 0 twice that.
+    For ONE_MATRIX, L and S are the same and w₁ = 0. A program computes one T × N tile on or below
+    the diagonal, and mirrors it; the grid's second axis numbers the matrices.
     """
     number = tl.program_id(0)
     top = tl.program_id(1) * order
     if N == T:
+        # Tiles are numbered row by row: row i begins at i (i + 1) / 2.
         i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         r = i * T
         c = (number - i * (i + 1) // 2) * T
-    else:  # the rows of tiles 2 i and 2 i + 1 have equally many tiles
+    else:
+        # The rows of tiles 2 i and 2 i + 1 have i + 1 tiles each: row 2 i begins at i (i + 1).
         i = ((tl.sqrt(4.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         number -= i * (i + 1)
         r = (2 * i + number // (i + 1)) * T
@@ -57,218 +137,330 @@ def symmetric_product(
     product = tl.zeros((T, N), tl.float32)
     for k in range(0, depth, K):
         product = tl.dot(left.load([top + r, k]), right.load([top + c, k]).T, product)
+
+    left_operand = Operand(
+        tiles=left,
+        squares=left_squares,
+        rest_squares=left_rest,
+        rest_strips=left_rest_strips,
+        diagonal=left_diagonal,
+        fine=LEFT_FINE,
+    )
+    right_operand = Operand(
+        tiles=right,
+        squares=right_squares,
+        rest_squares=right_rest,
+        rest_strips=right_rest_strips,
+        diagonal=right_diagonal,
+        fine=RIGHT_FINE,
+    )
+    target = Target(
+        squares=target_squares,
+        strips=target_strips,
+        turned_strips=target_turned_strips,
+        rest_squares=target_rest,
+        rest_strips=target_rest_strips,
+        diagonal=target_diagonal,
+        fine=FINE,
+    )
+    step_weights = weights + 3 * step
     if T == SQUARE:
-        finish_square(
-            product, r, c, top, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal,
-            right_diagonal, diagonal, weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
-        )  # fmt: skip
+        tile = Tile(r=r, c=c, top=top)
+        finish_square(product, tile, left_operand, right_operand, target, step_weights, KIND)
     elif N == T:
-        finish_tile(
-            product, r, c, top, left, right, left_squares, right_squares, target, left_rest, right_rest, rest, strips,
-            turned_strips, left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal,
-            weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
-        )  # fmt: skip
+        tile = Tile(r=r, c=c, top=top)
+        finish_tile(product, tile, left_operand, right_operand, target, step_weights, KIND)
     else:
-        parts = product.reshape(T, 2, T).permute(0, 2, 1).split()
+        halves = product.reshape(T, 2, T).permute(0, 2, 1).split()
         for side in tl.static_range(2):
-            finish_tile(
-                parts[side], r, c + side * T, top, left, right, left_squares, right_squares, target, left_rest,
-                right_rest, rest, strips, turned_strips, left_rest_strips, right_rest_strips, rest_strips,
-                left_diagonal, right_diagonal, diagonal, weights + 3 * step, KIND, LEFT_FINE, RIGHT_FINE, FINE,
-            )  # fmt: skip
+            tile = Tile(r=r, c=c + side * T, top=top)
+            finish_tile(halves[side], tile, left_operand, right_operand, target, step_weights, KIND)
 
 
 @triton.jit
-def finish_tile(
-    product, r, c, top, left, right, left_squares, right_squares, target, left_rest, right_rest, rest, strips,
-    turned_strips, left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal, weights,
-    KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
-):  # fmt: skip
-    """Finish a T × T tile part by part, to save registers: in strips; on the diagonal or with RIGHT_FINE, in squares.
+def finish_tile(product, tile, left, right, target, weights, KIND: tl.constexpr):
+    """Finish a T × T tile of the product part by part, to save registers.
 
-    Tiles above the diagonal are skipped.
+    A tile below the diagonal has two strips; on the diagonal, or if S is fine, it has four squares.
+    Tiles and squares above the diagonal are skipped.
     """
     T: tl.constexpr = product.shape[0]
-    in_strips = c < r
-    if RIGHT_FINE:
+    in_strips = tile.c < tile.r
+    if right.fine:
         in_strips = False
     if in_strips:
         halves = product.reshape(T, 2, SQUARE).permute(0, 2, 1).split()
         for across in tl.static_range(2):
-            finish_strip(
-                halves[across], r, c + across * SQUARE, top, left, right, strips, turned_strips, left_rest_strips,
-                right_rest_strips, rest_strips, left_diagonal, right_diagonal, weights, KIND, LEFT_FINE, RIGHT_FINE,
-                FINE,
-            )  # fmt: skip
-    elif c <= r:
+            strip = Tile(r=tile.r, c=tile.c + across * SQUARE, top=tile.top)
+            finish_strip(halves[across], strip, left, right, target, weights, KIND)
+    elif tile.c <= tile.r:
         quarters = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
         for across in tl.static_range(2):
             column = quarters[across].split()
             for down in tl.static_range(2):
-                if r + down * SQUARE >= c + across * SQUARE:
-                    finish_square(
-                        column[down], r + down * SQUARE, c + across * SQUARE, top, left_squares, right_squares, target,
-                        left_rest, right_rest, rest, left_diagonal, right_diagonal, diagonal, weights, KIND, LEFT_FINE,
-                        RIGHT_FINE, FINE,
-                    )  # fmt: skip
+                r = tile.r + down * SQUARE
+                c = tile.c + across * SQUARE
+                if r >= c:
+                    square = Tile(r=r, c=c, top=tile.top)
+                    finish_square(column[down], square, left, right, target, weights, KIND)
 
 
 @triton.jit
-def finish_strip(
-    product, r, c, top, left, right, strips, turned_strips, left_rest, right_rest, rest, left_diagonal, right_diagonal,
-    weights, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
-):  # fmt: skip
-    """Turn a strip of the product L Sᵀ below the diagonal into one of the result; see `finish_square`."""
-    if KIND > 0:
+def finish_strip(product, tile, left, right, target, weights, KIND: tl.constexpr):
+    """Turn a T × SQUARE strip of L Sᵀ below the diagonal into one of the result.
+
+    `finish_square` explains the terms.
+    """
+    r = tile.r
+    c = tile.c
+    top = tile.top
+    if KIND != GRAM:
         w0 = tl.load(weights)
         w1 = tl.load(weights + 1)
         w2 = tl.load(weights + 2)
-        down = tl.load(left_diagonal + top + r + tl.arange(0, product.shape[0]))[:, None]
-        across = tl.load(right_diagonal + top + c + tl.arange(0, SQUARE))[None, :]
-        x = precise(left, left_rest, top + r, c, LEFT_FINE)
-        if KIND == 1:
+        down = tl.load(left.diagonal + top + r + tl.arange(0, product.shape[0]))[:, None]
+        across = tl.load(right.diagonal + top + c + tl.arange(0, SQUARE))[None, :]
+        x = load_fine(left.tiles, left.rest_strips, top + r, c, left.fine)
+        if KIND == ONE_MATRIX:
             product = tl.fma(w0 + w2 * (down + across), x, w2 * product)
         else:
             product = tl.fma(w0 + w2 * across, x, w2 * product)
-            product = tl.fma(
-                w1 + w2 * down, precise(right, right_rest, top + r, c, RIGHT_FINE), product
-            )
+            s = load_fine(right.tiles, right.rest_strips, top + r, c, right.fine)
+            product = tl.fma(w1 + w2 * down, s, product)
     narrow = product.to(tl.float16)
-    strips.store([top + r, c], narrow)
-    turned_strips.store([top + c, r], narrow.T)
-    if FINE:
-        rest.store([top + r, c], ((product - narrow.to(tl.float32)) * ENLARGED).to(tl.float16))
+    target.strips.store([top + r, c], narrow)
+    target.turned_strips.store([top + c, r], narrow.T)
+    if target.fine:
+        target.rest_strips.store([top + r, c], residual(product, narrow))
 
 
 @triton.jit
-def finish_square(
-    product, r, c, top, left_squares, right_squares, target, left_rest, right_rest, rest, left_diagonal, right_diagonal,
-    diagonal, weights, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
-):  # fmt: skip
-    """Turn a square of the product L Sᵀ into one of the result, and write it and its mirror image."""
+def finish_square(product, tile, left, right, target, weights, KIND: tl.constexpr):
+    """Turn a square of L Sᵀ into one of the result, and write it and its mirror image.
+
+    The factors had no diagonals. With L = D + E and S = D′ + E′,
+    L S = D D′ + D E′ + E D′ + E E′, and only the last term is a product of matrices.
+    """
+    r = tile.r
+    c = tile.c
+    top = tile.top
     t = tl.arange(0, SQUARE)
     on_diagonal = (t[:, None] == t[None, :]) & (r == c)
-    if KIND > 0:
+    if KIND != GRAM:
         w0 = tl.load(weights)
         w1 = tl.load(weights + 1)
         w2 = tl.load(weights + 2)
-        down = tl.load(left_diagonal + top + r + t)[:, None]
-        across = tl.load(right_diagonal + top + c + t)[None, :]
-        x = precise(left_squares, left_rest, top + r, c, LEFT_FINE)
-        # (D + E) (D' + E') = D D' + D E' + E D' + E E', and only the last term is a product of matrices.
+        down = tl.load(left.diagonal + top + r + t)[:, None]
+        across = tl.load(right.diagonal + top + c + t)[None, :]
+        x = load_fine(left.squares, left.rest_squares, top + r, c, left.fine)
         product = w2 * product + tl.where(on_diagonal, w0 * down + (w1 + w2 * down) * across, 0.0)
-        if KIND == 1:
+        if KIND == ONE_MATRIX:
             product += (w0 + w2 * (down + across)) * x
         else:
             product += (w0 + w2 * across) * x
-            product += (w1 + w2 * down) * precise(right_squares, right_rest, top + r, c, RIGHT_FINE)
-        if r == c:  # results are multiplied again, and an antisymmetric rounding error would grow
+            s = load_fine(right.squares, right.rest_squares, top + r, c, right.fine)
+            product += (w1 + w2 * down) * s
+        if r == c:
+            # Results are multiplied again, and an antisymmetric rounding error would grow.
             product = 0.5 * (product + product.T)
     if r == c:
-        tl.store(diagonal + top + r + t, tl.sum(tl.where(on_diagonal, product, 0.0), axis=1))
+        diagonal = tl.sum(tl.where(on_diagonal, product, 0.0), axis=1)
+        tl.store(target.diagonal + top + r + t, diagonal)
     product = tl.where(on_diagonal, 0.0, product)
     narrow = product.to(tl.float16)
-    target.store([top + r, c], narrow)
+    target.squares.store([top + r, c], narrow)
     if r != c:
-        target.store([top + c, r], narrow.T)
-    if FINE:
-        rest.store([top + r, c], ((product - narrow.to(tl.float32)) * ENLARGED).to(tl.float16))
+        target.squares.store([top + c, r], narrow.T)
+    if target.fine:
+        target.rest_squares.store([top + r, c], residual(product, narrow))
 
 
 @triton.jit
-def precise(squares, rest, r, c, FINE: tl.constexpr):
-    """Load a tile of a matrix, with its residuals if FINE."""
-    x = squares.load([r, c]).to(tl.float32)
+def load_fine(tiles, rest, r, c, FINE: tl.constexpr):
+    """Load a tile of E in fp32, with its residuals if FINE."""
+    x = tiles.load([r, c]).to(tl.float32)
     if FINE:
         x += rest.load([r, c]).to(tl.float32) / ENLARGED
     return x
 
 
-# Output of an update: the next X; the result with any strides, in tiles, or in transposed tiles; or the parameters that
-# the result updates, or updates transposed.
+@triton.jit
+def residual(x, narrow):
+    """Return what rounding x to fp16 lost, as a rest stores it."""
+    return ((x - narrow.to(tl.float32)) * ENLARGED).to(tl.float16)
+
+
+# ----- updates of X ------------------------------------------------------------------------------
+
+# What an update writes: the next X; the result with any strides, in tiles, or in transposed tiles;
+# or the parameters that the result updates, or updates transposed.
 NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES, APPLIED, APPLIED_TRANSPOSED = (
     tl.constexpr(i) for i in range(6)
 )
+# Rows of tiles that programs with adjacent numbers compute together.
+_TOGETHER = tl.constexpr(8)
+
+
+class Iterate(NamedTuple):
+    """Where an update reads X and writes the next one; see `update`."""
+
+    present: Any
+    factors: Any
+    master: Any
+    following: Any
+    table: Any
+    out: Any
+
+
+class Place(NamedTuple):
+    """The place of a program's work."""
+
+    matrix: Any  # number of the matrix in the batch
+    member: Any  # number of the matrix in this launch
+    order: Any
+    width: Any
+    r: Any  # first row of the tile
+    c: Any  # first column
 
 
 @triton.jit(do_not_specialize=["step", "first"])
 def update(
-    polynomial, current, present, factors, master, following, diagonal, table, weights, out, step, first, order,
-    width, source, targets, damping, rate, decay_high, decay_low, skip, READ: tl.constexpr, WRITE: tl.constexpr,
-    KEEP: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PREFETCH: tl.constexpr, T: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Do X ← w₀ X + (D + E) X and write it in fp16, with KEEP also in fp32; the last step writes or applies it.
+    polynomial,  # E of the polynomial D + E in T × K tiles
+    diagonal,  # D
+    current,  # fp16 X in K × N tiles
+    present,  # X in T × N/2 tiles: fp32, or the same fp16 X, or in the first step an input
+    factors,  # (matrices, 2), which normalise inputs
+    source,  # pointer to the inputs, or None
+    master,  # the next X in fp32 or the results, in T × N/2 tiles; N/2 × T if transposed; written
+    following,  # the next X in fp16 in T × N/2 tiles, written
+    table,  # locations of the results of the last step, if these have any strides
+    out,  # results of the last step
+    weights,  # fp32 (steps, 3)
+    step,  # row of `weights`
+    first,  # number of the first matrix of this launch
+    order,
+    width,
+    targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
+    damping,
+    rate,
+    decay_high,
+    decay_low,
+    skip,
+    READ: tl.constexpr,  # PRESENT, INPUT or TRANSPOSED_INPUT
+    WRITE: tl.constexpr,  # one of the constants above
+    KEEP: tl.constexpr,  # whether the next X is also written in fp32
+    CHUNK: tl.constexpr,  # terms that tensor cores accumulate; 0 for all
+    TYPE: tl.constexpr,  # dtype of the parameters, or None
+    PREFETCH: tl.constexpr,  # whether to fetch inputs and parameters; needs whole tiles
+    T: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Do X ← w₀ X + (D + E) X, one T × N tile per program.
 
-    The grid's second axis numbers the matrices, starting at `first`.
+    The last step writes or applies the result.
 
-    D and E both multiply the fp16 copy, because outside the range of X only the sum of both vanishes.
+    D and E both multiply the fp16 copy, because outside the range of X only the sum of both
+    vanishes. The grid's second axis numbers the matrices, starting at `first`.
 
-    Tensor cores truncate partial sums, so the error grows with the number of terms, and later steps amplify its part
-    outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time and fp32 units add these sums.
-    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles. The other descriptors have T × N/2
-    tiles: `present` (X in fp32, or the same fp16 X), `master` (the next X in fp32, if it is kept) and `following` (the
-    next X in fp16). In the first step `present` may describe the inputs starting at `first`, which `factors` normalise,
-    and in the last step `master` their results; in N/2 × T tiles if these are transposed. Or the last step updates
-    parameters of dtype TYPE; see `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise.
-    With PREFETCH, the tiles of inputs (from `source` on) and of parameters are fetched into the cache during the
-    product; this needs matrices of whole tiles.
+    Tensor cores truncate partial sums. The error grows with the number of terms, and later steps
+    amplify its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time
+    and fp32 units add these sums.
     """
+    parameters = ParameterUpdate(
+        targets=targets,
+        factors=damping,
+        rate=rate,
+        decay_high=decay_high,
+        decay_low=decay_low,
+        skip=skip,
+    )
+    iterate = Iterate(
+        present=present,
+        factors=factors,
+        master=master,
+        following=following,
+        table=table,
+        out=out,
+    )
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
     down = order // T
     along = width // N
-    # Concurrent programs share rows and columns in the cache: 8 rows of tiles at a time.
-    group = number // (8 * along)
-    rows = tl.minimum(down - group * 8, 8)
-    i = group * 8 + number % (8 * along) % rows
-    j = number % (8 * along) // rows
+    # Programs that run at the same time share rows and columns in the cache.
+    group = number // (_TOGETHER * along)
+    rows = tl.minimum(down - group * _TOGETHER, _TOGETHER)
+    i = group * _TOGETHER + number % (_TOGETHER * along) % rows
+    j = number % (_TOGETHER * along) // rows
     top = matrix * order
     if PREFETCH:
         if READ != PRESENT:
+            start = source + tl.program_id(1).to(tl.int64) * order * width
             prefetch_tile(
-                source + tl.program_id(1).to(tl.int64) * order * width,
-                i * T,
-                j * N,
-                order,
-                width,
-                READ == TRANSPOSED_INPUT,
-                T,
-                N,
+                start,
+                r=i * T,
+                c=j * N,
+                order=order,
+                width=width,
+                TRANSPOSED=READ == TRANSPOSED_INPUT,
+                T=T,
+                N=N,
             )
         if WRITE == APPLIED or WRITE == APPLIED_TRANSPOSED:  # noqa: SIM109
-            parameters = aligned(tl.load(targets + tl.program_id(1) * TARGET_ROW), targets, TYPE)
-            prefetch_tile(parameters, i * T, j * N, order, width, WRITE == APPLIED_TRANSPOSED, T, N)
+            p = aligned(tl.load(targets + tl.program_id(1) * TARGET_ROW), targets, TYPE)
+            prefetch_tile(
+                p,
+                r=i * T,
+                c=j * N,
+                order=order,
+                width=width,
+                TRANSPOSED=WRITE == APPLIED_TRANSPOSED,
+                T=T,
+                N=N,
+            )
     product = tl.zeros((T, N), tl.float32)
     if CHUNK > 0:
         for start in range(0, order, CHUNK):
-            part = tl.zeros((T, N), tl.float32)
+            chunk = tl.zeros((T, N), tl.float32)
             for k in range(start, tl.minimum(start + CHUNK, order), K):
-                part = tl.dot(
-                    polynomial.load([top + i * T, k]), current.load([top + k, j * N]), part
-                )
-            product += part
+                left = polynomial.load([top + i * T, k])
+                chunk = tl.dot(left, current.load([top + k, j * N]), chunk)
+            product += chunk
     else:
         for k in range(0, order, K):
-            product = tl.dot(
-                polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product
-            )
+            left = polynomial.load([top + i * T, k])
+            product = tl.dot(left, current.load([top + k, j * N]), product)
     # a X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
     a = tl.load(weights + 3 * step)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
     halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
     for side in tl.static_range(2):
-        finish(
-            halves[side], a, d, present, factors, master, following, table, matrix, out, order, i * T,
-            j * N + side * (N // 2), width, targets, damping, rate, decay_high, decay_low, skip, READ, WRITE, KEEP,
-            TYPE,
-        )  # fmt: skip
+        place = Place(
+            matrix=matrix,
+            member=tl.program_id(1),
+            order=order,
+            width=width,
+            r=i * T,
+            c=j * N + side * (N // 2),
+        )
+        finish_update(
+            halves[side],
+            a,
+            d,
+            place=place,
+            iterate=iterate,
+            parameters=parameters,
+            READ=READ,
+            WRITE=WRITE,
+            KEEP=KEEP,
+            TYPE=TYPE,
+        )
 
 
 @triton.jit
 def prefetch_tile(
     pointers, r, c, order, width, TRANSPOSED: tl.constexpr, T: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
+):
     """Fetch a T × N tile of a matrix, or the N × T one of its transpose, into the cache."""
     if TRANSPOSED:
         prefetch_lines(pointers, c, order, r, N, T)
@@ -277,41 +469,50 @@ def prefetch_tile(
 
 
 @triton.jit
-def finish(
-    product, a, d, present, factors, master, following, table, matrix, out, order, r, c, width, targets, damping, rate,
-    decay_high, decay_low, skip, READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+def finish_update(
+    product,  # half a tile of E X, T × N/2
+    a,  # w₀
+    d,  # D (T, 1)
+    place,  # Place
+    iterate,  # Iterate
+    parameters,  # ParameterUpdate
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    KEEP: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """Add a X + D X to half a tile of the product, and write or apply it."""
-    top = matrix * order
-    here = tl.program_id(1) * order
+    r = place.r
+    c = place.c
+    # Rows of the batch's descriptors, and of the inputs' and results', which have only this launch.
+    top = place.matrix * place.order
+    launch_top = place.member * place.order
     if READ == TRANSPOSED_INPUT:
-        x = present.load([tl.program_id(1) * width + c, r]).T
+        x = iterate.present.load([place.member * place.width + c, r]).T
     elif READ == INPUT:
-        x = present.load([here + r, c])
+        x = iterate.present.load([launch_top + r, c])
     else:
-        x = present.load([top + r, c]).to(tl.float32)
+        x = iterate.present.load([top + r, c]).to(tl.float32)
     if READ != PRESENT:
-        x = x * tl.load(factors + 2 * matrix) * tl.load(factors + 2 * matrix + 1)
+        power = tl.load(iterate.factors + 2 * place.matrix)
+        x = x * power * tl.load(iterate.factors + 2 * place.matrix + 1)
     # fma: all variants of the kernel round identically.
     x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32), d, product))
     if WRITE == IN_TILES:
-        master.store([here + r, c], x)
+        iterate.master.store([launch_top + r, c], x)
     elif WRITE == IN_TRANSPOSED_TILES:
-        master.store([tl.program_id(1) * width + c, r], x.T)
+        iterate.master.store([place.member * place.width + c, r], x.T)
     elif WRITE == NEXT:
         if KEEP:
-            master.store([top + r, c], x)
-        following.store([top + r, c], x.to(tl.float16))
+            iterate.master.store([top + r, c], x)
+        iterate.following.store([top + r, c], x.to(tl.float16))
     else:
         down = r + tl.arange(0, product.shape[0])
         across = c + tl.arange(0, product.shape[1])
         if WRITE == APPLIED:
-            apply_tile(
-                x, targets, damping, rate, decay_high, decay_low, skip, down * width, across, TYPE
-            )
+            apply_tile(x, parameters, down * place.width, across, TYPE)
         elif WRITE == APPLIED_TRANSPOSED:
-            apply_tile(
-                x.T, targets, damping, rate, decay_high, decay_low, skip, across * order, down, TYPE
-            )
+            apply_tile(x.T, parameters, across * place.order, down, TYPE)
         else:
-            store_result(table + matrix.to(tl.int64) * ROW, out, x, down, across)
+            row = iterate.table + place.matrix.to(tl.int64) * ROW
+            store_result(row, iterate.out, x, down, across)

@@ -1,70 +1,124 @@
 """One launch for all small matrices: each program runs the whole iteration of one matrix.
 
-The iterate X stays in registers in fp32 (the master); tensor cores multiply fp16 operands and sum in fp32.
-Matrices of different shapes, strides and dtypes share a grid: each program reads its table row.
+The iteration
+-------------
+    X ← X / ‖X‖, then in each step: R = X Xᵀ, X ← a X + (b R + c R²) X.
+
+X is read with its smaller dimension as rows. It stays in registers in fp32 (the master); tensor
+cores multiply fp16 operands and sum in fp32. Matrices of different shapes, strides and dtypes share
+a grid: each program reads its table row.
+
+`newton_schulz` defines the results; the gates of `kernel_cases` compare them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, SIM102
-# Reason for both: Triton compiles these functions, whose arguments have Triton's types, not Python's, and an
-# `if` on a constant must stand alone to leave code out.
+# Reason for both: Triton compiles these functions. Their arguments have Triton's types, and an `if`
+# on a constant must stand alone to leave code out.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-# Columns of a table row, int64: the location of a matrix, read with its smaller dimension as rows.
+# Columns of a table row, int64: the location of a matrix, read with its smaller dimension as rows;
+# `tables.MatrixLocation` explains them.
 ROW = tl.constexpr(13)
 TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUMN = (
     tl.constexpr(i) for i in range(11)
 )
 # Workspace offsets of a matrix that several programs share, in elements of each precision.
-SINGLE, HALF = tl.constexpr(11), tl.constexpr(12)
+SINGLE = tl.constexpr(11)
+HALF = tl.constexpr(12)
 
-# Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it needs.
+# Values of the column KIND: the dtype of a matrix.
+FLOAT32, DOUBLE, FLOAT16, BFLOAT16 = (tl.constexpr(i) for i in range(4))
+
+# Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it
+# needs.
 TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
+_N_TILES = tl.constexpr(len(TILES))
+_TILE_ROWS = tl.constexpr(tuple(rows for rows, _ in TILES))
+_TILE_COLUMNS = tl.constexpr(tuple(columns for _, columns in TILES))
+
+# Smallest normal numbers.
+_TINY_SINGLE = tl.constexpr(1.1754943508222875e-38)
+_TINY_DOUBLE = tl.constexpr(2.2250738585072014e-308)
+# The bits of the exponent of a float64 number: of a positive number they are the next lower power
+# of two.
+_EXPONENT = tl.constexpr(0x7FF0000000000000)
+
+# ----- loads and stores --------------------------------------------------------------------------
+# Adjacent lanes of a load read adjacent elements: `inner` numbers entries along the contiguous
+# dimension, `outer` along the other one.
+
+
+class Stored(NamedTuple):
+    """Where a table row's matrix is stored."""
+
+    rows: Any
+    columns: Any
+    address: Any
+    offset: Any  # of the first element
+    stride: Any  # along the dimension that is not contiguous
 
 
 @triton.jit
-def load_as_single(address, kind, offset, inside):
-    """Load a tile of any kind except float64 as fp32."""
-    if kind == 0:
-        single = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
-    elif kind == 2:
-        single = tl.load(
-            address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0
-        ).to(tl.float32)
+def locate(row, addresses):
+    """Read where a table row's matrix is stored."""
+    return Stored(
+        rows=tl.load(row + ROWS),
+        columns=tl.load(row + COLUMNS),
+        address=tl.load(addresses + tl.load(row + TENSOR)),
+        offset=tl.load(row + OFFSET),
+        stride=tl.load(row + STRIDE),
+    )
+
+
+@triton.jit
+def load_as_single(at, kind, outer, inner, n_outer, n_inner):
+    """Load entries of any kind except float64 as fp32; zeros outside."""
+    offset = at.offset + (outer * at.stride)[:, None] + inner[None, :]
+    mask = (outer[:, None] < n_outer) & (inner[None, :] < n_inner)
+    if kind == FLOAT32:
+        single = tl.load(at.address.to(tl.pointer_type(tl.float32)) + offset, mask=mask, other=0.0)
+    elif kind == FLOAT16:
+        half = tl.load(at.address.to(tl.pointer_type(tl.float16)) + offset, mask=mask, other=0.0)
+        single = half.to(tl.float32)
     else:
-        single = tl.load(
-            address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=inside, other=0.0
-        ).to(tl.float32)
+        half = tl.load(at.address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=mask, other=0.0)
+        single = half.to(tl.float32)
     return single
 
 
 @triton.jit
-def load_as_double(address, kind, offset, inside):
-    """Load a tile of any kind as float64."""
-    if kind == 1:
-        wide = tl.load(address.to(tl.pointer_type(tl.float64)) + offset, mask=inside, other=0.0)
+def load_as_double(at, kind, outer, inner, n_outer, n_inner):
+    """Load entries of any kind as float64; zeros outside."""
+    if kind == DOUBLE:
+        offset = at.offset + (outer * at.stride)[:, None] + inner[None, :]
+        mask = (outer[:, None] < n_outer) & (inner[None, :] < n_inner)
+        wide = tl.load(at.address.to(tl.pointer_type(tl.float64)) + offset, mask=mask, other=0.0)
     else:
-        wide = load_as_single(address, kind, offset, inside).to(tl.float64)
+        wide = load_as_single(at, kind, outer, inner, n_outer, n_inner).to(tl.float64)
     return wide
 
 
 @triton.jit
-def load_scaled(address, kind, offset, inside):
-    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and this magnitude.
+def load_scaled(at, kind, outer, inner, n_outer, n_inner):
+    """Load entries of any kind divided by their largest magnitude, fp32, and this magnitude.
 
-    A largest magnitude below the smallest normal number is replaced by this number; the tile is then smaller than 1.
+    A largest magnitude below the smallest normal number is replaced by this number; the entries are
+    then smaller than 1.
     """
-    if kind == 1:
-        wide = tl.load(address.to(tl.pointer_type(tl.float64)) + offset, mask=inside, other=0.0)
-        largest = tl.maximum(tl.max(tl.abs(wide)), 2.2250738585072014e-308)
+    if kind == DOUBLE:
+        wide = load_as_double(at, kind, outer, inner, n_outer, n_inner)
+        largest = tl.maximum(tl.max(tl.abs(wide)), _TINY_DOUBLE)
         tile = (wide * (1.0 / largest)).to(tl.float32)
     else:
-        single = load_as_single(address, kind, offset, inside)
-        greatest = tl.maximum(tl.max(tl.abs(single)), 1.1754943508222875e-38)
+        single = load_as_single(at, kind, outer, inner, n_outer, n_inner)
+        greatest = tl.maximum(tl.max(tl.abs(single)), _TINY_SINGLE)
         # One division, then products: fewer instructions to fetch.
         tile = single * (1.0 / greatest)
         largest = greatest.to(tl.float64)
@@ -73,63 +127,45 @@ def load_scaled(address, kind, offset, inside):
 
 @triton.jit
 def load_matrix(row, addresses, r, c, ONLY: tl.constexpr):
-    """Load the entries (r, c) of a table row's matrix as `load_scaled` does, zeros outside.
+    """Load the entries (r, c) of a table row's matrix as `load_scaled` does.
 
-    Adjacent lanes read along the contiguous dimension: rows, or columns if transposed. ONLY is the kind of all
-    matrices of the launch, so that the code for other kinds is left out; or −1.
+    ONLY is the kind of all matrices of the launch, so that the code for other kinds is left out; or
+    −1.
     """
-    m = tl.load(row + ROWS)
-    n = tl.load(row + COLUMNS)
-    address = tl.load(addresses + tl.load(row + TENSOR))
-    offset = tl.load(row + OFFSET)
-    stride = tl.load(row + STRIDE)
+    at = locate(row, addresses)
     if tl.load(row + TRANSPOSED) != 0:
         upright, largest = load_scaled(
-            address,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            offset + (c * stride)[:, None] + r[None, :],
-            (c[:, None] < n) & (r[None, :] < m),
+            at, ONLY if ONLY >= 0 else tl.load(row + KIND), c, r, at.columns, at.rows
         )
         tile = tl.trans(upright)
     else:
         tile, largest = load_scaled(
-            address,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            offset + (r * stride)[:, None] + c[None, :],
-            (r[:, None] < m) & (c[None, :] < n),
+            at, ONLY if ONLY >= 0 else tl.load(row + KIND), r, c, at.rows, at.columns
         )
     return tile, largest
 
 
 @triton.jit
 def load_single(row, addresses, r, c):
-    """Load the entries (r, c) of a table row's matrix in fp32, or their transpose if transposed; not for float64."""
-    m = tl.load(row + ROWS)
-    n = tl.load(row + COLUMNS)
-    address = tl.load(addresses + tl.load(row + TENSOR))
+    """Load the entries (r, c) of a table row's matrix in fp32, as they are stored; not for float64.
+
+    The tile is transposed if the matrix is; there must be as many rows as columns.
+    """
+    at = locate(row, addresses)
     kind = tl.load(row + KIND)
-    offset = tl.load(row + OFFSET)
-    stride = tl.load(row + STRIDE)
     if tl.load(row + TRANSPOSED) != 0:
-        tile = load_as_single(
-            address,
-            kind,
-            offset + (c * stride)[:, None] + r[None, :],
-            (c[:, None] < n) & (r[None, :] < m),
-        )
+        tile = load_as_single(at, kind, c, r, at.columns, at.rows)
     else:
-        tile = load_as_single(
-            address,
-            kind,
-            offset + (r * stride)[:, None] + c[None, :],
-            (r[:, None] < m) & (c[None, :] < n),
-        )
+        tile = load_as_single(at, kind, r, c, at.rows, at.columns)
     return tile
 
 
 @triton.jit
 def load_upright(row, addresses, r, c):
-    """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32; not for float64."""
+    """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32.
+
+    Not for float64.
+    """
     tile = load_single(row, addresses, r, c)
     if tl.load(row + TRANSPOSED) != 0:
         tile = tl.trans(tile)
@@ -138,74 +174,69 @@ def load_upright(row, addresses, r, c):
 
 @triton.jit
 def load_double(row, addresses, r, c, ONLY: tl.constexpr):
-    """Load the entries (r, c) of a table row's matrix in float64; return them and a power of two near the largest.
+    """Load entries (r, c) of a table row's matrix in float64, and a power of two near the largest.
 
-    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided. ONLY as in
-    `load_matrix`.
+    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided. ONLY
+    as in `load_matrix`.
     """
-    m = tl.load(row + ROWS)
-    n = tl.load(row + COLUMNS)
-    address = tl.load(addresses + tl.load(row + TENSOR))
-    offset = tl.load(row + OFFSET)
-    stride = tl.load(row + STRIDE)
+    at = locate(row, addresses)
     if tl.load(row + TRANSPOSED) != 0:
         upright = load_as_double(
-            address,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            offset + (c * stride)[:, None] + r[None, :],
-            (c[:, None] < n) & (r[None, :] < m),
+            at, ONLY if ONLY >= 0 else tl.load(row + KIND), c, r, at.columns, at.rows
         )
         tile = tl.trans(upright)
     else:
         tile = load_as_double(
-            address,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            offset + (r * stride)[:, None] + c[None, :],
-            (r[:, None] < m) & (c[None, :] < n),
+            at, ONLY if ONLY >= 0 else tl.load(row + KIND), r, c, at.rows, at.columns
         )
-    largest = tl.maximum(tl.max(tl.abs(tile)), 2.2250738585072014e-308)
-    return tile, (largest.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(
-        tl.float64, bitcast=True
-    )
+    largest = tl.maximum(tl.max(tl.abs(tile)), _TINY_DOUBLE)
+    power = (largest.to(tl.int64, bitcast=True) & _EXPONENT).to(tl.float64, bitcast=True)
+    return tile, power
 
 
 @triton.jit
 def store_result(row, out, x, r, c):
     """Store entries (r, c) of a table row's result, which is contiguous along one axis."""
-    m = tl.load(row + ROWS)
-    n = tl.load(row + COLUMNS)
-    down = tl.load(row + OUT_ROW)
-    across = tl.load(row + OUT_COLUMN)
+    rows = tl.load(row + ROWS)
+    columns = tl.load(row + COLUMNS)
+    row_stride = tl.load(row + OUT_ROW)
+    column_stride = tl.load(row + OUT_COLUMN)
     out += tl.load(row + OUT)
-    if down == 1:
-        tl.store(
-            out + (c * across)[:, None] + r[None, :],
-            tl.trans(x),
-            mask=(c[:, None] < n) & (r[None, :] < m),
-        )
+    if row_stride == 1:
+        turned = out + (c * column_stride)[:, None] + r[None, :]
+        tl.store(turned, tl.trans(x), mask=(c[:, None] < columns) & (r[None, :] < rows))
     else:
-        tl.store(
-            out + (r * down)[:, None] + c[None, :], x, mask=(r[:, None] < m) & (c[None, :] < n)
-        )
+        upright = out + (r * row_stride)[:, None] + c[None, :]
+        tl.store(upright, x, mask=(r[:, None] < rows) & (c[None, :] < columns))
+
+
+# ----- the iteration -----------------------------------------------------------------------------
 
 
 @triton.jit
 def whole_matrix(
-    row, addresses, coefficients, out, MP: tl.constexpr, NP: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
+    row,
+    addresses,
+    coefficients,  # fp32 (STEPS, 3)
+    out,
+    MP: tl.constexpr,
+    NP: tl.constexpr,
+    ONLY: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """Normalise one matrix, at most MP × NP, and run all steps."""
     r = tl.arange(0, MP)
     c = tl.arange(0, NP)
     x, _ = load_matrix(row, addresses, r, c, ONLY)
     norm = tl.sqrt(tl.sum(x * x))
     x = x * (1.0 / tl.where(norm == 0.0, 1.0, norm))
-    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop would cost a layout
-    # conversion per step.)
-    vector = tl.load(row + ROWS) == 1
+    # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop
+    # would cost a layout conversion per step.)
+    is_vector = tl.load(row + ROWS) == 1
     for k in range(STEPS):
-        a = tl.where(vector, 1.0, tl.load(coefficients + 3 * k))
-        b = tl.where(vector, 0.0, tl.load(coefficients + 3 * k + 1))
-        d = tl.where(vector, 0.0, tl.load(coefficients + 3 * k + 2))
+        a = tl.where(is_vector, 1.0, tl.load(coefficients + 3 * k))
+        b = tl.where(is_vector, 0.0, tl.load(coefficients + 3 * k + 1))
+        d = tl.where(is_vector, 0.0, tl.load(coefficients + 3 * k + 2))
         narrow = x.to(tl.float16)
         gram = tl.dot(narrow, tl.trans(narrow))
         narrow_gram = gram.to(tl.float16)
@@ -216,36 +247,40 @@ def whole_matrix(
 
 @triton.jit
 def small_matrices(
-    table, addresses, coefficients, out, MASK: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
-    """Orthogonalize one matrix per program; MASK has bit i set when some matrix uses tile i of TILES."""
+    table,
+    addresses,
+    coefficients,
+    out,
+    MASK: tl.constexpr,
+    ONLY: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Orthogonalize one matrix per program.
+
+    MASK has bit i set if some matrix uses tile i of TILES.
+    """
     row = table + tl.program_id(0).to(tl.int64) * ROW
     tile = tl.load(row + TILE)
-    if MASK & 1:
-        if tile == 0:
-            whole_matrix(row, addresses, coefficients, out, 32, 64, ONLY, STEPS)
-    if MASK & 2:
-        if tile == 1:
-            whole_matrix(row, addresses, coefficients, out, 32, 256, ONLY, STEPS)
-    if MASK & 4:
-        if tile == 2:
-            whole_matrix(row, addresses, coefficients, out, 64, 64, ONLY, STEPS)
-    if MASK & 8:
-        if tile == 3:
-            whole_matrix(row, addresses, coefficients, out, 64, 128, ONLY, STEPS)
-    if MASK & 16:
-        if tile == 4:
-            whole_matrix(row, addresses, coefficients, out, 64, 256, ONLY, STEPS)
-    if MASK & 32:
-        if tile == 5:
-            whole_matrix(row, addresses, coefficients, out, 128, 128, ONLY, STEPS)
+    for i in tl.static_range(_N_TILES):
+        if MASK & (1 << i):
+            if tile == i:
+                whole_matrix(
+                    row,
+                    addresses,
+                    coefficients,
+                    out,
+                    MP=_TILE_ROWS[i],
+                    NP=_TILE_COLUMNS[i],
+                    ONLY=ONLY,
+                    STEPS=STEPS,
+                )
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(16)])
 def write_addresses(
     addresses, first, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15
 ):
-    """Write 16 addresses passed as kernel arguments: no copy from the host, and a captured graph contains them."""
+    """Write 16 addresses that are kernel arguments, so that a captured graph contains them."""
     p = addresses + first
     tl.store(p, a0)
     tl.store(p + 1, a1)
