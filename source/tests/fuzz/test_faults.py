@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("faults.py")
+TOP = Path(__file__).parents[3]
+SCRIPT = TOP / "source" / "tools" / "fuzz" / "faults.py"
 # Calls that have failed before, or stand for many.
 CHOSEN = r"(rename|close) run/(model\.ckpt\.pt|checkpoint|val\.log|best\.ckpt-9.*)$|write run/lcurve|unlink run/model"
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 def run_faults(*words: str) -> dict[str, list[int]]:
     """Let calls fail; return the number of calls, faults, runs that ended, states and failures of each kind."""
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(TOP)}
     command = [sys.executable, str(SCRIPT), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     summary = r"(\w+): (\d+) calls, (\d+) faults, (\d+) ended the run, (\d+) states restarted, (\d+) failures"
