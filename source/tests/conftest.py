@@ -42,15 +42,14 @@ QUICK = (
     *("optim/test_*routing*.py", "optim/test_*build*.py"),
     *("train/test_learning_rate.py", "train/test_ema.py", "train/test_report.py"),
 )
-# Tests in these files that take long: pre-commit checks types, and the others start processes that import torch.
+# Tests in these files that take long: they start processes that import torch.
 NOT_QUICK = (
-    "test_types_fit",
     "test_code_of_the_extension_page_runs",
     "test_parts_of_the_extension_page",
     "test_importing_",
 )
 # Marks of tests that run only where they are asked for.
-APART = ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim", "metatomic", "frameworks")
+APART = ("slow", "hours", "gpu", "deepmd_kit", "lammps", "torch_sim", "metatomic", "frameworks")
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels.py"),

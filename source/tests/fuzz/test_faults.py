@@ -47,7 +47,7 @@ def test_a_few_faults():
         assert 0 < states <= faults
 
 
-@pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("kind", ["file", "best"])
 def test_every_call_with_every_fault(kind):

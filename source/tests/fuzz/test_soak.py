@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOP = Path(__file__).parents[3]
 SCRIPT = TOP / "source" / "tools" / "fuzz" / "soak.py"
 
 
+@pytest.mark.slow
 def test_a_short_soak():
     command = [sys.executable, str(SCRIPT), "--steps", "600", "--lives", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOP)}
