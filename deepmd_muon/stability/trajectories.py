@@ -138,7 +138,7 @@ def estimate_temperature(
     return kelvin if 20.0 <= kelvin <= 20_000.0 else None
 
 
-def run_dynamics(
+def run_dynamics(  # noqa: PLR0913 - the conditions of one trajectory
     force_field: ForceField,
     start: Frames,
     coverage: Coverage,
