@@ -100,7 +100,11 @@ NOT_FOR_FOUR = (
         "rules of replicas",
         "rules without some gradients",
         "rules of bfloat16",
+        "rules of views",
+        "rules of models",
+        "rules migrate",
     ),
+    *("replaced parameters", "QK-clip"),
     *(
         "masters of replicas",
         "a rule of weights of masters",
