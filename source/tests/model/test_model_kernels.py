@@ -48,13 +48,20 @@ SIZES = {
 DTYPES = [torch.float64, torch.float32]
 
 
+HERE = Path(__file__)
+OTHERS = (HERE.with_name("test_neighbor_search.py"), HERE.with_name("test_kernel_gates.py"))
+
+
 @pytest.mark.parametrize(
-    ("tier", "count"), [("not slow", 171), pytest.param("slow", 50, marks=pytest.mark.slow)]
+    ("files", "tier", "count"),
+    [
+        ((HERE, *OTHERS), "not slow", 171),
+        pytest.param((HERE,), "slow", 49, marks=pytest.mark.slow),
+    ],
+    ids=["not slow", "slow"],
 )
-def test_kernels_in_the_interpreter(tier, count):
-    here = Path(__file__)
-    others = here.with_name("test_neighbor_search.py"), here.with_name("test_kernel_gates.py")
-    assert passed_in_interpreter(here, *others, tier=tier) == count
+def test_kernels_in_the_interpreter(files, tier, count):
+    assert passed_in_interpreter(*files, tier=tier) == count
 
 
 class Draw:
