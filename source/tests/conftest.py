@@ -45,7 +45,6 @@ QUICK = (
 # Tests in these files that take long: they start processes that import torch.
 NOT_QUICK = (
     "test_code_of_the_extension_page_runs",
-    "test_parts_of_the_extension_page",
     "test_importing_",
 )
 # Marks of tests that run only where they are asked for.

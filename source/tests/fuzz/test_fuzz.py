@@ -18,7 +18,8 @@ from mutants import array_mutant, bytes_mutant, tree_mutant
 pytestmark = pytest.mark.usefixtures("as_alone")
 FEW = {
     "restart": 12,
-    "show": 30,
+    "show": 15,
+    "frozen": 30,
     "replay": 30,
     "check-json": 12,
 }

@@ -146,7 +146,9 @@ def test_frozen_files_give_the_models_numbers(name, tmp_path):
             )
 
 
-@pytest.mark.parametrize("name", ["se_e2_a-everything", "se_e2_a-vacuum"])
+@pytest.mark.parametrize(
+    "name", ["se_e2_a-everything", pytest.param("se_e2_a-vacuum", marks=pytest.mark.slow)]
+)
 def test_compressed_files_keep_parameters_and_exclusions(name, tmp_path):
     model = load(name)
     freeze(model, tmp_path / "frozen.pth", min_distance=1.0)

@@ -677,7 +677,7 @@ def test_all_ranks_report_an_error_of_one_rank(place):
             assert part in text
 
 
-@pytest.mark.parametrize("number", [1, "all"])
+@pytest.mark.parametrize("number", [1, pytest.param("all", marks=pytest.mark.slow)])
 def test_fewer_validation_frames_than_ranks(place, number):
     seen = {
         "validation_data": {
