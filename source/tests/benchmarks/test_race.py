@@ -558,6 +558,7 @@ def test_forces_of_the_pair_potential_are_slopes_of_its_energy():
     assert atoms.get_forces()[3, 1] == pytest.approx(-(energies[0] - energies[1]) / 2e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_water_set_is_that_of_its_checksums(tmp_path):
     pytest.importorskip("ase")
     script = Path(race.__file__).with_name("make_water.py")
