@@ -121,12 +121,11 @@ def test_excluded_pairs_do_not_see_each_other():
 
 
 FROZEN = (
-    "se_e2_a-vacuum",
     "se_e2_a-mask",
     "dpa1-everything",
     "dpa1-own",
     "dpa3-truncated",
-)  # of each descriptor, and of each feature
+)  # of each descriptor, and of each feature; test_freeze has vacuum energies
 
 
 @pytest.mark.parametrize(
