@@ -145,7 +145,7 @@ class Structures:
         return replace(self, **on_device)
 
     @classmethod
-    def from_numpy(
+    def from_numpy(  # noqa: PLR0913 - the arrays of a batch
         cls,
         coord: np.ndarray,
         atype: np.ndarray,

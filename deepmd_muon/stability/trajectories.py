@@ -150,7 +150,7 @@ def estimate_temperature(
     return kelvin if _COLDEST <= kelvin <= _HOTTEST else None
 
 
-def run_dynamics(
+def run_dynamics(  # noqa: PLR0913 - the conditions of one trajectory
     force_field: ForceField,
     start: Frames,
     coverage: Coverage,

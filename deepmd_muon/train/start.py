@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 _CACHE_BYTES = 2 << 30
 
 
-def run(
+def run(  # noqa: PLR0913 - the options of dp train
     run_input: Input,
     *,
     output: str = "out.json",

@@ -135,7 +135,7 @@ class DataLoader:
         The neighbour lists.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each setting of training_data
         self,
         systems: Sequence[System],
         batch_size: int | str | Sequence[int] = "auto",

@@ -272,9 +272,9 @@ def read_sources(
     assert name_of_checkpoint is not None
     path = checkpoint_path(name_of_checkpoint)
     content = read_checkpoint(path)
-    if content.get("optimizer"):
-        content["optimizer"] = in_own_names(content["optimizer"])
     with understood(path):
+        if content.get("optimizer"):
+            content["optimizer"] = in_own_names(content["optimizer"])
         if isinstance(run_input.settings, MultiTaskSettings):
             if branch:
                 raise CheckpointError(

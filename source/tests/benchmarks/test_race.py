@@ -98,6 +98,7 @@ def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
         assert result.train["300K"]["force"] not in (0, result.test["300K"]["force"])
 
 
+@pytest.mark.slow
 def test_training_frames_are_measured_at_equal_distances(sets, monkeypatch):
     everything = arena_of(sets).parts["train"]["300K"]
     monkeypatch.setattr(contest, "TRAIN_FRAMES", 2)
@@ -109,6 +110,7 @@ def test_training_frames_are_measured_at_equal_distances(sets, monkeypatch):
     assert torch.equal(energies[1], energies[0][::2])
 
 
+@pytest.mark.slow
 def test_runs_of_a_wave_are_those_of_runs_alone(sets):
     arena = arena_of(sets)
     keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
@@ -118,6 +120,7 @@ def test_runs_of_a_wave_are_those_of_runs_alone(sets):
         assert together[key].curve == alone.curve
 
 
+@pytest.mark.slow
 def test_a_failed_run_ends_alone(sets, monkeypatch):
     advance = contest.Run.advance
 
@@ -133,6 +136,7 @@ def test_a_failed_run_ends_alone(sets, monkeypatch):
     assert not results[1e-3].failed
 
 
+@pytest.mark.slow
 def test_no_wave_goes_on_after_the_time(sets):
     keys = [Key("water", "tiny", "adam", 1e-3, 1, 8)]
     assert list(train(keys, arena_of(sets), 0.0)) == []
@@ -140,6 +144,7 @@ def test_no_wave_goes_on_after_the_time(sets):
     assert len(list(train(finished, arena_of(sets, steps=1), 0.0))) == 1
 
 
+@pytest.mark.slow
 def test_step_times_are_measured_once(sets, tmp_path, monkeypatch):
     monkeypatch.setattr(race, "TIMED", 1)
     monkeypatch.setattr(race, "WARM_UP", 1)
@@ -150,6 +155,7 @@ def test_step_times_are_measured_once(sets, tmp_path, monkeypatch):
     assert times[0].milliseconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_every_contestant_trains(sets, name):
     if name == "soap":
@@ -180,6 +186,7 @@ def test_untouched_is_what_an_input_without_settings_gets(steps):
     )
 
 
+@pytest.mark.slow
 def test_untouched_takes_less_for_long_descriptors(sets):
     arena = arena_of(sets)
     for length, coefficient in ((8.0, 8.64), (80.0, 0.864)):
@@ -206,6 +213,7 @@ def test_every_input_is_accepted(name, model):
     assert (given.loss.start_pref_v > 0) == SETS[name].cell
 
 
+@pytest.mark.slow
 def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypatch):
     """What a graph replays on a GPU is the same function, here called eagerly."""
     key = Key("water", "tiny", "torch_muon", CONTESTANTS["torch_muon"].grid[1], 1, 5)
@@ -231,6 +239,7 @@ def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypa
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_wave_spans_sets_and_seeds(sets, tmp_path):
     keys = [Key("water", "tiny", "adam", 1e-3, seed, 2) for seed in (1, 2)]
     given = ["--data", sets, "--sets", "water", "--results", tmp_path / "a.jsonl"]
@@ -513,6 +522,7 @@ def test_the_salts_have_all_parts_and_cells_beyond_the_cut_off():
         assert (chloride[nearest] != chloride[:, None]).all()
 
 
+@pytest.mark.slow
 def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     ase_calculator = pytest.importorskip("deepmd_muon.infer.ase_calculator")
     from sampling import read_system
@@ -548,6 +558,7 @@ def test_forces_of_the_pair_potential_are_slopes_of_its_energy():
     assert atoms.get_forces()[3, 1] == pytest.approx(-(energies[0] - energies[1]) / 2e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_water_set_is_that_of_its_checksums(tmp_path):
     pytest.importorskip("ase")
     script = Path(race.__file__).with_name("make_water.py")

@@ -30,7 +30,7 @@ from deepmd_muon.train.learning_rate import learning_rate
 DATA = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data" / "valid"
 
 
-@pytest.fixture(scope="module", params=["tiny", "dpa3"])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("dpa3", marks=pytest.mark.slow)])
 def predictor(request):
     content = input_of("water", request.param, [DATA / "300K"], seed=1, steps=1)
     if request.param == "tiny":
@@ -164,6 +164,7 @@ def test_noise_displaces_copies_of_frames(tmp_path):
     np.testing.assert_array_equal(after.force, np.tile(before.force, (runs.COPIES, 1, 1)))
 
 
+@pytest.mark.slow
 def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(

@@ -103,7 +103,20 @@ def test_the_spline_is_a_polynomial_of_degree_5_and_its_slope():
         torch.testing.assert_close(found, features((cell + u) * step), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Of the others, the program that the file holds is compared with the model below.
+IN_FILES = (
+    "se_e2_a",
+    "fewer slots than neighbours",
+    "one side, time steps, excluded pairs",
+    "dpa1",
+    "se_atten_v2",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_FILES else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
 def test_the_file_is_the_model(name, tmp_path, water_frames):
     model = build(*MODELS[name])
     done = compress(model, tmp_path / "c.pth", min_distance=0.7)
@@ -115,7 +128,7 @@ def test_the_file_is_the_model(name, tmp_path, water_frames):
     assert_close(found, expected, 1e-5 if name.endswith("float32") else 1e-6)
 
 
-@pytest.mark.parametrize("name", ["se_e2_a", "se_atten_v2"])
+@pytest.mark.parametrize("name", ["se_e2_a", pytest.param("se_atten_v2", marks=pytest.mark.slow)])
 def test_ase_calculates_with_the_file(name, tmp_path, water_frames):
     ase = pytest.importorskip("ase")
     model = build(*MODELS[name])
@@ -191,7 +204,11 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "words",
-    ["compress -i model.pt", "compress -i model.pth -e 1.5", "freeze --interpolate -c model.pt"],
+    [
+        "compress -i model.pt",
+        pytest.param("compress -i model.pth -e 1.5", marks=pytest.mark.slow),
+        "freeze --interpolate -c model.pt",
+    ],
 )
 def test_commands_write_the_same_potential(
     words, saved, tmp_path, monkeypatch, water_frames, caplog

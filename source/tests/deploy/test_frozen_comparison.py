@@ -36,6 +36,19 @@ WRITERS = [(freeze, name) for name in DESCRIPTORS] + [(compress, name) for name 
 each_file = pytest.mark.parametrize(
     ("write", "name"), WRITERS, ids=[f"{write.__name__} {name}" for write, name in WRITERS]
 )
+# Tests of programs that are not written take every descriptor by default.
+each_writer = pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        pytest.param(
+            write,
+            name,
+            marks=[] if name == "se_e2_a" else pytest.mark.slow,
+            id=f"{write.__name__} {name}",
+        )
+        for write, name in WRITERS
+    ],
+)
 # Half the atoms of the check's densest structures, a cut-off above their cell: "auto" leaves too few slots for them.
 DILUTE = {"rcut": 7.5, "volume": 20.0, "ntypes": 2}
 
@@ -69,7 +82,7 @@ def test_the_program_of_an_ordinary_model_is_the_model(name, rcut, volume, ntype
     assert np.abs(pairs[-1][0].force).max() > 0.0
 
 
-@each_file
+@each_writer
 def test_ordinary_models_are_written(write, name, tmp_path):
     model, closest = ordinary_model(name, **DILUTE)
     write(model, tmp_path / "model.pth", min_distance=closest)
@@ -107,7 +120,7 @@ def _scaled(model, error):
     return copied
 
 
-@each_file
+@each_writer
 def test_a_program_with_an_error_of_1e_8_is_refused(write, name, tmp_path, monkeypatch):
     for module in (freezing, compressing):
         monkeypatch.setattr(

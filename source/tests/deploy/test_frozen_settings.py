@@ -32,7 +32,14 @@ def forms_of(model):
         yield compressed
 
 
-@pytest.mark.parametrize("kind", DESCRIPTORS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Its form is DPA-1's.
+        pytest.param(kind, marks=pytest.mark.slow) if kind == "DPA-1 v2" else kind
+        for kind in DESCRIPTORS
+    ],
+)
 def test_each_setting_is_in_the_program(kind):
     for name, settings in settings_of(kind).items():
         model = model_with(settings)

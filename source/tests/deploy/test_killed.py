@@ -71,7 +71,9 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("command", [freeze, compress_with_wide_steps])
+@pytest.mark.parametrize(
+    "command", [freeze, pytest.param(compress_with_wide_steps, marks=pytest.mark.slow)]
+)
 def test_a_killed_command_leaves_the_old_file(command, tmp_path, monkeypatch, as_alone):
     monkeypatch.chdir(tmp_path)
     OUTPUT.write_bytes(OLD)

@@ -8,6 +8,7 @@ A comment on the line above a block says what happens to it::
     <!-- slow -->                   it runs with `pytest -m slow` only
 
 Without one, blocks of `python` and `sh` run, and blocks of `json` must be JSON. Other languages are not run.
+Sybil would find the blocks, but commands in this process, shortened trainings and the comments would stay here.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ NEED_ASE = (
 )
 
 
+def is_first(name):
+    """Whether a reader begins with a page; the blocks of the others run with the slow tests."""
+    return name in ("README.md", "doc/start.md") or name.startswith("doc/tutorials/")
+
+
 def runs(block, *, slow):
     """Whether a block runs in a tier."""
     return (
@@ -53,7 +58,11 @@ def checkout(tmp_path, monkeypatch, as_alone):
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, page in WALKS.items() if any(runs(b, slow=False) for b in blocks_of(page))],
+    [
+        name if is_first(name) else pytest.param(name, marks=pytest.mark.slow)
+        for name, page in WALKS.items()
+        if any(runs(b, slow=False) for b in blocks_of(page))
+    ],
 )
 def test_the_blocks_of_a_page_run(name, checkout):
     if name in NEED_ASE:

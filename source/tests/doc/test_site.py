@@ -12,6 +12,7 @@ import pytest
 from deepmd_muon import optim
 from deepmd_muon.optim import sharded
 
+pytestmark = pytest.mark.slow  # every page is read and every docstring imported
 TOP = Path(__file__).parents[3]
 
 

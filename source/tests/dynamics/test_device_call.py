@@ -226,7 +226,14 @@ def test_steps_are_repeated_where_lists_have_to_grow(force_fields, frames):
     assert force_fields[1].version % 1_000_000 >= 1
 
 
-@pytest.mark.parametrize("name", ["se_e2_a", "dpa1", "dpa3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "se_e2_a",
+        pytest.param("dpa1", marks=pytest.mark.slow),
+        pytest.param("dpa3", marks=pytest.mark.slow),
+    ],
+)
 def test_frozen_files_hold_their_model(name, frames, tmp_path, monkeypatch):
     freeze(build(name), tmp_path / "model.pth")
     frozen = FrozenModel(tmp_path / "model.pth", "cpu")

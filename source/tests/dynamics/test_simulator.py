@@ -15,8 +15,15 @@ from deepmd_muon.dynamics.systems import BOLTZMANN, DynamicsError
 from deepmd_muon.infer import Predictor
 
 
-@pytest.mark.parametrize("name", ["se_e2_a", "dpa3"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("se_e2_a", False),
+        ("se_e2_a", True),
+        ("dpa3", False),
+        pytest.param("dpa3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_forces_are_the_predictors_while_lists_are_reused(
     name, frozen, frames, generator, tmp_path
 ):

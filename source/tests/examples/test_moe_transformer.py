@@ -91,6 +91,7 @@ def check(start, folder, ranks, stop, *options):
     return shared
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_and_one_resumes(tmp_path):
     shared = check(ranks_without_torchrun, tmp_path, 2, 4)
     assert re.search(r"blocks.0.moe.experts.up +8x64x64 +8x64x64 +muon", shared)

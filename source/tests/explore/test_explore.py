@@ -72,7 +72,12 @@ def _data(folder):
 
 
 @pytest.mark.parametrize(
-    "stage", ["labels", "training", pytest.param("check", marks=pytest.mark.slow)]
+    "stage",
+    [
+        pytest.param("labels", marks=pytest.mark.slow),
+        "training",
+        pytest.param("check", marks=pytest.mark.slow),
+    ],
 )
 def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
     from deepmd_muon.explore import labelling, loop, training

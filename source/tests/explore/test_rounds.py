@@ -151,20 +151,27 @@ def again(finished, tmp_path, monkeypatch):
     return run
 
 
+CHANGES = {
+    "dynamics__temperatures": [600, 1400],
+    "dynamics__seed": 3,
+    "selection__frames": 5,
+    "selection__closest": 0.8,
+    "labels__calculator": "ase.calculators.lj:LennardJones",
+    "labels__arguments": {"asap_cutoff": True},
+    "labels__largest_force": 20.0,
+    "labels__stress": False,
+    "training__steps": 5,
+    "training__share": None,
+    "training__start": "restart",
+}
+ONE_A_SECTION = ("dynamics__seed", "selection__frames", "labels__arguments", "training__steps")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("dynamics__temperatures", [600, 1400]),
-        ("dynamics__seed", 3),
-        ("selection__frames", 5),
-        ("selection__closest", 0.8),
-        ("labels__calculator", "ase.calculators.lj:LennardJones"),
-        ("labels__arguments", {"asap_cutoff": True}),
-        ("labels__largest_force", 20.0),
-        ("labels__stress", False),
-        ("training__steps", 5),
-        ("training__share", None),
-        ("training__start", "restart"),
+        pytest.param(key, value, marks=[] if key in ONE_A_SECTION else pytest.mark.slow)
+        for key, value in CHANGES.items()
     ],
 )
 def test_a_finished_round_of_other_settings_is_refused(again, capsys, key, value):

@@ -6,7 +6,13 @@ import pytest
 from kills import run_kills
 
 
-@pytest.mark.parametrize(("ranks", "amount"), [(1, 4), (2, 1)], ids=["alone", "ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "amount"),
+    [
+        pytest.param(1, 4, id="alone"),
+        pytest.param(2, 1, id="ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_few_kills(tmp_path, ranks, amount):
     counts, failures = run_kills(tmp_path, amount, 1, (ranks,))
     assert failures == []

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("soak.py")
+import pytest
+
+TOP = Path(__file__).parents[3]
+SCRIPT = TOP / "source" / "tools" / "fuzz" / "soak.py"
 
 
+@pytest.mark.slow
 def test_a_short_soak():
     command = [sys.executable, str(SCRIPT), "--steps", "600", "--lives", "3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOP)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

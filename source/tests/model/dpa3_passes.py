@@ -43,7 +43,7 @@ def derivative(energy, positions):
     return torch.autograd.grad(energy, positions, create_graph=True)
 
 
-def angle_results(
+def angle_results(  # noqa: PLR0913 - the shapes of one pass
     dtype,
     device="cpu",
     *,
@@ -83,7 +83,7 @@ def angle_results(
     return with_gradients(draw, outputs, [a, u, t, s], weights, force=force, derive=derive)
 
 
-def edge_results(
+def edge_results(  # noqa: PLR0913 - the shapes of one pass
     dtype,
     device="cpu",
     *,

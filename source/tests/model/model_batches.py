@@ -66,7 +66,7 @@ def neighbors_of_frame(coord, box, atype, rcut, sel):
     return out
 
 
-def make_batch(
+def make_batch(  # noqa: PLR0913 - the arrays of a batch
     coord, atype, box, rcut, sel, *, widths=None, ntypes=None, inner=(), device="cpu"
 ) -> Structures:
     """Batch of frames; columns as wide as the fullest atom needs, or `widths`.

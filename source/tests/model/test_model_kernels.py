@@ -47,10 +47,20 @@ SIZES = {
 DTYPES = [torch.float64, torch.float32]
 
 
-def test_kernels_in_the_interpreter():
-    here = Path(__file__)
-    others = here.with_name("test_neighbor_search.py"), here.with_name("test_kernel_gates.py")
-    assert passed_in_interpreter(here, *others) == 220
+HERE = Path(__file__)
+OTHERS = (HERE.with_name("test_neighbor_search.py"), HERE.with_name("test_kernel_gates.py"))
+
+
+@pytest.mark.parametrize(
+    ("files", "tier", "count"),
+    [
+        ((HERE, *OTHERS), "not slow", 171),
+        pytest.param((HERE,), "slow", 49, marks=pytest.mark.slow),
+    ],
+    ids=["not slow", "slow"],
+)
+def test_kernels_in_the_interpreter(files, tier, count):
+    assert passed_in_interpreter(*files, tier=tier) == count
 
 
 class Draw:
@@ -498,7 +508,7 @@ def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
 
 
 @on_each_backend
-@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("precision", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
 @pytest.mark.parametrize("corner", CORNERS)
 @pytest.mark.parametrize("name", DESCRIPTORS)
 def test_models_at_the_corners(monkeypatch, name, corner, precision):

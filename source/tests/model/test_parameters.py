@@ -121,12 +121,11 @@ def test_excluded_pairs_do_not_see_each_other():
 
 
 FROZEN = (
-    "se_e2_a-vacuum",
     "se_e2_a-mask",
     "dpa1-everything",
     "dpa1-own",
     "dpa3-truncated",
-)  # of each descriptor, and of each feature
+)  # of each descriptor, and of each feature; test_freeze has vacuum energies
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,9 @@ def test_frozen_files_give_the_models_numbers(name, tmp_path):
             )
 
 
-@pytest.mark.parametrize("name", ["se_e2_a-everything", "se_e2_a-vacuum"])
+@pytest.mark.parametrize(
+    "name", ["se_e2_a-everything", pytest.param("se_e2_a-vacuum", marks=pytest.mark.slow)]
+)
 def test_compressed_files_keep_parameters_and_exclusions(name, tmp_path):
     model = load(name)
     freeze(model, tmp_path / "frozen.pth", min_distance=1.0)

@@ -71,7 +71,7 @@ def test_same_names(name):
     )
 
 
-@pytest.mark.parametrize("name", ["dpa1", "dpa3"])
+@pytest.mark.parametrize("name", ["dpa1", pytest.param("dpa3", marks=pytest.mark.slow)])
 def test_a_frozen_file_computes_the_same(name, tmp_path):
     model = load(name)
     freeze(model, tmp_path / "model.pth")

@@ -476,10 +476,10 @@ def adam_in_parts_as_users_call_it():
     """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
     random = torch.Generator("cpu").manual_seed(6)
-    models = [
-        nn.ParameterDict({"a": torch.ones(2 * world, 4), "b": torch.ones(3), "c": torch.ones(())})
-        for _ in "12"
-    ]
+    model = nn.ParameterDict(
+        {"a": torch.ones(2 * world, 4), "b": torch.ones(3), "c": torch.ones(())}
+    )
+    models = [model, copy.deepcopy(model)]
     cut = AdamConfig().build(models[1], 0.1, mesh_of((world,)))
     optimizers = [AdamConfig().build(models[0], 0.1), cut]
 
@@ -511,16 +511,7 @@ def adam_in_parts_as_users_call_it():
             optimizer.zero_grad(**keywords)
         step()
     for optimizer, model in zip(optimizers, models, strict=True):
-
-        def closure(optimizer=optimizer, model=model):
-            optimizer.zero_grad()
-            loss = sum((p**2).sum() for p in model.values())
-            loss.backward()
-            return loss.item()
-
-        expected = sum((p**2).sum() for p in model.values()).item()
-        assert optimizer.step(closure) == pytest.approx(expected, rel=1e-5)
-        optimizer.zero_grad()
+        step_with_closure(optimizer, model)
     assert_equal()
     for key in models[1]:
         backward()
@@ -533,22 +524,44 @@ def adam_in_parts_as_users_call_it():
             assert all(torch.equal(p, x) for p, x in zip(models[1].values(), before, strict=True))
         for optimizer in optimizers:
             optimizer.zero_grad()
+    check_refused_changes(cut, models[1], backward)
+
+
+def check_refused_changes(cut, model, backward):
+    """A copy, a parameter of another dtype and a parameter on one rank alone are refused."""
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ShardingError, match=r"Adam.*cannot be copied.*state_dict"):
             copied(cut)
     backward()
-    models[1]["b"].data = models[1]["b"].data.double()
-    models[1]["b"].grad = None
+    model["b"].data = model["b"].data.double()
+    model["b"].grad = None
     with pytest.raises(
         ReshardedParameterError, match=r"'b' was torch.float32 of .*, and is torch.float64 of shape"
     ):
         cut.step()
     if dist.get_rank() == 0:
-        models[1]["d"] = torch.ones(2)
+        model["d"] = torch.ones(2)
     with pytest.raises(
         PlanMismatchError, match=r"rank 0: 'd' of shape \(2,\); rank 1: nothing more"
     ):
-        AdamWConfig().build(models[1], 0.1, mesh_of((world,)))
+        AdamWConfig().build(model, 0.1, mesh_of((dist.get_world_size(),)))
+
+
+def step_with_closure(optimizer, model):
+    """Step on the squares of all weights, which a closure returns."""
+
+    def squares():
+        return sum((p**2).sum() for p in model.values())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = squares()
+        loss.backward()
+        return loss.item()
+
+    expected = squares().item()
+    assert optimizer.step(closure) == pytest.approx(expected, rel=1e-5)
+    optimizer.zero_grad()
 
 
 def stepped_and_saved(optimizer):

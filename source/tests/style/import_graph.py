@@ -3,6 +3,9 @@
 Usage: python import_graph.py [PACKAGE]
 
 prints the number of files, imports and circles, and the imports that run upwards.
+
+import-linter does not replace it: it counts a name that an `__init__` re-exports as an import of
+that `__init__`, does not see imports as strings, and looks for circles between packages, not files.
 """
 
 from __future__ import annotations

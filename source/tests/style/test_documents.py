@@ -40,6 +40,7 @@ def test_code_of_the_extension_page_runs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_parts_of_the_extension_page_pass_their_conformance_tests(tmp_path):
     (tmp_path / "test_page.py").write_text(
         "\n".join(blocks(TOP / "doc" / "extending.md", "python"))

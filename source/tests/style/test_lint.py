@@ -53,6 +53,7 @@ def test_words_are_spelled_right():
     check(tool("codespell"))
 
 
+@pytest.mark.slow
 def test_types_fit():
     if find_spec("mypy") is None:
         pytest.skip("mypy is not installed; pip install -c constraints.txt '.[test]' brings it")
@@ -61,6 +62,7 @@ def test_types_fit():
     check(sys.executable, "-m", "mypy", *cache)
 
 
+@pytest.mark.slow
 def test_scripts_use_names_that_the_oldest_python_has():
     """Of the files outside the package, whose types are not checked; ruff checks their syntax alone."""
     if find_spec("mypy") is None:

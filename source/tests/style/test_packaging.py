@@ -60,6 +60,7 @@ def sdist(tmp_path_factory):
     return files_below(folder), folder
 
 
+@pytest.mark.slow
 def test_a_source_distribution_holds_what_a_checkout_holds(sdist):
     names, folder = sdist
     checkout = files_below(folder.parent / "checkout")
@@ -70,6 +71,7 @@ def test_a_source_distribution_holds_what_a_checkout_holds(sdist):
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_wheel_from_the_source_distribution_holds_every_module(sdist, tmp_path):
     code = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(tmp_path)!r}))"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -89,6 +91,7 @@ def test_a_wheel_from_the_source_distribution_holds_every_module(sdist, tmp_path
     assert packed == here
 
 
+@pytest.mark.slow
 def test_the_metadata_are_complete(sdist):
     metadata = (sdist[1] / "PKG-INFO").read_text()
     for line in (

@@ -128,8 +128,18 @@ def shown(text):
 
 @pytest.mark.parametrize(
     ("descriptor", "file"),
-    [("se_e2_a", file) for file in FILES]
-    + [(other, file) for other in ("dpa1", "dpa3") for file in ("model.ckpt", "frozen.pth")],
+    [
+        ("se_e2_a", "model.ckpt"),
+        pytest.param("se_e2_a", "best.ckpt-2.t-1.pt", marks=pytest.mark.slow),
+        ("se_e2_a", "frozen.pth"),
+        ("se_e2_a", "."),
+        ("se_e2_a", "input.json"),
+        # Commands do not ask for the descriptor; freezing others takes seconds.
+        pytest.param("dpa1", "model.ckpt", marks=pytest.mark.slow),
+        pytest.param("dpa1", "frozen.pth", marks=pytest.mark.slow),
+        pytest.param("dpa3", "model.ckpt", marks=pytest.mark.slow),
+        pytest.param("dpa3", "frozen.pth", marks=pytest.mark.slow),
+    ],
 )
 def test_every_command_takes_or_refuses_every_file(run, file, capsys):
     capsys.readouterr()

@@ -216,7 +216,14 @@ def test_every_branch_has_its_best_checkpoint(two_branches, train, load):
     assert infos.keys() == {"hot", "cold"}
 
 
-@pytest.mark.parametrize("kind", DESCRIPTORS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "se_e2_a",
+        pytest.param("dpa1", marks=pytest.mark.slow),
+        pytest.param("dpa3", marks=pytest.mark.slow),
+    ],
+)
 def test_commands_take_a_branch(two_branches, train, caplog, kind):
     assert train(two_branches(DESCRIPTORS[kind], numb_steps=3, enable_ema=True)) == 0
     (system,) = open_systems(COLD, ["Cu"])

@@ -54,6 +54,23 @@ def model_of(folder, step=STEPS):
     return {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
 
 
+def assert_close_models(found, expected, tolerance):
+    for name, values in expected.items():
+        torch.testing.assert_close(
+            found[name], values, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_two_ranks_train_as_one_process(place):
+    """Every stage, what others saved and the device's steps are compared in the slow test below."""
+    one = Job(place / "one", two_branches(place, 2))
+    two = Job(place / "both", two_branches(place, 1, stage=1))
+    assert run_jobs(1, [one]) == [["0"]]
+    assert run_jobs(2, [two]) == [["0", "0"]]
+    assert_close_models(model_of(two.folder), model_of(one.folder), 1e-9)
+
+
+@pytest.mark.slow
 def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     (alone,) = run_jobs(1, [Job(place / "alone", two_branches(place, 2))])
     assert alone == ["0"]
@@ -75,11 +92,7 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     whole = model_of(place / "alone")
     assert sum(".cold." in name for name in whole) == sum(".hot." in name for name in whole) > 0
     for job in jobs:
-        found = model_of(job.folder)
-        for name, values in whole.items():
-            torch.testing.assert_close(
-                found[name], values, rtol=0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
-            )
+        assert_close_models(model_of(job.folder), whole, 1e-9)
     # From the half of each: one process, and two ranks with another way of keeping the state.
     halves = [str(job.folder / f"model.ckpt-{HALF}.pt") for job in jobs]
     again = Job(place / "again", two_branches(place, 1, 1), {"restart": halves[0]})

@@ -78,6 +78,7 @@ def test_earlier_checkpoints_load_bitwise_and_go_on(place, world):
                     )
 
 
+@pytest.mark.slow
 def test_runs_with_later_rules_restart_on_other_ranks(place):
     """Two ranks at stages 1 and 2 equal one process; their files load bitwise on one and on two."""
     chosen = {"normuon": True, "cautious_decay": True}  # neurons are columns under `dp train`

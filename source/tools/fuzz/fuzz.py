@@ -1,7 +1,7 @@
 """Try mutants of inputs, data and checkpoints, and count how many are read right or refused in words.
 
-    python source/tests/fuzz/fuzz.py --tries 2000 --seed 1 input system
-    python source/tests/fuzz/fuzz.py --seed 1 --only 1234 restart
+    python source/tools/fuzz/fuzz.py --tries 2000 --seed 1 input system
+    python source/tools/fuzz/fuzz.py --seed 1 --only 1234 restart
 
 Every try has a generator of its own, drawn from the seed and its number, so that a find can be repeated alone.
 """

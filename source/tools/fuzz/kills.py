@@ -1,6 +1,6 @@
 """Kill trainings at drawn moments, start them again, and compare what comes out with a run that nobody disturbed.
 
-    python source/tests/fuzz/kills.py --kills 100 --seed 1
+    python source/tools/fuzz/kills.py --kills 100 --seed 1
 
 A chain is a training in a new folder: one to three processes are killed, the last one ends. Processes are forked from
 one that has imported everything and run nothing. Half of the moments are counted in changes of the file system (the

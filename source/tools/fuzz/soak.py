@@ -1,7 +1,7 @@
 """Train a small model for very many steps with restarts, and see that memory, handles and files stay as they are.
 
-    nice python source/tests/fuzz/soak.py --steps 1000000 --seconds 1200
-    python source/tests/fuzz/soak.py --device cuda --steps 1000000
+    nice python source/tools/fuzz/soak.py --steps 1000000 --seconds 1200
+    python source/tools/fuzz/soak.py --device cuda --steps 1000000
 
 The trainings run one after another in this process, each ended by SIGTERM and continued with `--restart auto`, with
 validation, best checkpoints, an average, all reports and 121 systems in 484 files of arrays. On a CPU the process may

@@ -1,7 +1,7 @@
 """Let the system calls of a training fail one by one, and compare a restart with an undisturbed run.
 
-    python source/tests/fuzz/faults.py --every 10 file best
-    python source/tests/fuzz/faults.py --each best             # every call with every fault
+    python source/tools/fuzz/faults.py --every 10 file best
+    python source/tools/fuzz/faults.py --each best             # every call with every fault
 
 A case is a training in a new folder in which one system call on the training's files fails, or that call and all that
 follow, as when a disk is gone; or in which the process is killed at that call. It must end with status 0, or with
