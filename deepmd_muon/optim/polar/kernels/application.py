@@ -74,7 +74,8 @@ def apply_tile(
     kept = (1.0 - lr * decay).to(tl.float32)
     step = (lr * tl.load(parameters.factors + tl.load(target + 1))).to(tl.float32)
     offsets = row_offsets[:, None] + column_offsets[None, :]
-    mask = tl.full(o.shape, tl.load(parameters.skip) <= 0, tl.int1)
+    # Compared after the broadcast: Triton 3.9's interpreter makes a float of a broadcast comparison.
+    mask = tl.broadcast_to(tl.load(parameters.skip), o.shape) <= 0
     p_pointers = aligned(tl.load(target), parameters.targets, TYPE) + offsets
     apply_part(p_pointers, o, mask, kept, step, tl.float32)
 
