@@ -120,14 +120,16 @@ def run(  # noqa: PLR0913 - the options of dp train
     training = run_input.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(run_input, output, log_path)
-        # "auto" is resolved below, once the files are locked; until then no checkpoint can be
-        # named. After a failure there is nothing to continue from in the checkpoint of --finetune.
-        checkpoint = init_model or (None if restart in AUTOMATIC else restart)
-        ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint or finetune))
+        # "auto" is resolved below, once the files are locked; until then no checkpoint can be named.
+        named_restart = None if restart in AUTOMATIC else restart
+        named = named_restart or init_model or finetune
+        ranks.run_on_rank0("looking at its outputs", lambda: files.check(named))
+        # What an error message names to continue from; nothing in the checkpoint of --finetune.
+        last_good = init_model or named_restart
         stack.enter_context(
             explained(
                 lambda: Moment("preparing"),
-                lambda: checkpoint_path(checkpoint) if checkpoint else None,
+                lambda: checkpoint_path(last_good) if last_good else None,
             )
         )
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
@@ -135,10 +137,13 @@ def run(  # noqa: PLR0913 - the options of dp train
         def lock_files() -> str | None:
             """Lock the run's files; return the checkpoint that it continues."""
             stack.enter_context(files.held())
-            return continued_by(restart, training.save_ckpt)
+            continued = continued_by(restart, training.save_ckpt)
+            if restart in AUTOMATIC:
+                files.check(continued)
+            return continued
 
         restart = ranks.run_on_rank0("locking its files", lock_files)
-        checkpoint = init_model or restart  # read by `explained` above when an error ends the run
+        last_good = init_model or restart  # read by `explained` above when an error ends the run
         ways: dict[Way, str | None] = {
             "restart": restart,
             "init_model": init_model,

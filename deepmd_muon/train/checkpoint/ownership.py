@@ -91,7 +91,10 @@ class RunFiles:
         self._earlier_input = b""
 
     def check(self, checkpoint: str | None = None) -> None:
-        """Refuse to overwrite the input, the data, the first checkpoint, or another output."""
+        """Refuse to overwrite the input, the data, another output, or `checkpoint`.
+
+        The run starts from this checkpoint; ".pt" may be omitted.
+        """
         training = self._training
         outputs = {
             "the output (-o)": self._output,
@@ -113,7 +116,9 @@ class RunFiles:
             systems[f"the training data{of_branch}"] = branch.data.training_data.systems
             if branch.data.validation_data:
                 systems[f"the validation data{of_branch}"] = branch.data.validation_data.systems
-        inputs = {"the input": self._input.source, "the checkpoint": checkpoint}
+        inputs: dict[str, str | Path | None] = {"the input": self._input.source}
+        if checkpoint is not None:
+            inputs["the checkpoint"] = checkpoint_path(checkpoint)
         refuse_clashes(TrainingError, outputs, inputs, systems)
 
     @contextlib.contextmanager

@@ -71,8 +71,18 @@ def test_a_checkpoint_is_not_replaced_by_the_link_of_the_run_that_starts_from_it
 ):
     assert train(small_input(training={"numb_steps": 1})) == 0
     shutil.copy("model.ckpt-1.pt", "mine.pt")
-    with pytest.raises(TrainingError, match=r"mine\.pt"):
-        train(small_input(training={"numb_steps": 1, "save_ckpt": "mine"}), init_model="mine.pt")
+    content = small_input(training={"numb_steps": 2, "save_ckpt": "mine"})
+    before = Path("mine.pt").read_bytes()
+    starts = [
+        {way: name}
+        for way in ("init_model", "finetune", "restart")
+        for name in ("mine.pt", "mine")  # ".pt" may be omitted
+    ]
+    for start in (*starts, {"restart": "auto"}):
+        with pytest.raises(TrainingError, match=r"mine\.pt"):
+            train(content, **start)
+        assert not Path("mine.pt").is_symlink()
+        assert Path("mine.pt").read_bytes() == before
 
 
 def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):

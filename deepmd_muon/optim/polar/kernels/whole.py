@@ -85,11 +85,12 @@ def load_as_single(at, kind, outer, inner, n_outer, n_inner):
     if kind == FLOAT32:
         single = tl.load(at.address.to(tl.pointer_type(tl.float32)) + offset, mask=mask, other=0.0)
     elif kind == FLOAT16:
-        half = tl.load(at.address.to(tl.pointer_type(tl.float16)) + offset, mask=mask, other=0.0)
-        single = half.to(tl.float32)
+        # Two names: Triton refuses a variable that has another dtype in another branch.
+        fp16 = tl.load(at.address.to(tl.pointer_type(tl.float16)) + offset, mask=mask, other=0.0)
+        single = fp16.to(tl.float32)
     else:
-        half = tl.load(at.address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=mask, other=0.0)
-        single = half.to(tl.float32)
+        bf16 = tl.load(at.address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=mask, other=0.0)
+        single = bf16.to(tl.float32)
     return single
 
 

@@ -91,11 +91,16 @@ def add_parts(*parts: Tensor) -> list[Tensor]:
         if out.numel():
             (few if len(part) <= FEW else many).append(Sum(out, part))
     if few:
-        most = triton.next_power_of_2(max(len(each.parts) for each in few))
+        most = tuple(tl.constexpr(_rounded_up(len(each.parts))) for each in few)
         few_kernel[_programs(few, BLOCK)](**_arguments(few), most=most, block=BLOCK)
     if many:
         many_kernel[_programs(many, COLUMNS)](**_arguments(many), rows=ROWS, columns=COLUMNS)
     return sums
+
+
+def _rounded_up(count: int) -> int:
+    """Return a power of two up to 8, or a multiple of 8."""
+    return int(triton.next_power_of_2(count)) if count <= 8 else -(-count // 8) * 8
 
 
 def _programs(sums: list[Sum], width: int) -> tuple[int]:
@@ -112,11 +117,11 @@ def _arguments(sums: list[Sum]) -> dict[str, tuple[Tensor | int, ...]]:
 
 
 @triton.jit
-def few_kernel(outs, parts, sizes, counts, most: tl.constexpr, block: tl.constexpr) -> None:
+def few_kernel(outs, parts, sizes, counts, most, block: tl.constexpr) -> None:
     """Add up `counts` parts of several tensors of `sizes` elements, at most `most` of each.
 
-    Only `most`, a power of two, is known when the kernel is compiled: each number of parts would
-    need a kernel of its own. The loop over it is unrolled, so that all loads are under way at once.
+    `most` is known when the kernel is compiled, so that the loop over parts is unrolled and all
+    loads are under way at once. `counts` is not: each number would need a kernel of its own.
     """
     program = tl.program_id(0)
     for number in tl.static_range(len(outs)):
@@ -125,7 +130,7 @@ def few_kernel(outs, parts, sizes, counts, most: tl.constexpr, block: tl.constex
             at = program * block + tl.arange(0, block)
             real = at < size
             total = tl.load(parts[number] + at, real, 0.0)
-            for part in tl.static_range(1, most):
+            for part in tl.static_range(1, most[number]):
                 # int64, since parts · size may exceed 2³¹
                 begin = tl.full([], size, tl.int64) * part
                 total += tl.load(parts[number] + begin + at, real & (part < counts[number]), 0.0)
