@@ -373,7 +373,11 @@ def _set_weights(
     *,
     force_load: bool,
 ) -> None:
-    """Set statistics and weights of checkpoints; move models to the device.
+    """Give the models their statistics and weights, and move them to the device.
+
+    The order matters: statistics first, weights of checkpoints over them, then the energy biases
+    that are fitted to these weights, and at the end rank 0's values on all ranks. Nothing changes
+    weights between here and the first step: `suit_scales` and the average (`Ema`) read them.
 
     Statistics come from the samples, unless these are None. Weights of a checkpoint are taken on
     the CPU, so with a checkpoint the statistics are measured there, too.

@@ -78,7 +78,8 @@ class Trainer:
     step
         Updates done so far.
     source
-        The checkpoint that the run continues; None in a fresh run.
+        The checkpoint of --restart; None in a fresh run, which --init-model and --finetune begin,
+        too.
     """
 
     def __init__(

@@ -175,7 +175,8 @@ class RunFiles:
         Parameters
         ----------
         source
-            The checkpoint that the run continues; None for a fresh run.
+            The checkpoint of --restart; None for a fresh run, which --init-model and --finetune
+            begin, too.
         step
             Updates done.
         keep_best

@@ -43,7 +43,7 @@ class Source:
     model
         The settings it was trained with.
     weights
-        The model's state, under our names.
+        The model's state dict under our names: parameters, statistics, energy bias and table.
     way
         How the run uses it.
     new_fitting
@@ -189,7 +189,10 @@ class Source:
             )
 
     def _weights_for(self, model: EnergyModel) -> Mapping[str, torch.Tensor]:
-        """Return its weights in the type map of a model, with a new fitting net the model's own."""
+        """Return its weights in the type map of a model, with a new fitting net the model's own.
+
+        If the type maps differ, this sets the energy bias of the model to 0.
+        """
         weights = self.weights
         if move := self.move_to(model.type_map):
             log.warning("type_map is not that of %s: %s", self.path, move.describe())

@@ -13,7 +13,8 @@ run block by block in a CPU's cache, with only a, the adjoint of a′ and the ta
 3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of m and a′;
 4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of a, u, t, W and ρ at once.
 
-On a GPU each pass is one kernel in single precision (`kernels.angles`). On a CPU, a step of training is 1.7 times
+The formula is written three times: here, in `kernels.angles` for a GPU (one kernel a pass, in single precision), and
+in `scripted.sum_over_angles` for frozen files. Change all three. On a CPU, a step of training is 1.7 times
 faster than with autograd's passes (six layers, 192 atoms of water, float32, one thread, 2026-11-23).
 """
 
@@ -162,9 +163,9 @@ class Angles(FourPasses):
             y_dot = self.activation.times_slope(for_slope, z_dot)
             if message_dot is not None:
                 pairs = block.products(arguments.s, arguments.s)
-                terms = y_dot[..., : self.width] * pairs
-                terms += y[..., : self.width] * block.product_tangents(arguments.s, dots.s)
-                message_dot[block.slots] = terms.sum(2).flatten(0, 1)
+                summands = y_dot[..., : self.width] * pairs
+                summands += y[..., : self.width] * block.product_tangents(arguments.s, dots.s)
+                message_dot[block.slots] = summands.sum(2).flatten(0, 1)
             if a_new_dot is not None and arguments.rho is not None:
                 a_dot = dots.a[block.angles]
                 step = (y_dot[..., self.width :] * arguments.rho).view_as(a_dot)
@@ -179,7 +180,7 @@ class Angles(FourPasses):
         adjoint_saved: Any,
         tangent_saved: Any,
     ) -> Perhaps:
-        """Pass 4: return the gradients of a, u, t, (none of s), W, ρ; positions get none from it."""
+        """Pass 4: return the gradients of a, u, t, W, ρ; none of s, which depends on positions alone."""
         hats = Cotangents(*cotangents)
         arguments = AngleInputs(*inputs)
         bars = Cotangents(None, None)

@@ -22,10 +22,11 @@ a′ is not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------
-A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k; numbers of its
-angles never leave the chip. Program (p, g, b) of a grid takes every p-th atom, of each every g-th
-first neighbour, and block b. Columns of y are taken in *chunks*, because a program's registers hold
-one chunk of W; the contributions of all chunks to ā or â are added up in memory.
+A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k; its z, y and
+their derivatives never leave the chip. With a grid (P, G, B), program (p, g, b) takes the atoms p,
+p + P, …, of each the first neighbours g, g + G, …, and one block, the last one for b = 0. Columns of
+y are taken in *chunks*, because a program's registers hold one chunk of W; the contributions of all
+chunks to ā or â are added up in memory.
 
 No two programs add to one number: sums over k are written as one part a block, sums over j as one
 part a group g, those over all angles as one part a program. They are added up afterwards.
@@ -33,8 +34,8 @@ part a group g, those over all angles as one part a program. They are added up a
 Neighbours beyond the `reach` of an atom contribute zeros. Their tiles are not computed, zeros are
 stored instead.
 
-All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with
-float64.
+All tensors are contiguous and in single precision. `test_kernels_of_dpa3` (in
+`test_model_kernels.py`, by Triton's interpreter) compares the kernels with float64.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Cotangents(NamedTuple):
 class ParameterParts(NamedTuple):
     """The gradients of W and ρ in parts, one for each program."""
 
-    weight: Any  # (programs, A, Y)
-    rho: Any  # (programs, A)
+    weight: Any  # (*grid, A, Y)
+    rho: Any  # (*grid, A)
 
 
 class Form(NamedTuple):
@@ -160,9 +161,9 @@ def load_tile(tensor, row, column, mask, stride):
 
 
 @triton.jit
-def _load_chunk(weight, rho, chunk, i, form):
+def _load_chunk(weight, rho, number, i, form):
     """Load what a program holds of a chunk; `i` are columns of a."""
-    c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
     in_y = c < form.Y
     a_column = c - form.M
     in_a = (c >= form.M) & in_y
@@ -198,7 +199,7 @@ def _first_slot(atom, n_slots):
 def _first_neighbors(reach, atom, block, form):
     """Return the range of first neighbours that a program computes.
 
-    It takes every n-th from `start` to `end`, and stores zeros for every n-th from `rest` on.
+    With G groups it computes start, start + G, … below `end`, and stores zeros for rest, rest + G, …
     """
     within_reach = tl.load(reach + atom)
     end = tl.where(within_reach > block * form.tile_rows, within_reach, 0)
@@ -394,10 +395,10 @@ def adjoint_kernel(
             )
             for j in range(rest, n_slots, n_groups):
                 tl.store(s_bar + (first + j), 0.0)
-            part = group.to(tl.int64) * n_atoms + atom
-            s_part = number * n_groups * n_atoms + part
-            tl.store(s_second_parts + s_part * n_slots + k, s_second_bar, in_k)
-            t_at = out.t + (part * n_slots + k)[:, None] * form.Y + chunk.c[None, :]
+            row = group.to(tl.int64) * n_atoms + atom
+            s_row = number * n_groups * n_atoms + row
+            tl.store(s_second_parts + s_row * n_slots + k, s_second_bar, in_k)
+            t_at = out.t + (row * n_slots + k)[:, None] * form.Y + chunk.c[None, :]
             tl.store(t_at, t_bar, z_mask)
         # The next chunk adds to ā, which other threads of this program have written.
         tl.debug_barrier()
@@ -478,8 +479,8 @@ def gradient_kernel(
     out,  # Terms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
     parameters,  # ParameterParts, written
     hats,  # Cotangents
-    bars,  # Cotangents of pass 2; not read without forces
-    dots,  # Terms; not read without forces
+    bars,  # Cotangents of pass 2; any tensors without forces
+    dots,  # Terms; any that may be read without forces: their values are not used then
     weight,
     rho,
     reach,
@@ -527,6 +528,11 @@ def gradient_kernel(
                 z = _pre_activation(terms, a, t, slot, chunk, form)
                 y, slope, bend = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
+                # Before ŷ: in another order the compiler spills more registers.
+                if with_forces:
+                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    a_dot = load_tile(dots.a, angle, i, a_mask, form.A)
+                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
                 pair = (s_j * s_k)[:, None]
                 y_hat = _load_message(hats.message, slot, chunk, form) * pair
                 rho_terms = tl.zeros_like(y)
@@ -535,9 +541,6 @@ def gradient_kernel(
                     rho_terms += y * new_hat
                     y_hat += chunk.rho * new_hat
                 if with_forces:
-                    a_dot = load_tile(dots.a, angle, i, a_mask, form.A)
-                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
-                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
                     m_bar = _load_message(bars.message, slot, chunk, form)
                     y_hat += m_bar * pair_dot
                     y_bar = m_bar * pair
@@ -575,11 +578,11 @@ def gradient_kernel(
             row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + k)[:, None]
             tl.store(out.t + row * form.Y + chunk.c[None, :], t_hat, z_mask)
         program = tl.program_id(0) * n_groups + group
-        part = (program * form.n_blocks + block) * form.A
-        weight_at = parameters.weight + (part + i[:, None]) * form.Y + chunk.c[None, :]
+        part = program * form.n_blocks + block  # as the flattened grid counts
+        weight_at = parameters.weight + (part * form.A + i[:, None]) * form.Y + chunk.c[None, :]
         tl.store(weight_at, weight_hat, (i < form.A)[:, None] & chunk.in_y[None, :])
         if form.Y > form.M:
-            tl.store(parameters.rho + part + chunk.a_column, rho_hat, chunk.in_a)
+            tl.store(parameters.rho + part * form.A + chunk.a_column, rho_hat, chunk.in_a)
         # The next chunk adds to â, which other threads of this program have written.
         tl.debug_barrier()
 
@@ -632,7 +635,6 @@ class Launch:
             n_chunks=tl.constexpr(self.n_chunks),
             precision=tl.constexpr(precision()),
         )
-        kind, *curve_of = layer.formula
         self.arguments: dict[str, Any] = {
             "weight": self.weight,
             "rho": self.rho,
@@ -641,9 +643,8 @@ class Launch:
             "n_atoms": n_atoms,
             "n_slots": n_slots,
             "alpha": layer.alpha,
-            "curve_of": tuple(curve_of),
             "form": form,
-            "kind": kind,
+            **layer.formula.constants,
             "num_warps": tile_rows // SMALLEST,
         }
 

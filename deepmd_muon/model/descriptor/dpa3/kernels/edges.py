@@ -166,7 +166,7 @@ class Tile(NamedTuple):
     """One tile: some slots (tile_rows,) of an atom."""
 
     atom: Any
-    row: Any  # in parts (tiles, atoms, …), counted through both
+    number: Any  # among the tiles of the atom
     edge: Any  # number among all slots
     mask: Any  # which slots exist
     j: Any  # the neighbour, as an atom's number
@@ -206,11 +206,20 @@ def _tile(index, tiles, form):
     mask = slot < tiles.n_slots
     return Tile(
         atom=atom,
-        row=number * tiles.n_atoms + atom,
+        number=number,
         edge=edge,
         mask=mask,
         j=tl.load(tiles.neighbor + edge, mask, 0),
     )
+
+
+@triton.jit
+def _row(tile, tiles):
+    """Return a tile's row in parts (tiles, atoms, …).
+
+    It is computed where it is needed: a field of `Tile` would hold registers in `gradient_kernel`.
+    """
+    return tile.number * tiles.n_atoms + tile.atom
 
 
 @triton.jit
@@ -361,12 +370,14 @@ def _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent: tl.const
                 else:
                     h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
                     total = tl.sum(h_a[:, None] * e_and_v, 0)
-                tl.store(moment_parts + (tile.row * 3 + a) * columns + c, total, c < columns)
+                tl.store(
+                    moment_parts + (_row(tile, tiles) * 3 + a) * columns + c, total, c < columns
+                )
     for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
         tile = _tile(index, tiles, form)
         for start in range(0, 3 * columns, form.chunk_columns):
             c = start + tl.arange(0, form.chunk_columns)
-            _store_zero_row(moment_parts, tile.row, c, 3 * columns, form)
+            _store_zero_row(moment_parts, _row(tile, tiles), c, 3 * columns, form)
 
 
 # ----- the passes --------------------------------------------------------------------------------
@@ -400,12 +411,14 @@ def update_kernel(
             y, _, _ = curve(z, kind, curve_of)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             message = tl.sum(y * w[:, None], 0)
-            tl.store(message_parts + tile.row * form.M + chunk.c, message, chunk.c < form.M)
+            tl.store(
+                message_parts + _row(tile, tiles) * form.M + chunk.c, message, chunk.c < form.M
+            )
             if form.Y > form.M:
                 _store_update(update, y, tile, chunk, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
-            _store_zero_row(message_parts, tile.row, chunk.c, form.M, form)
+            _store_zero_row(message_parts, _row(tile, tiles), chunk.c, form.M, form)
             if form.Y > form.M:
                 _store_zero_update(update, tile, chunk, form)
     _write_moment_parts(moment_parts, terms, terms, tiles, with_tangent=False, form=form)
@@ -446,13 +459,13 @@ def adjoint_kernel(
             if form.Y > form.M:
                 y_bar += _load_update(bars.update, tile, chunk, form)
             z_bar = slope * y_bar
-            tl.store(out.p + tile.row * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
+            tl.store(out.p + _row(tile, tiles) * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
             _store_q(out.table, z_bar, tile, chunk, form)
             e_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
             _accumulate_e(out.e, e_bar, tile, number, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
-            _store_zero_row(out.p, tile.row, chunk.c, form.Y, form)
+            _store_zero_row(out.p, _row(tile, tiles), chunk.c, form.Y, form)
             _store_zero_e(out.e, tile, number, form)
             zeros = tl.zeros([form.tile_rows], tl.float32)
             tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
@@ -512,12 +525,14 @@ def tangent_kernel(
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
             message_dot = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
-            tl.store(message_parts + tile.row * form.M + chunk.c, message_dot, chunk.c < form.M)
+            tl.store(
+                message_parts + _row(tile, tiles) * form.M + chunk.c, message_dot, chunk.c < form.M
+            )
             if form.Y > form.M:
                 _store_update(update, y_dot, tile, chunk, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
-            _store_zero_row(message_parts, tile.row, chunk.c, form.M, form)
+            _store_zero_row(message_parts, _row(tile, tiles), chunk.c, form.M, form)
             if form.Y > form.M:
                 _store_zero_update(update, tile, chunk, form)
     _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent=True, form=form)
@@ -575,13 +590,13 @@ def gradient_kernel(
             else:
                 z_hat = slope * y_hat
             weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
-            tl.store(out.p + tile.row * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
+            tl.store(out.p + _row(tile, tiles) * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
             _store_q(out.table, z_hat, tile, chunk, form)
             e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
             _accumulate_e(out.e, e_hat, tile, number, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
-            _store_zero_row(out.p, tile.row, chunk.c, form.Y, form)
+            _store_zero_row(out.p, _row(tile, tiles), chunk.c, form.Y, form)
             _store_zero_e(out.e, tile, number, form)
         i = tl.arange(0, form.e_width)
         weight_row = tl.program_id(0) * form.E + i[:, None]

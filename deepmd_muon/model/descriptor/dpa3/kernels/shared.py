@@ -99,8 +99,8 @@ def add_parts(*parts: Tensor) -> list[Tensor]:
 
 
 def _rounded_up(count: int) -> int:
-    """Return a power of two up to 8, or a multiple of 8."""
-    return int(triton.next_power_of_2(count)) if count <= 8 else -(-count // 8) * 8
+    """Return numbers up to 4 as they are, larger ones as a multiple of 4."""
+    return count if count <= 4 else -(-count // 4) * 4
 
 
 def _programs(sums: list[Sum], width: int) -> tuple[int]:
