@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from deepmd_muon.optim import HybridMuon
+
+
+def lr_adjust_of(group: Mapping[str, Any]) -> float:
+    """Return deepmd-kit's setting that stands for a group's `scaling` and `adam_lr_ratio`."""
+    return 1.0 / group["adam_lr_ratio"] if group["scaling"] == "rectangular" else 0.0
 
 
 class DeepmdKitHybridMuon(HybridMuon):
@@ -25,8 +30,7 @@ class DeepmdKitHybridMuon(HybridMuon):
         state = dict(state_dict["state"])
         for group in state_dict["param_groups"]:
             beta1, beta2 = group["adam_betas"]
-            rectangular = group["scaling"] == "rectangular"
-            group["lr_adjust"] = 1.0 / group["adam_lr_ratio"] if rectangular else 0.0
+            group["lr_adjust"] = lr_adjust_of(group)
             for key in group["params"]:
                 if "step" in state.get(key, {}):
                     steps = float(state[key]["step"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from deepmd_muon.deepmd_kit.checkpoint import PER_PARAMETER, of_parameters
-from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
+from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon, lr_adjust_of
 
 # What the routing records of a parameter: the lists of a group that follow its names.
 _MANIFEST = ("routes", "views", "shapes")
@@ -80,6 +80,7 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         ):
             names = [self._names[p] for p in group["params"]]
             saved_group["param_names"] = names
+            saved_group["lr_adjust"] = lr_adjust_of(group)  # deepmd-kit's class reads it
             columns = zip(*(manifest[name] for name in names), strict=True)
             for key, column in zip(_MANIFEST, columns, strict=True):
                 saved_group[key] = list(column)

@@ -352,6 +352,21 @@ def test_models_that_accelerate_shards_are_trained_as_on_one_process():
     assert not failures, failures
 
 
+def test_qk_clip():
+    """Queries and keys of the layer are clipped only above the threshold."""
+    program_names = run("## QK-clip")
+    weight = program_names["layer"].self_attn.in_proj_weight
+    before = weight.detach().clone()
+    largest = torch.full((4,), 400.0)
+    program_names["optimizer"].step(qk_logits={"self_attn": largest})
+    queries, keys, values = weight.detach().split(16)
+    old_queries, old_keys, old_values = before.split(16)
+    factor = 0.5  # (100 / 400) ** 0.5 for each
+    torch.testing.assert_close(queries, factor * old_queries)
+    torch.testing.assert_close(keys, factor * old_keys)
+    assert torch.equal(values, old_values)
+
+
 def test_every_program_of_the_page_is_run_here():
     tests = Path(__file__).read_text(encoding="utf-8")
     for section in re.split("\n(?=##)", TEXT)[1:]:
