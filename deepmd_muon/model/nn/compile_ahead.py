@@ -1,8 +1,9 @@
 """Compile the Triton kernels of a computation in parallel, before it runs for the first time.
 
-On a machine whose kernel cache is empty, each kernel takes a quarter of a second to four seconds to compile, and the
-computation waits for one after the other. `compile_ahead` rehearses the computation to learn which kernels it launches:
-a kernel that is not compiled yet is handed to a pool of threads instead of being launched.
+On a machine whose kernel cache is empty, each kernel takes a quarter of a second to four seconds to
+compile, and the computation waits for one after the other. `compile_ahead` rehearses the
+computation to learn which kernels it launches: a kernel that is not compiled yet is handed to a pool
+of threads instead of being launched.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ def compile_ahead(compute: Callable[[], object], device: torch.device) -> None:
     Parameters
     ----------
     compute
-        The computation. It is called once, and its numbers are wrong in this call. It must not wait for the device,
-        and must not keep what it computes.
+        The computation. It is called once, and its numbers are wrong in this call. It must not wait
+        for the device, and must not keep what it computes.
     device
         The GPU on which it runs.
 
     Notes
     -----
-    Memory that a skipped kernel would have filled is zero, so that torch's own operations may use it as an index.
-    Errors of the rehearsal are dropped: they occur again in the computation itself.
+    Memory that a skipped kernel would have filled is zero, so that torch's own operations may use
+    it as an index. Errors of the rehearsal are dropped: they occur again in the computation itself.
     """
     with (
         ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="deepmd_muon-compile") as pool,
@@ -92,7 +93,7 @@ class _Rehearsal(AsyncCompileMode):
     def submit(
         self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]
     ) -> _PendingKernel:
-        """Compile a kernel in the pool, if it is new, and return what Triton launches in its place."""
+        """Compile a new kernel in the pool; return what Triton launches in its place."""
 
         def compile_and_load() -> Any:
             with torch.cuda.device(self._device):
@@ -106,7 +107,7 @@ class _Rehearsal(AsyncCompileMode):
         return self._pending[key]
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the mode first, so that the computation itself never meets it; then wait for the pool."""
+        """Leave the mode, so that the computation itself never meets it; then wait for the pool."""
         super().__exit__(*error)
         for key, pending in self._pending.items():
             if pending.future.exception() is None:
@@ -116,8 +117,8 @@ class _Rehearsal(AsyncCompileMode):
 class _PendingKernel:
     """A kernel that is being compiled; its launches do nothing.
 
-    Triton may keep this object in its cache until the kernel is compiled. If compiling failed, the object stays there,
-    and the next launch raises the compiler's error.
+    Triton may keep this object in its cache until the kernel is compiled. If compiling failed, the
+    object stays there, and the next launch raises the compiler's error.
     """
 
     function = None

@@ -100,7 +100,7 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.optimizer, HybridMuon):
             self.optimizer.prefetch()
-        with float32_products("high") if self.tf32 else contextlib.nullcontext():
+        with self._products():
             if isinstance(batch, AccumulatedFeed):
                 value, metrics = self._accumulate(batch, lr_fraction)
             else:
@@ -116,10 +116,14 @@ class TrainingStep:
             self.ema.update(self.guard.weight(self.ema.weight()))
         return metrics
 
+    def _products(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which loss and gradient are computed."""
+        return float32_products("high") if self.tf32 else contextlib.nullcontext()
+
     def compile_kernels(
         self, batch: TrainingBatch | AccumulatedFeed, lr_fraction: float | Tensor
     ) -> None:
-        """Compile the kernels that loss and gradient of a batch launch, in parallel; nothing on a CPU."""
+        """Compile the kernels of loss and gradient of a batch in parallel; nothing on a CPU."""
         if self.strategy.cuts_parameters or isinstance(batch, AccumulatedFeed) or not self._trained:
             return
         device = self._trained[0].device
@@ -127,17 +131,22 @@ class TrainingStep:
             return
         from deepmd_muon.model.nn.compile_ahead import compile_ahead
 
-        compile_ahead(lambda: self._differentiate(batch, lr_fraction), device)
+        # Kernels depend on the precision of products.
+        with self._products():
+            compile_ahead(lambda: self._differentiate(batch, lr_fraction), device)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _describe(self, origin: Origin) -> str:
-        """Name the frames of a bad step's batches on all ranks; the responsible ones if it ends the run."""
+        """Name the frames of a bad step on all ranks; the responsible ones if it ends the run."""
         frames = self.evaluate_frames(origin) if self.guard.ends_run else without_losses(origin)
         parts = self.strategy.ranks.gather_objects(frames)
         return describe_batch([frame for part in parts for frame in part])
 
     def evaluate_frames(self, origin: Origin) -> list[FrameLoss]:
-        """Return the frames of a batch with their losses at the present weights, as far as one rank has these."""
+        """Return the frames of a batch with their losses at the present weights.
+
+        If ranks cut the parameters, the frames have no losses: no rank has all weights.
+        """
         if not self.loaders or self.strategy.cuts_parameters:
             return without_losses(origin)
         model = self._model

@@ -2,13 +2,16 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from deepmd_muon.model.nn import compile_ahead as compile_ahead_module
 from deepmd_muon.model.nn.compile_ahead import _ZeroedMemory, compile_ahead
+from deepmd_muon.train.step import step
 
 on_gpu = [
     pytest.mark.gpu,
@@ -67,6 +70,29 @@ def test_allocations_are_zero_in_forward_and_backward_without_torch_compiler():
     assert not y.any()
     assert not x.grad.any()
     assert ("torch._dynamo" in sys.modules) == was_imported
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_kernels_of_a_step_are_compiled_for_its_products(monkeypatch, tf32):
+    """Kernels have the precision of products as a constant: in another one they would be useless."""
+    precisions = []
+    monkeypatch.setattr(step, "usable", lambda _: True)
+    monkeypatch.setattr(
+        compile_ahead_module,
+        "compile_ahead",
+        lambda *_: precisions.append(torch.get_float32_matmul_precision()),
+    )
+    optimizer = SimpleNamespace(zero_grad=lambda set_to_none: None)
+    training_step = step.TrainingStep(
+        strategy=SimpleNamespace(cuts_parameters=False),
+        loss=None,
+        optimizer=optimizer,
+        guard=None,
+        tf32=tf32,
+    )
+    vars(training_step)["_trained"] = [torch.zeros(1)]
+    training_step.compile_kernels(batch=None, lr_fraction=1.0)
+    assert precisions == ["high" if tf32 else "highest"]
 
 
 class TestOnGpu:
