@@ -154,6 +154,16 @@ class Chunk(NamedTuple):
     rho: Any  # (1, chunk_columns); 0 in columns of the message
 
 
+class Seconds(NamedTuple):
+    """The block of second neighbours that a program takes."""
+
+    block: Any  # its number
+    k: Any  # (tile_rows,): numbers of the neighbours
+    mask: Any  # (tile_rows,): which exist
+    i: Any  # (a_width,): columns of a
+    a_mask: Any  # (tile_rows, a_width): entries of a tile of a that exist
+
+
 @triton.jit
 def load_tile(tensor, row, column, mask, stride):
     """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where the mask is false."""
@@ -161,9 +171,9 @@ def load_tile(tensor, row, column, mask, stride):
 
 
 @triton.jit
-def _load_chunk(weight, rho, number, i, form):
+def _load_chunk(weight, rho, chunk_number, i, form):
     """Load what a program holds of a chunk; `i` are columns of a."""
-    c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
     in_y = c < form.Y
     a_column = c - form.M
     in_a = (c >= form.M) & in_y
@@ -179,14 +189,18 @@ def _load_chunk(weight, rho, number, i, form):
 
 
 @triton.jit
-def _block(form):
-    """Return the block of second neighbours that a program takes."""
+def _second_neighbors(n_slots, form):
+    """Return the second neighbours k of a program."""
     block = tl.zeros([], tl.int32)
     if form.n_blocks > 1:
         # The last block, which few atoms reach, comes first: its programs run next to those that
         # have more to do.
         block += form.n_blocks - 1 - tl.program_id(2)
-    return block
+    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
+    i = tl.arange(0, form.a_width)
+    mask = k < n_slots
+    a_mask = mask[:, None] & (i < form.A)[None, :]
+    return Seconds(block=block, k=k, mask=mask, i=i, a_mask=a_mask)
 
 
 @triton.jit
@@ -230,29 +244,28 @@ def _load_message(message, slot, chunk, form):
 
 @triton.jit
 def _store_zeros(
-    rows, angles, first, rest, n_slots, k, a_mask, c, columns: tl.constexpr, number, form
+    rows, angles, first, rest, n_slots, seconds, c, columns: tl.constexpr, chunk_number, form
 ):
     """Store zeros for first neighbours from `rest` on and, unless `angles` is None, their angles.
 
-    `number` is that of the chunk; zeros of angles are stored with the first one.
+    `chunk_number` is that of the chunk; zeros of angles are stored with the first one.
     """
-    i = tl.arange(0, form.a_width)
     for j in range(rest, n_slots, tl.num_programs(1)):
         slot = first + j
         tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
         if angles is not None:
-            angle = slot * n_slots + k
+            angle = slot * n_slots + seconds.k
             zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
-            at = angles + angle[:, None] * form.A + i[None, :]
-            tl.store(at, zeros, a_mask & (number == 0))
+            at = angles + angle[:, None] * form.A + seconds.i[None, :]
+            tl.store(at, zeros, seconds.a_mask & (chunk_number == 0))
 
 
 @triton.jit
-def _accumulate_a(a_out, value, angle, i, a_mask, number, form):
+def _accumulate_a(a_out, value, angle, seconds, chunk_number, form):
     """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(a_out, angle, i, a_mask & (number > 0), form.A)
-    tl.store(a_out + angle[:, None] * form.A + i[None, :], value, a_mask)
+    value += load_tile(a_out, angle, seconds.i, seconds.a_mask & (chunk_number > 0), form.A)
+    tl.store(a_out + angle[:, None] * form.A + seconds.i[None, :], value, seconds.a_mask)
 
 
 # ----- the passes --------------------------------------------------------------------------------
@@ -276,25 +289,21 @@ def update_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk[:M] as one part a block, and a′ = α·a + ρ∘y[M:]."""
-    i = tl.arange(0, form.a_width)
-    block = _block(form)
-    message = _part(message_parts, block, n_atoms, n_slots, form.M)
-    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
-    in_k = k < n_slots
-    a_mask = in_k[:, None] & (i < form.A)[None, :]
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, number, i, form)
-        new_mask = in_k[:, None] & chunk.in_a[None, :]
+    seconds = _second_neighbors(n_slots, form)
+    message = _part(message_parts, seconds.block, n_atoms, n_slots, form.M)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
+        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-            t_mask = (in_k & (start < end))[:, None] & chunk.in_y[None, :]
-            t = load_tile(terms.t, first + k, chunk.c, t_mask, form.Y)
+            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)[:, None]
+            t_mask = (seconds.mask & (start < end))[:, None] & chunk.in_y[None, :]
+            t = load_tile(terms.t, first + seconds.k, chunk.c, t_mask, form.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first + j
-                angle = slot * n_slots + k
-                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                angle = slot * n_slots + seconds.k
+                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
                 y, _, _ = curve(_pre_activation(terms, a, t, slot, chunk, form), kind, curve_of)
                 m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
                 tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
@@ -303,16 +312,15 @@ def update_kernel(
                     at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
                     tl.store(at, alpha * old + chunk.rho * y, new_mask)
             _store_zeros(
-                message,
-                a_new if form.Y > form.M else None,
-                first,
-                rest,
-                n_slots,
-                k,
-                a_mask,
-                chunk.c,
+                rows=message,
+                angles=a_new if form.Y > form.M else None,
+                first=first,
+                rest=rest,
+                n_slots=n_slots,
+                seconds=seconds,
+                c=chunk.c,
                 columns=form.M,
-                number=number,
+                chunk_number=chunk_number,
                 form=form,
             )
 
@@ -338,30 +346,26 @@ def adjoint_kernel(
     With ȳ = [s_j·s_k·m̄_j, ρ∘ā′] and z̄ = f′(z)∘ȳ: ā = z̄·Wᵀ + α·ā′, ū_j = Σ_k z̄, t̄_k = Σ_j z̄,
     s̄_j = Σ_k s_k·(m̄_j·y_jk[:M]) as first and s̄_k = Σ_j s_j·(m̄_j·y_jk[:M]) as second neighbour.
     """
-    i = tl.arange(0, form.a_width)
-    block = _block(form)
+    seconds = _second_neighbors(n_slots, form)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_bar = _part(out.u, block, n_atoms, n_slots, form.Y)
-    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
-    in_k = k < n_slots
-    a_mask = in_k[:, None] & (i < form.A)[None, :]
-    for number in range(form.n_chunks):
-        s_bar = _part(out.s, block * form.n_chunks + number, n_atoms, n_slots, 1)
-        chunk = _load_chunk(weight, rho, number, i, form)
-        new_mask = in_k[:, None] & chunk.in_a[None, :]
-        z_mask = in_k[:, None] & chunk.in_y[None, :]
+    u_bar = _part(out.u, seconds.block, n_atoms, n_slots, form.Y)
+    for chunk_number in range(form.n_chunks):
+        s_bar = _part(out.s, seconds.block * form.n_chunks + chunk_number, n_atoms, n_slots, 1)
+        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
+        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
+        z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first + k, in_k, 0.0)
-            t = load_tile(terms.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)
+            t = load_tile(terms.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
             t_bar = tl.zeros_like(t)
             s_second_bar = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
                 slot = first + j
-                angle = slot * n_slots + k
-                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                angle = slot * n_slots + seconds.k
+                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot, chunk, form)
                 y, slope, _ = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
@@ -378,27 +382,28 @@ def adjoint_kernel(
                 tl.store(u_bar + slot * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
                 a_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
                 if form.Y > form.M:
-                    a_bar += alpha * load_tile(bars.a_new, angle, i, a_mask & (number == 0), form.A)
-                _accumulate_a(out.a, a_bar, angle, i, a_mask, number, form)
+                    a_bar += alpha * load_tile(
+                        bars.a_new, angle, seconds.i, seconds.a_mask & (chunk_number == 0), form.A
+                    )
+                _accumulate_a(out.a, a_bar, angle, seconds, chunk_number, form)
             _store_zeros(
-                u_bar,
-                out.a,
-                first,
-                rest,
-                n_slots,
-                k,
-                a_mask,
-                chunk.c,
+                rows=u_bar,
+                angles=out.a,
+                first=first,
+                rest=rest,
+                n_slots=n_slots,
+                seconds=seconds,
+                c=chunk.c,
                 columns=form.Y,
-                number=number,
+                chunk_number=chunk_number,
                 form=form,
             )
             for j in range(rest, n_slots, n_groups):
                 tl.store(s_bar + (first + j), 0.0)
             row = group.to(tl.int64) * n_atoms + atom
-            s_row = number * n_groups * n_atoms + row
-            tl.store(s_second_parts + s_row * n_slots + k, s_second_bar, in_k)
-            t_at = out.t + (row * n_slots + k)[:, None] * form.Y + chunk.c[None, :]
+            s_row = chunk_number * n_groups * n_atoms + row
+            tl.store(s_second_parts + s_row * n_slots + seconds.k, s_second_bar, seconds.mask)
+            t_at = out.t + (row * n_slots + seconds.k)[:, None] * form.Y + chunk.c[None, :]
             tl.store(t_at, t_bar, z_mask)
         # The next chunk adds to ā, which other threads of this program have written.
         tl.debug_barrier()
@@ -424,30 +429,26 @@ def tangent_kernel(
 
     With ẏ = f′(z)∘ż: ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
     """
-    i = tl.arange(0, form.a_width)
-    block = _block(form)
-    message = _part(message_parts, block, n_atoms, n_slots, form.M)
-    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
-    in_k = k < n_slots
-    a_mask = in_k[:, None] & (i < form.A)[None, :]
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, number, i, form)
-        new_mask = in_k[:, None] & chunk.in_a[None, :]
-        z_mask = in_k[:, None] & chunk.in_y[None, :]
+    seconds = _second_neighbors(n_slots, form)
+    message = _part(message_parts, seconds.block, n_atoms, n_slots, form.M)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
+        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
+        z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first + k, in_k, 0.0)
-            s_k_dot = tl.load(dots.s + first + k, in_k, 0.0)
-            t = load_tile(terms.t, first + k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(dots.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)
+            s_k_dot = tl.load(dots.s + first + seconds.k, seconds.mask, 0.0)
+            t = load_tile(terms.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(dots.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first + j
-                angle = slot * n_slots + k
-                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                angle = slot * n_slots + seconds.k
+                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot, chunk, form)
                 y, slope, _ = curve(z, kind, curve_of)
-                a_dot = load_tile(dots.a, angle, i, a_mask, form.A)
+                a_dot = load_tile(dots.a, angle, seconds.i, seconds.a_mask, form.A)
                 y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
                 s_j = tl.load(terms.s + slot)
                 s_j_dot = tl.load(dots.s + slot)
@@ -460,16 +461,15 @@ def tangent_kernel(
                     at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
                     tl.store(at, alpha * old_dot + chunk.rho * y_dot, new_mask)
             _store_zeros(
-                message,
-                a_new if form.Y > form.M else None,
-                first,
-                rest,
-                n_slots,
-                k,
-                a_mask,
-                chunk.c,
+                rows=message,
+                angles=a_new if form.Y > form.M else None,
+                first=first,
+                rest=rest,
+                n_slots=n_slots,
+                seconds=seconds,
+                c=chunk.c,
                 columns=form.M,
-                number=number,
+                chunk_number=chunk_number,
                 form=form,
             )
 
@@ -499,39 +499,35 @@ def gradient_kernel(
     ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ: â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
     Ŵ = Σ (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ (y∘â′ + f′(z)∘ż∘ā′). Without forces the terms with bars and dots are 0.
     """
-    i = tl.arange(0, form.a_width)
-    block = _block(form)
+    seconds = _second_neighbors(n_slots, form)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_hat = _part(out.u, block, n_atoms, n_slots, form.Y)
-    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
-    in_k = k < n_slots
-    a_mask = in_k[:, None] & (i < form.A)[None, :]
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, number, i, form)
-        new_mask = in_k[:, None] & chunk.in_a[None, :]
-        z_mask = in_k[:, None] & chunk.in_y[None, :]
+    u_hat = _part(out.u, seconds.block, n_atoms, n_slots, form.Y)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
+        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
+        z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
         weight_hat = tl.zeros_like(chunk.weight)
         rho_hat = tl.zeros([form.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first + k, in_k, 0.0)
-            s_k_dot = tl.load(dots.s + first + k, in_k, 0.0)
-            t = load_tile(terms.t, first + k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(dots.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)
+            s_k_dot = tl.load(dots.s + first + seconds.k, seconds.mask, 0.0)
+            t = load_tile(terms.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(dots.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
             t_hat = tl.zeros_like(t)
             for j in range(start, end, n_groups):
                 slot = first + j
-                angle = slot * n_slots + k
-                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                angle = slot * n_slots + seconds.k
+                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot, chunk, form)
                 y, slope, bend = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if with_forces:
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    a_dot = load_tile(dots.a, angle, i, a_mask, form.A)
+                    a_dot = load_tile(dots.a, angle, seconds.i, seconds.a_mask, form.A)
                     z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
                 pair = (s_j * s_k)[:, None]
                 y_hat = _load_message(hats.message, slot, chunk, form) * pair
@@ -560,27 +556,30 @@ def gradient_kernel(
                     weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
                 a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
                 if form.Y > form.M:
-                    a_hat += alpha * load_tile(hats.a_new, angle, i, a_mask & (number == 0), form.A)
-                _accumulate_a(out.a, a_hat, angle, i, a_mask, number, form)
+                    a_hat += alpha * load_tile(
+                        hats.a_new, angle, seconds.i, seconds.a_mask & (chunk_number == 0), form.A
+                    )
+                _accumulate_a(out.a, a_hat, angle, seconds, chunk_number, form)
             _store_zeros(
-                u_hat,
-                out.a,
-                first,
-                rest,
-                n_slots,
-                k,
-                a_mask,
-                chunk.c,
+                rows=u_hat,
+                angles=out.a,
+                first=first,
+                rest=rest,
+                n_slots=n_slots,
+                seconds=seconds,
+                c=chunk.c,
                 columns=form.Y,
-                number=number,
+                chunk_number=chunk_number,
                 form=form,
             )
-            row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + k)[:, None]
+            row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + seconds.k)[:, None]
             tl.store(out.t + row * form.Y + chunk.c[None, :], t_hat, z_mask)
         program = tl.program_id(0) * n_groups + group
-        part = program * form.n_blocks + block  # as the flattened grid counts
-        weight_at = parameters.weight + (part * form.A + i[:, None]) * form.Y + chunk.c[None, :]
-        tl.store(weight_at, weight_hat, (i < form.A)[:, None] & chunk.in_y[None, :])
+        part = program * form.n_blocks + seconds.block  # as the flattened grid counts
+        weight_at = (
+            parameters.weight + (part * form.A + seconds.i[:, None]) * form.Y + chunk.c[None, :]
+        )
+        tl.store(weight_at, weight_hat, (seconds.i < form.A)[:, None] & chunk.in_y[None, :])
         if form.Y > form.M:
             tl.store(parameters.rho + part * form.A + chunk.a_column, rho_hat, chunk.in_a)
         # The next chunk adds to â, which other threads of this program have written.
