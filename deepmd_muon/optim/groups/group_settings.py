@@ -38,8 +38,8 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 
 
 @dataclasses.dataclass(frozen=True)
-class _DeepmdKitArguments:
-    """The arguments of deepmd-kit's constructor; the first five may be given by position."""
+class _PositionalArguments:
+    """The arguments that deepmd-kit's constructor takes by position, too."""
 
     params: Params = setting(
         doc=(
@@ -60,7 +60,12 @@ class _DeepmdKitArguments:
         below=1.0,
         doc="Decays of both moments on the Adam and AdamW routes.",
     )
-    _: dataclasses.KW_ONLY
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DeepmdKitArguments(_PositionalArguments):
+    """The arguments of deepmd-kit's constructor."""
+
     lr_adjust_coeff: float = setting_like(HybridMuonConfig, "lr_adjust_coeff")
     muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode")
     named_parameters: Iterable[tuple[str, Tensor]] | None = setting(

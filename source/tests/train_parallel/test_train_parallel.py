@@ -588,7 +588,7 @@ def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place
 def test_a_rank_that_is_stopped_before_the_first_step_ends_the_others(place):
     """Work of rank 0 may take longer than ranks wait for each other, as long as it lives."""
     jobs = [
-        Job(place / name, content(place, 1, rank_timeout=1.0), accident=name)
+        Job(place / name, content(place, 1, rank_timeout=3.0), accident=name)
         for name in ("count_long", "stop_second")
     ]
     start = time.monotonic()
@@ -615,7 +615,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_ends_the_others(place):
 def test_rank_0_that_is_stopped_ends_the_others(place, accident, opening, seen):
     """It keeps the store of notes, which does not answer then."""
     (ends,) = run_jobs(
-        3, [Job(place / accident, content(place, 1, rank_timeout=1.0), accident=accident)]
+        3, [Job(place / accident, content(place, 1, rank_timeout=3.0), accident=accident)]
     )
     assert ends[0] == "no answer"
     for rank in (1, 2):
@@ -784,7 +784,7 @@ def test_reports_a_wrong_input_once(place, tmp_path):
         for folder, number in zip(pairs[-1], numbers, strict=True):
             folder.mkdir()
             (folder / "input.json").write_text(
-                json.dumps(content(place, 1, numb_steps=number, rank_timeout=1.0))
+                json.dumps(content(place, 1, numb_steps=number, rank_timeout=3.0))
             )
     statuses, told = zip(*run_commands(pairs), strict=True)
     assert statuses == (2,) * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing.connection
 import os
 import random
 import signal
@@ -24,6 +25,8 @@ from deepmd_muon.train.ranks.ranks import local_part
 
 # How long a rank is stuck [s]: longer than the others wait for it and need to say so.
 PAUSE = 5.0
+# File that a rank leaves in the folder of its job before it stops for good.
+STOPPED = "stopped"
 # All jobs of a spawn together take this long at most on a busy machine [s].
 PATIENCE = 900.0
 
@@ -74,19 +77,28 @@ def run_jobs(world, jobs):
     for process in processes:
         process.start()
     found = [{} for _ in jobs]
-    end = time.monotonic() + PATIENCE
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        if process.exitcode:
-            print(f"{process.name} ended with {process.exitcode}")
+    _join(processes, [job.folder / STOPPED for job in jobs])
     while not ends.empty():
         number, rank, end, took = ends.get()
         found[number][rank] = end
         print(f"{jobs[number].folder.name}, rank {rank}: {took:.1f} s")
     return [[each.get(rank, "no answer") for rank in range(world)] for each in found]
+
+
+def _join(processes, marks):
+    """Wait until all processes have ended; one that is stopped for good is killed when the others have ended."""
+    end = time.monotonic() + PATIENCE
+    alive = processes
+    while alive := [process for process in alive if process.is_alive()]:
+        last_is_stopped = len(alive) == 1 and any(mark.exists() for mark in marks)
+        if time.monotonic() > end or last_is_stopped:
+            for process in alive:
+                process.kill()
+        multiprocessing.connection.wait([process.sentinel for process in alive], timeout=0.2)
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            print(f"{process.name} ended with {process.exitcode}")
 
 
 def run_commands(pairs):
@@ -211,9 +223,9 @@ def _pause(batch):
 
 
 def _stop_for_good(batch=None):
-    """Stop this process, which is killed when the others have ended."""
-    time.sleep(0.5)
-    subprocess.Popen(["sh", "-c", f"sleep 4; kill -KILL {os.getpid()}"])
+    """Stop this process, which `run_jobs` kills when the others have ended."""
+    time.sleep(1.5)  # several notes to the others
+    Path(STOPPED).touch()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -292,7 +304,7 @@ def _in_counting(happen):
 
 def count_long(rank):
     """Counting neighbours takes longer than ranks wait for each other."""
-    return _in_counting(lambda: time.sleep(2.0))
+    return _in_counting(lambda: time.sleep(4.0))
 
 
 def stop_first(rank):
