@@ -312,8 +312,8 @@ def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     The old file stays until the new one holds `content`. Links and devices are handled as by
     `whole_file`.
     """
-    with whole_file(path) as whole:
-        whole.write(content)
+    with whole_file(path) as file:
+        file.write(content)
     return append_to(path)
 
 
@@ -432,13 +432,13 @@ def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None
 
     ``**`` matches `real_folders`; at the end, only the folder before it.
     """
-    parts = pattern.split(os.sep)
-    if "**" not in parts:
+    names = pattern.split(os.sep)
+    if "**" not in names:
         yield from glob.iglob(pattern)
         return
-    position = parts.index("**")
-    before = os.sep.join(parts[:position])
-    after = os.sep.join(parts[position + 1 :])
+    position = names.index("**")
+    before = os.sep.join(names[:position])
+    after = os.sep.join(names[position + 1 :])
     if not before:
         before = os.curdir if position == 0 else os.sep  # "**/…" or "/**/…"
     for top in glob.glob(before):
@@ -528,4 +528,4 @@ def _belongs_to_system(path: str, folder: str) -> bool:
     if not os.path.isdir(folder) or not path.startswith(f"{folder}{os.sep}"):
         return False
     *folders, name = Path(path).relative_to(folder).parts
-    return name in _SYSTEM_FILES or any(part.startswith("set.") for part in folders)
+    return name in _SYSTEM_FILES or any(parent.startswith("set.") for parent in folders)

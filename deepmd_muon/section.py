@@ -65,8 +65,8 @@ class Foreign:
     def accepts(self, value: Any) -> bool:
         """Return whether a value requests nothing."""
         same = any(
-            value == other and isinstance(value, bool) == isinstance(other, bool)
-            for other in self.neutral
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in self.neutral
         )
         return same or value is None
 
@@ -173,7 +173,7 @@ def thaw(value: Any) -> Any:
         if variants is None or inner is None:
             plain[field.name] = thaw(inner)
         elif isinstance(inner, Mapping):
-            plain[field.name] = {key: _tagged(one, variants) for key, one in inner.items()}
+            plain[field.name] = {key: _tagged(entry, variants) for key, entry in inner.items()}
         else:
             plain[field.name] = _tagged(inner, variants)
     return plain
@@ -227,7 +227,7 @@ def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     ]
     has_sections = variants is not None or bool(sections)
 
-    def freeze_one(plain: Mapping[str, Any]) -> Any:
+    def freeze_section(plain: Mapping[str, Any]) -> Any:
         section = sections[0] if variants is None else variants.choose(plain.get("type"))
         return freeze(section, plain)
 
@@ -235,9 +235,9 @@ def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
         plain = convert(value, Mapping[str, Mapping[str, Any]])
         if isinstance(plain, Mismatch):
             return plain
-        return {name: freeze_one(one) for name, one in plain.items()}
+        return {name: freeze_section(entry) for name, entry in plain.items()}
     if isinstance(value, Mapping) and has_sections:
-        return freeze_one(value)
+        return freeze_section(value)
     if setting_of(field).lone and not isinstance(value, (list, tuple)):
         value = [value]
     return value if variants else convert(value, annotation)

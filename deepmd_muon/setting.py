@@ -71,8 +71,8 @@ class Needs:
         if self.holds(*values):
             return None
         pairs = zip(self.reads, values, strict=True)
-        found = ", ".join(f"{name} {_as_json(value)}" for name, value in pairs)
-        return f"has no effect without {self.words}; found {found}"
+        present = ", ".join(f"{name} {_as_json(value)}" for name, value in pairs)
+        return f"has no effect without {self.words}; found {present}"
 
 
 def switched_on(name: str) -> Needs:

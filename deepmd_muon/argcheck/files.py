@@ -162,8 +162,8 @@ class _YamlLoader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
-        first: [(tag, rule) for tag, rule in rules if tag in (f"{_TAG}null", f"{_TAG}merge")]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first_letter: [(tag, rule) for tag, rule in rules if tag in (f"{_TAG}null", f"{_TAG}merge")]
+        for first_letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012 - PyYAML declares it so
         tag: constructor

@@ -56,8 +56,8 @@ def _several_models(extra: dict[str, Any]) -> dict[str, Any]:
     model = schema["properties"]["model"]
     branch = model["properties"]["model_dict"]["additionalProperties"]
     shared = {"type": "string", "description": "Name of an entry of shared_dict, or name:level."}
-    for part in SHAREABLE:
-        branch["properties"][part] = {"anyOf": [shared, branch["properties"][part]]}
+    for section in SHAREABLE:
+        branch["properties"][section] = {"anyOf": [shared, branch["properties"][section]]}
     # Keys that are the same in all branches may be given in `model` itself.
     del branch["required"]
     model["properties"] = {**branch["properties"], **model["properties"]}
@@ -76,8 +76,8 @@ def _object(key: Key, extra: dict[str, Any]) -> dict[str, Any]:
                 for alias in inner.alias
             }
         )
-    others = {**foreign_of(key.section), **translated_keys(key.section)}
-    for name, foreign in others.items():
+    foreign_keys = {**foreign_of(key.section), **translated_keys(key.section)}
+    for name, foreign in foreign_keys.items():
         if foreign.inert:
             properties[name] = {"description": f"Left out: {foreign.what}."}
         else:

@@ -107,8 +107,8 @@ class Upgrade:
         """Return a section, None if it is not an object; with `create`, add an absent one."""
         if create:
             self.data.setdefault(name, {})
-        found = self.data.get(name)
-        return found if isinstance(found, dict) else None
+        section = self.data.get(name)
+        return section if isinstance(section, dict) else None
 
     def move(self, source: str, key: str, target: str, name: str) -> None:
         """Move a key to another section; a key that is given there, too, is a contradiction."""
@@ -163,11 +163,11 @@ def _drop_numb_test(upgraded: Upgrade, training: dict[str, Any]) -> None:
 
 
 def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
-    """Move the data keys of DeePMD-kit 1.x inputs, which stood in `training` itself, to `training_data`."""
-    given = [key for key in _DATA_KEYS if key in training]
+    """Move the data keys of DeePMD-kit 1.x inputs from `training` itself to `training_data`."""
+    data_keys = [key for key in _DATA_KEYS if key in training]
     # Only the old layout had `systems` there. Without it, the check reports the other keys as
     # misplaced.
-    if "systems" not in given:
+    if "systems" not in data_keys:
         return
     if "training_data" in training:
         upgraded.problems += [
@@ -175,13 +175,13 @@ def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
                 f"training/{key}",
                 "is an older place; training/training_data is given too, keep only that",
             )
-            for key in given
+            for key in data_keys
         ]
-        for key in given:
+        for key in data_keys:
             del training[key]
         return
-    training["training_data"] = {key: training.pop(key) for key in given}
-    for key in given:
+    training["training_data"] = {key: training.pop(key) for key in data_keys}
+    for key in data_keys:
         upgraded.origins[f"training/training_data/{key}"] = f"training/{key}"
         if key != "set_prefix":
             value = _json(training["training_data"][key])
@@ -201,10 +201,10 @@ def _move_warmup(upgraded: Upgrade, training: dict[str, Any]) -> None:
 
 def _move_optimizer(upgraded: Upgrade, training: dict[str, Any]) -> None:
     """Move the optimizer's keys of DeePMD-kit 3.1 inputs from `training` to `optimizer`."""
-    given = [key for key in (*_OPTIMIZER_KEYS, *_TRANSLATED_KEYS) if key in training]
-    if not given or upgraded.section("optimizer", create=True) is None:
+    keys = [key for key in (*_OPTIMIZER_KEYS, *_TRANSLATED_KEYS) if key in training]
+    if not keys or upgraded.section("optimizer", create=True) is None:
         return
-    for key in given:
+    for key in keys:
         upgraded.move("training", key, "optimizer", "type" if key == "opt_type" else key)
 
 
@@ -218,8 +218,8 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
         return
     legacy = [key for key in _TRANSLATED_KEYS if key in optimizer]
     if not legacy and optimizer.get("type") == "HybridMuon":
-        moved = [upgraded.origins.get(f"optimizer/{key}") for key in optimizer]
-        legacy = ["training/opt_type"] if all(moved) else []
+        origins = [upgraded.origins.get(f"optimizer/{key}") for key in optimizer]
+        legacy = ["training/opt_type"] if all(origins) else []
     if not legacy:
         return
     if optimizer.get("type") != "HybridMuon":
@@ -283,16 +283,16 @@ def _translate_2d_only(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
 
 def _translate_min_dim(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
     """Turn `min_2d_dim` into `min_matrix_dim`."""
-    given = [key for key in ("min_2d_dim", "muon_min_2d_dim") if key in optimizer]
-    for index, key in enumerate(given):
+    old_keys = [key for key in ("min_2d_dim", "muon_min_2d_dim") if key in optimizer]
+    for index, key in enumerate(old_keys):
         value = optimizer.pop(key)
         old = upgraded.origin(f"optimizer/{key}")
         if index or "min_matrix_dim" in optimizer:
-            other = "min_2d_dim" if index else "min_matrix_dim"
+            first_key = "min_2d_dim" if index else "min_matrix_dim"
             upgraded.problems.append(
                 Problem(
                     old,
-                    f"is an older form of min_matrix_dim; {other} is given too, keep only "
+                    f"is an older form of min_matrix_dim; {first_key} is given too, keep only "
                     "min_matrix_dim",
                 )
             )

@@ -123,7 +123,7 @@ def expand(data: Mapping[str, Any]) -> Expanded:
                     expanded.origins[f"{path}/{key}"] = f"model/{key}"
             _insert_shared_parts(expanded, name, branch, shared_dict)
     _check_type_maps(expanded, branches)
-    used = {shared.key for parts in expanded.references.values() for shared in parts.values()}
+    used = {shared.key for sections in expanded.references.values() for shared in sections.values()}
     for key in shared_dict:
         if key not in used and not key.startswith("_"):
             expanded.notices.append(f"model/shared_dict/{key} is left out: no branch refers to it")
@@ -136,11 +136,11 @@ def _insert_shared_parts(
     expanded: Expanded, name: str, branch: dict[str, Any], shared_dict: Mapping[str, Any]
 ) -> None:
     """Replace the names of shared parts in a branch by copies of the parts."""
-    for part in SHAREABLE:
-        reference = branch.get(part)
+    for section in SHAREABLE:
+        reference = branch.get(section)
         if not isinstance(reference, str):
             continue
-        path = f"model/model_dict/{name}/{part}"
+        path = f"model/model_dict/{name}/{section}"
         origin = expanded.origin(path)
         key, colon, level = reference.partition(":")
         if key not in shared_dict:
@@ -150,23 +150,23 @@ def _insert_shared_parts(
                 hint = f"did you mean {near[0]!r}?"
             expanded.report(origin, f"names {key!r}, which is not in model/shared_dict; {hint}")
             continue
-        levels = levels_of(part, shared_dict[key])
+        levels = levels_of(section, shared_dict[key])
         if colon and (not level.isdigit() or int(level) not in levels):
             allowed = " or ".join(map(str, levels))
             expanded.report(origin, f"must share at level {allowed}; found {reference!r}")
             level = ""
-        branch[part] = copy.deepcopy(shared_dict[key])
+        branch[section] = copy.deepcopy(shared_dict[key])
         expanded.origins[path] = f"model/shared_dict/{key}"
-        parts = expanded.references.setdefault(name, {})
-        parts[part] = Shared(key=key, level=int(level or ENTIRE), given=reference)
+        references = expanded.references.setdefault(name, {})
+        references[section] = Shared(key=key, level=int(level or ENTIRE), given=reference)
 
 
 def _check_type_maps(expanded: Expanded, branches: Mapping[str, Any]) -> None:
     """Check that branches that share weights have the same type map."""
     first_user: dict[str, str] = {}  # of each entry of shared_dict
-    for name, parts in expanded.references.items():
-        for part, shared in parts.items():
-            if part == "type_map":
+    for name, references in expanded.references.items():
+        for section, shared in references.items():
+            if section == "type_map":
                 continue
             base = first_user.setdefault(shared.key, name)
             type_map = branches[name].get("type_map")
@@ -227,9 +227,9 @@ def fold(plain: Mapping[str, Any], references: References) -> dict[str, Any]:
     branches = {}
     for name, branch in plain["model"]["model_dict"].items():
         branches[name] = dict(branch)
-        for part, shared in references.get(name, {}).items():
-            shared_dict.setdefault(shared.key, branch[part])
-            branches[name][part] = shared.given
+        for section, shared in references.get(name, {}).items():
+            shared_dict.setdefault(shared.key, branch[section])
+            branches[name][section] = shared.given
     return {**plain, "model": {"shared_dict": shared_dict, "model_dict": branches}}
 
 

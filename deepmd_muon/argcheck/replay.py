@@ -137,7 +137,7 @@ def with_replay(
         REPLAY: BranchDataSettings(training_data=training, validation_data=validation),
     }
     try:
-        both = MultiTaskSettings(
+        two_branches = MultiTaskSettings(
             model=MultiTaskModelSettings(model_dict=dict.fromkeys(data, branch)),
             learning_rate=settings.learning_rate,
             loss_dict=dict.fromkeys(data, settings.loss),
@@ -152,12 +152,14 @@ def with_replay(
         )
     except InvalidSettingError as error:
         raise InputError([Problem("", str(error))], single.source) from error
-    shared_parts = ["type_map", "descriptor"]
+    shared_sections = ["type_map", "descriptor"]
     if replay.share_fitting_net:
-        shared_parts.append("fitting_net")
-    shared = {part: Shared(key=part, level=ENTIRE, given=part) for part in shared_parts}
+        shared_sections.append("fitting_net")
+    shared = {
+        section: Shared(key=section, level=ENTIRE, given=section) for section in shared_sections
+    }
     references = {FINETUNED: shared, REPLAY: shared}
-    return dataclasses.replace(single, settings=both, references=references)
+    return dataclasses.replace(single, settings=two_branches, references=references)
 
 
 def _fields(settings: TrainingSettings | ModelSettings, declared: Any) -> dict[str, Any]:

@@ -163,8 +163,8 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
         model = build_model(settings_of(section)).atomic_model
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
-    parts = {"descriptor": model.descriptor, "fitting-net": model.fitting_net}
-    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    modules = {"descriptor": model.descriptor, "fitting-net": model.fitting_net}
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
     sizes["total"] = sum(sizes.values())
     return [
         "Parameter counts:",

@@ -17,15 +17,17 @@ HELP = "change the energy that a trained model adds to each atom by its type"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's."""
     parser.add_argument("INPUT", help="checkpoint, ours or deepmd-kit's")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
+    energies = parser.add_mutually_exclusive_group()
+    energies.add_argument(
         "-s",
         "--system",
         default=".",
         help="system, or a folder or HDF5 file of systems [%(default)s]",
     )
-    source.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
-    source.add_argument(
+    energies.add_argument(
+        "-f", "--datafile", metavar="LIST", help="text file with one system a line"
+    )
+    energies.add_argument(
         "-b",
         "--bias-value",
         type=float,
@@ -77,17 +79,17 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.train.statistics import change_bias
 
-    source = checkpoint_path(options.INPUT)
-    output = (
-        Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")
-    )
+    checkpoint = checkpoint_path(options.INPUT)
+    output = checkpoint.with_name(f"{checkpoint.stem}_updated.pt")
+    if options.output:
+        output = Path(options.output)
     if output.suffix != ".pt":
         raise CommandError(f"-o must end in .pt; found {output}")
     systems = listed_systems(options.datafile) if options.datafile else [options.system]
-    read = {"the checkpoint": source, "the list": options.datafile}
-    begin(options, {"-o": output}, read, {} if options.bias_value else {"the data": systems})
+    inputs = {"the checkpoint": checkpoint, "the list": options.datafile}
+    begin(options, {"-o": output}, inputs, {} if options.bias_value else {"the data": systems})
     change_bias(
-        source,
+        checkpoint,
         output,
         branch=options.head,
         values=options.bias_value,

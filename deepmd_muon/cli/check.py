@@ -98,12 +98,12 @@ def run(options: argparse.Namespace) -> int:
     outputs = {"--json": options.json, "-o": options.output}
     begin(options, outputs, inputs, {"the data": paths})
     settings = CheckSettings(
-        options.temperature,
-        options.time_step,
-        options.time,
-        options.copies,
-        options.probes,
-        options.seed,
+        temperature=options.temperature,
+        time_step=options.time_step,
+        time=options.time,
+        copies=options.copies,
+        probes=options.probes,
+        seed=options.seed,
     )
     if options.output:
         from deepmd_muon.show.picture import check_ending

@@ -103,7 +103,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _source(name: str) -> Path:
-    """Return the file that a name means: .pth is added to one without a suffix, otherwise .pt if it exists."""
+    """Return the frozen file or checkpoint that a name means.
+
+    A name without a suffix is that of a .pth file if there is one, otherwise of a checkpoint.
+    """
     from deepmd_muon.checkpoint_file.file import checkpoint_path
 
     frozen = Path(name) if Path(name).suffix else Path(f"{name}.pth")

@@ -80,8 +80,10 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"--models must be between 1 and {_MAX_MODELS}; found {options.models}")
     output = Path(options.output)
     folder = Path(options.split_folder)
-    others = [output.parent / f"model-{k}" / output.name for k in range(2, options.models + 1)]
-    for place in (output, *others, folder):
+    ensemble_outputs = [
+        output.parent / f"model-{k}" / output.name for k in range(2, options.models + 1)
+    ]
+    for place in (output, *ensemble_outputs, folder):
         if place.exists():
             option = "--split-folder" if place == folder else "-o"
             raise CommandError(f"{place} exists; remove it or give another name ({option})")
@@ -103,9 +105,9 @@ def run(options: argparse.Namespace) -> int:
         folder=folder,
     )
     proposal = propose(wishes, lambda paths: open_listed(paths, wishes.type_map, options))
-    proposal.write([output, *others])
+    proposal.write([output, *ensemble_outputs])
     print(proposal.report())
     print(f"written: {output}; train with: dp --pt train {output}")
-    for other in others:
-        print(f"written: {other}; train with: (cd {other.parent} && dp --pt train {other.name})")
+    for path in ensemble_outputs:
+        print(f"written: {path}; train with: (cd {path.parent} && dp --pt train {path.name})")
     return 0

@@ -120,8 +120,8 @@ def _run(words: list[str]) -> int:
         if backend not in (None, *_OWN_BACKENDS):
             advice = ""
             if backend not in _OTHER_BACKENDS:
-                known = choices(backend, (*_OWN_BACKENDS, *_OTHER_BACKENDS))
-                advice = f"{known} (all but {' and '.join(_OWN_BACKENDS)} are deepmd-kit's)"
+                backends = choices(backend, (*_OWN_BACKENDS, *_OTHER_BACKENDS))
+                advice = f"{backends} (all but {' and '.join(_OWN_BACKENDS)} are deepmd-kit's)"
             raise HandOver(f"the backend {backend!r}", advice)
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))

@@ -96,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
     )
     output = DeviationFile(Path(options.output), atomic=options.atomic)
     for system in systems:
-        parts = list(system_deviation(predictors, system, settings))
-        table, of_force = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        batches = list(system_deviation(predictors, system, settings))
+        table, of_force = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
         output.add(system.name, np.arange(len(table)) * options.frequency, table, of_force)
         largest = table[:, 3].max()
         log.info(

@@ -396,14 +396,14 @@ def _reason_of_split(wishes: Wishes, shares: list[Share]) -> str:
         return "given;"
     n_whole = sum(share.train == 0 for share in shares)
     n_cut = sum(not share.whole for share in shares)
-    parts = []
+    held_out = []
     if n_whole:
-        parts.append(_count(n_whole, "whole system"))
+        held_out.append(_count(n_whole, "whole system"))
     if n_cut:
-        parts.append(f"the last frames of {_count(n_cut, 'system')}")
-    if not parts:
+        held_out.append(f"the last frames of {_count(n_cut, 'system')}")
+    if not held_out:
         return "too few frames to hold any out: give others with --valid-data"
-    return f"{' and '.join(parts)}, because neighbours in time are nearly copies;"
+    return f"{' and '.join(held_out)}, because neighbours in time are nearly copies;"
 
 
 def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out"
     )
     add_model_options(parser, "trust")
-    pictures = [f"{name}: {one.picture}" for name, one in _TOPICS.items() if one.picture]
+    pictures = [f"{name}: {topic.picture}" for name, topic in _TOPICS.items() if topic.picture]
     output = parser.add_argument(
         "-o", "--output", metavar="FILE", help=f"picture [{', '.join(pictures)}]"
     )
@@ -196,8 +196,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{picture}: drawn")
         return 0
     if len(options.file) != 1:
-        found = ", ".join(options.file) or "none"
-        raise CommandError(f"show {options.topic} takes one file; found {found}")
+        files = ", ".join(options.file) or "none"
+        raise CommandError(f"show {options.topic} takes one file; found {files}")
     from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX, checkpoint_path
 
     path = checkpoint_path(options.file[0])
@@ -311,6 +311,6 @@ def _sharing(shared: Mapping[str, str]) -> str:
         owner = listed.partition(".")[0]
         branches.setdefault(listed, [owner]).append(name.partition(".")[0])
     lines = []
-    for (owner, *others), count in Counter(map(tuple, branches.values())).items():
-        lines.append(f"\n{count} parameters of {owner} are those of {', '.join(others)} as well")
+    for (owner, *sharers), count in Counter(map(tuple, branches.values())).items():
+        lines.append(f"\n{count} parameters of {owner} are those of {', '.join(sharers)} as well")
     return "".join(lines)

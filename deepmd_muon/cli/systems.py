@@ -109,10 +109,10 @@ def section_of_input(path: Path, name: str, head: str | None = None) -> Training
     elif head in branches:
         branch = branches[head]
     else:
-        found = "" if head is None else f"; found {head!r}"
+        wrong_head = "" if head is None else f"; found {head!r}"
         raise CommandError(
             f"{path} has data of several branches ({', '.join(branches)}): choose one with "
-            f"--head{found}"
+            f"--head{wrong_head}"
         )
     data = branch.data.training_data if name == "training" else branch.data.validation_data
     if data is None:

@@ -111,14 +111,14 @@ def run(options: argparse.Namespace) -> int:
         total: Errors = {}
         for system in systems:
             log.info("# testing system : %s", system.name)
-            parts = evaluate_system(
+            batches = evaluate_system(
                 predictor,
                 system,
                 limit=options.numb_test or None,
                 shuffle=shuffle,
                 atomic=options.atomic,
             )
-            total = add_errors(total, _test_system(parts, name, details, picture))
+            total = add_errors(total, _test_system(batches, name, details, picture))
         of_series = f" of {name} data" if name else ""
         log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
@@ -145,7 +145,7 @@ def _begin(options: argparse.Namespace) -> None:
 
 
 def _test_system(
-    parts: Iterable[ComparedFrames],
+    batches: Iterable[ComparedFrames],
     series: str,
     details: DetailFiles | None,
     picture: ParityPicture | None,
@@ -155,19 +155,19 @@ def _test_system(
 
     errors: Errors = {}
     nframes = 0
-    for part in parts:
-        not_finite = part.prediction.not_finite
+    for batch in batches:
+        not_finite = batch.prediction.not_finite
         if not_finite:
             raise CommandError(
-                f"{' and '.join(not_finite)} predicted for {part.system} are not finite: the "
+                f"{' and '.join(not_finite)} predicted for {batch.system} are not finite: the "
                 "weights of the model are spoiled; test an earlier checkpoint"
             )
-        errors = add_errors(errors, part.errors)
-        nframes += part.reference.nframes
+        errors = add_errors(errors, batch.errors)
+        nframes += batch.reference.nframes
         if details is not None:
-            details.add(part.system, part.reference, part.prediction)
+            details.add(batch.system, batch.reference, batch.prediction)
         if picture is not None:
-            picture.add(part.reference, part.prediction, series)
+            picture.add(batch.reference, batch.prediction, series)
     _report(errors, f"# number of test data : {nframes}")
     return errors
 

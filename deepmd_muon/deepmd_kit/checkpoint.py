@@ -45,12 +45,12 @@ def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict
             for i, name in enumerate(group["param_names"])
             if canonical_name(name) in canonical_names
         ]
-        part = dict(group)
+        own_group = dict(group)
         for key in PER_PARAMETER:
             if key in group:
-                part[key] = [group[key][i] for i in positions]
-        groups.append(part)
-        for key in part["params"]:
+                own_group[key] = [group[key][i] for i in positions]
+        groups.append(own_group)
+        for key in own_group["params"]:
             if key in state_dict["state"]:
                 state[key] = state_dict["state"][key]
     return {"state": state, "param_groups": groups}

@@ -55,8 +55,10 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
 
     @staticmethod
     def _sync_param_groups(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for group, other in zip(source, target, strict=True):
-            other.update({key: value for key, value in group.items() if key not in PER_PARAMETER})
+        for source_group, target_group in zip(source, target, strict=True):
+            for key, value in source_group.items():
+                if key not in PER_PARAMETER:
+                    target_group[key] = value
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state and the routes of all ranks on rank `to`; all ranks call it."""
@@ -68,8 +70,8 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         rank_manifests: list[Any] = [None] * self.world_size
         dist.all_gather_object(rank_manifests, manifests, group=self.process_group)
         self._manifests = [
-            {name: entry for part in parts for name, entry in part.items()}
-            for parts in zip(*rank_manifests, strict=True)
+            {name: entry for manifest in by_rank for name, entry in manifest.items()}
+            for by_rank in zip(*rank_manifests, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -419,7 +419,13 @@ class Program(torch.nn.Module):
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
         return self._evaluate(
-            extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, comm_dict
+            extended_coord,
+            extended_atype,
+            nlist,
+            mapping,
+            parameters,
+            do_atomic_virial=do_atomic_virial,
+            comm_dict=comm_dict,
         )
 
     def _parameter_rows(
@@ -562,7 +568,13 @@ class Program(torch.nn.Module):
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
         results = self._evaluate(
-            extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None
+            extended_coord,
+            extended_atype,
+            nlist,
+            mapping,
+            parameters,
+            do_atomic_virial=do_atomic_virial,
+            comm_dict=None,
         )
         virial = results["virial"]
         if do_atomic_virial:
@@ -624,10 +636,10 @@ class Program(torch.nn.Module):
                 self._evaluate_frame(
                     coord[frame].view(natoms, 3),
                     atype[frame],
-                    cell,
-                    frame_values,
-                    atom_values,
-                    do_atomic_virial,
+                    box=cell,
+                    fparam=frame_values,
+                    aparam=atom_values,
+                    do_atomic_virial=do_atomic_virial,
                 )
             )
         out: dict[str, torch.Tensor] = {}
@@ -654,7 +666,13 @@ class Program(torch.nn.Module):
         nlist = all_pairs(extended, natoms, self.rcut)[None]
         parameters = self._parameter_rows(nlist, fparam, aparam)
         results = self._evaluate(
-            extended[None], types[None], nlist, owner[None], parameters, do_atomic_virial, None
+            extended[None],
+            types[None],
+            nlist,
+            owner[None],
+            parameters,
+            do_atomic_virial=do_atomic_virial,
+            comm_dict=None,
         )
         force = torch.zeros_like(extended[:natoms])
         out = {

@@ -18,6 +18,7 @@ from deepmd_muon.data.neighbors.lists import group_limits
 from deepmd_muon.model import EnergyModel
 
 VOLUME_PER_ATOM = 10.0  # [Å³], about that of water and of copper
+_CRYSTAL_POINTS = 3  # along each cell vector
 _GROWTH = 1.1  # factor of a cell with more neighbours than the lists hold
 _UNLIMITED = np.iinfo(np.int32).max
 
@@ -78,15 +79,15 @@ def structures_with_close_atoms(
     return structures
 
 
-def random_crystal(random: np.random.Generator, model: EnergyModel, points: int = 3) -> Structure:
-    """Return points³ atoms that fill a triclinic cell, as densely as the neighbour lists allow.
+def random_crystal(random: np.random.Generator, model: EnergyModel) -> Structure:
+    """Return atoms that fill a triclinic cell, as densely as the neighbour lists allow.
 
     An atom may have several images near another atom, or near itself.
     """
     in_reach = 4.0 / 3.0 * np.pi * model.rcut**3
     volume = max(VOLUME_PER_ATOM, in_reach / (sum(model.sel) + 1))
-    box = _random_cell(random, points, volume)
-    fractions = _jittered_grid(random, points)
+    box = _random_cell(random, _CRYSTAL_POINTS, volume)
+    fractions = _jittered_grid(random, _CRYSTAL_POINTS)
     atype = random.integers(model.ntypes, size=len(fractions))
     while not _lists_hold(model, fractions @ box, box, atype):
         box *= _GROWTH

@@ -167,15 +167,16 @@ def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
     PredictionInputError
         When models read different numbers of them, or have different defaults.
     """
-    first, *others = [predictor.parameters for predictor in predictors]
-    for other in others:
-        if other != first:
+    common = predictors[0].parameters
+    for predictor in predictors[1:]:
+        parameters = predictor.parameters
+        if parameters != common:
             raise PredictionInputError(
-                f"the models read different parameters: the first {first.fparam} of a frame and "
-                f"{first.aparam} of an atom (default {first.default_fparam}), another "
-                f"{other.fparam} and {other.aparam} (default {other.default_fparam})"
+                f"the models read different parameters: the first {common.fparam} of a frame and "
+                f"{common.aparam} of an atom (default {common.default_fparam}), another "
+                f"{parameters.fparam} and {parameters.aparam} (default {parameters.default_fparam})"
             )
-    return first
+    return common
 
 
 def _labels(frames: Frames) -> Labels:

@@ -78,5 +78,4 @@ def check_labels(loss: Loss, systems: Iterable[Labelled]) -> LabelCheck:
 
 
 def _first_three(names: list[str]) -> str:
-    more = ", …" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(names if len(names) <= 3 else [*names[:3], "…"])

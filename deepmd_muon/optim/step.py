@@ -246,7 +246,14 @@ class CompiledStep:
     ) -> None:
         """Step all parameters that have a gradient; compile the step if necessary."""
         if self.sharded is not None:
-            self.sharded.run(self._groups, state, memory, workspace, control, self._step_matrices)
+            self.sharded.run(
+                self._groups,
+                state,
+                memory,
+                workspace=workspace,
+                control=control,
+                step_matrices=self._step_matrices,
+            )
         if self._waves is None:
             self._waves = self._compile(state, memory, workspace)
         self._step_waves(self._waves, memory, control)
@@ -299,7 +306,9 @@ class CompiledStep:
             local = routed if self.sharded is None else self.sharded.local_params(routed)
             for route in STATE_OF_ROUTE:
                 members = [(p, StateHolder(p, entry)) for p, entry in _of_route(local, route)]
-                compiled += waves_of(group, route, members, state, memory, workspace)
+                compiled += waves_of(
+                    group, route, members, state=state, memory=memory, workspace=workspace
+                )
         compiled.sort(key=lambda wave: wave.route != "muon")
         self.side_stream = None
         self.wave_streams = ()

@@ -77,10 +77,10 @@ def prepare(single: Input, checkpoint: str, branch: str | None, replay: Sequence
     with understood(path):
         branches = saved_branches(content["model"])
         if branches and branch not in branches:
-            found = f"; found {branch!r}" if branch else ""
+            wrong_branch = f"; found {branch!r}" if branch else ""
             raise ReplayError(
                 f"--replay continues one branch of {path}, which has {', '.join(branches)}: name "
-                f"it with --model-branch{found}"
+                f"it with --model-branch{wrong_branch}"
             )
         head = branches[branch] if branch and branches else None
         saved_model, weights = from_deepmd_kit(content["model"], head)

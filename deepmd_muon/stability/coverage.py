@@ -38,7 +38,7 @@ class Coverage:
     shortest: np.ndarray
     largest: np.ndarray
     # (ntypes, ntypes, nbins): bins of distances that the data hold, with a margin of `SHARE`.
-    known: np.ndarray
+    seen: np.ndarray
     nframes: int  # of the data
     used: int  # frames looked at
     # Smallest and largest mass density [g/cm³]; None without cells.
@@ -55,9 +55,9 @@ class Coverage:
         return "-".join(self.type_map[k] for k in pair)
 
     def outside(self, type_i: np.ndarray, type_j: np.ndarray, distance: np.ndarray) -> np.ndarray:
-        """Return which distances of types are not known; beyond the cut-off all are."""
-        bins = np.minimum((distance / WIDTH).astype(np.int64), self.known.shape[-1] - 1)
-        outside: np.ndarray = ~self.known[type_i, type_j, bins] & (distance < self.rcut)
+        """Return which distances of types the data do not hold; none lies beyond the cut-off."""
+        bins = np.minimum((distance / WIDTH).astype(np.int64), self.seen.shape[-1] - 1)
+        outside: np.ndarray = ~self.seen[type_i, type_j, bins] & (distance < self.rcut)
         return outside
 
     def compare(self, pairs: Pairs) -> tuple[float, int | None]:
@@ -90,7 +90,7 @@ class Coverage:
 
     def gaps(self, pair: tuple[int, int]) -> list[tuple[float, float]]:
         """Return the intervals between shortest and largest distance that no frame has [Å]."""
-        is_known = self.known[pair]  # (nbins,)
+        is_known = self.seen[pair]  # (nbins,)
         ends = np.flatnonzero(np.diff(is_known.astype(np.int8))) + 1
         edges = [float(end) * WIDTH for end in ends]
         # The first edge begins the known distances, unless these begin at 0.
@@ -161,7 +161,7 @@ def coverage_of(systems: Sequence[System], type_map: Sequence[str], rcut: float)
         rcut=rcut,
         shortest=shortest,
         largest=largest,
-        known=_with_margin(counts > 0),
+        seen=_with_margin(counts > 0),
         nframes=sum(system.nframes for system in systems),
         used=used,
         density=density,

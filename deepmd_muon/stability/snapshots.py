@@ -52,7 +52,7 @@ class Snapshots:
         self._device = device
         # Of the data:
         self._expected = torch.from_numpy(coverage.expected).to(device)  # (ntypes, ntypes)
-        self._known = torch.from_numpy(coverage.known).to(device)  # (ntypes, ntypes, nbins)
+        self._known = torch.from_numpy(coverage.seen).to(device)  # (ntypes, ntypes, nbins)
         self._reach = torch.from_numpy(angles.reach).to(device)  # (ntypes, ntypes)
         self._smallest = torch.from_numpy(angles.smallest).to(device)  # (ntypes, ntypes, ntypes)
         self._largest = torch.from_numpy(angles.largest).to(device)

@@ -23,6 +23,8 @@ from deepmd_muon.stability.snapshots import Snapshots
 # For the mean curvature: displacement of the finite difference [Å], and directions of each frame.
 _DISPLACEMENT = 0.01
 _DIRECTIONS = 2
+_TEMPERATURE_FRAMES = 8  # frames that a temperature is estimated from
+_STEPS_PER_SNAPSHOT = 10
 # Temperatures outside this range are not estimates of a temperature [K].
 _COLDEST = 20.0
 _HOTTEST = 20_000.0
@@ -112,9 +114,7 @@ def starts(systems: Sequence[System], copies: int, seed: int) -> Frames:
     return Frames.concatenate([frames[order[k % len(order)]] for k in range(copies)])
 
 
-def estimate_temperature(
-    force_field: ForceField, systems: Sequence[System], frames: int = 8
-) -> float | None:
+def estimate_temperature(force_field: ForceField, systems: Sequence[System]) -> float | None:
     """Estimate the temperature of data by their forces [K]; None if the forces tell none.
 
     The configurational temperature is kT = ⟨|F|²⟩ / ⟨tr H⟩ (Rugh, Phys. Rev. Lett. 78, 772
@@ -124,10 +124,10 @@ def estimate_temperature(
     type_map = force_field.predictor.type_map
     generator = torch.Generator().manual_seed(0)
     max_atoms = max(system.natoms for system in systems)
-    candidates = list(sampled(systems, frames * max_atoms))
+    candidates = list(sampled(systems, _TEMPERATURE_FRAMES * max_atoms))
     square = 0.0
     curvature = 0.0
-    for _, _, frame in candidates[:: max(1, len(candidates) // frames)]:
+    for _, _, frame in candidates[:: max(1, len(candidates) // _TEMPERATURE_FRAMES)]:
         state = Systems.from_frames(
             frame, type_map, force_field.device, masses=[1.0] * len(type_map)
         )
@@ -161,7 +161,6 @@ def run_dynamics(  # noqa: PLR0913 - the conditions of one trajectory
     time_step: float,
     steps: int,
     seed: int,
-    every: int = 10,
 ) -> Trajectories:
     """Follow copies at constant energy from a temperature [K], with the masses of the types [u]."""
     systems = Systems.from_frames(start, coverage.type_map, force_field.device, masses)
@@ -174,7 +173,7 @@ def run_dynamics(  # noqa: PLR0913 - the conditions of one trajectory
     )
     snapshots = Snapshots(coverage, angles, force_field.device)
     watch = _Watch(run, coverage, snapshots, systems)
-    for snapshot in simulate(force_field, systems, steps, time_step, every=every):
+    for snapshot in simulate(force_field, systems, steps, time_step, every=_STEPS_PER_SNAPSHOT):
         watch.add(snapshot)
         if len(run.blow_ups) == run.copies:
             break

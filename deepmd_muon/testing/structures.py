@@ -36,8 +36,8 @@ class Structure(NamedTuple):
         return self._replace(coord=self.coord @ matrix, box=box)
 
 
-def scattered(natoms: int, ntypes: int, edge: float, seed: int, *, apart: float = 1.2) -> Structure:
-    """Return atoms in a cube without periodicity, at least `apart` [Å] from each other.
+def scattered(natoms: int, ntypes: int, edge: float, seed: int) -> Structure:
+    """Return atoms in a cube without periodicity, at least 1.2 Å from each other.
 
     They have the types in turn.
     """
@@ -45,7 +45,7 @@ def scattered(natoms: int, ntypes: int, edge: float, seed: int, *, apart: float 
     coord = np.zeros((0, 3))
     while len(coord) < natoms:
         position = edge * random.random(3)
-        if np.all(np.linalg.norm(coord - position, axis=1) > apart):
+        if np.all(np.linalg.norm(coord - position, axis=1) > 1.2):
             coord = np.vstack([coord, position])
     return Structure(coord, np.arange(natoms) % ntypes)
 

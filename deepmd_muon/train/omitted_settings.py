@@ -64,12 +64,28 @@ def take_from_checkpoint(
 ) -> Input:
     """Take from checkpoints type maps that the input omits, or whole models, and a restart's scales.
 
+    Type maps that the input has are compared with the checkpoints'.
+
     Raises
     ------
     ModelError
         If the input has another type map, the checkpoint's model cannot have one, and `force_load`
         is false.
     """
+    run_input = _with_saved_type_maps(run_input, sources)
+    # Before the rest of the section is compared: a `sel` for other types is the same fault in
+    # other words.
+    for name, source in sources.items():
+        replaces_model = use_pretrain_script and source.way != "finetune"
+        if not force_load and not replaces_model:
+            source.check_type_map(run_input.branches[name].model.type_map)
+    if use_pretrain_script:
+        run_input = _with_saved_models(run_input, sources)
+    return _with_saved_scales(run_input, sources)
+
+
+def _with_saved_type_maps(run_input: Input, sources: Mapping[str, Source]) -> Input:
+    """Return the input with the type maps that it omits."""
     for name, source in sources.items():
         if not run_input.branches[name].model.type_map:
             run_input = run_input.with_model([name], type_map=source.model.type_map)
@@ -78,13 +94,11 @@ def take_from_checkpoint(
                 list(source.model.type_map),
                 source.path,
             )
-        # Before the rest of the section is compared: a `sel` for other types is the same fault in
-        # other words.
-        replaces_model = use_pretrain_script and source.way != "finetune"
-        if not force_load and not replaces_model:
-            source.check_type_map(run_input.branches[name].model.type_map)
-    if use_pretrain_script:
-        run_input = _with_saved_models(run_input, sources)
+    return run_input
+
+
+def _with_saved_scales(run_input: Input, sources: Mapping[str, Source]) -> Input:
+    """Return the input with the scales of HybridMuon that it omits, if it restarts a run."""
     restarted = next((source for source in sources.values() if source.way == "restart"), None)
     if run_input.scales is None or restarted is None:
         return run_input

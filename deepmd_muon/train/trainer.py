@@ -120,7 +120,7 @@ class Trainer:
         self._steppers = self._build_steppers()
         self._compile_kernels()
         self._recompute_layers()
-        self._tunings = self._build_tunings()
+        self._table_tunings = self._build_table_tunings()
         self._state = RunState(
             run_input=run_input,
             model=model,
@@ -179,7 +179,7 @@ class Trainer:
                 "training/recompute has no effect: the descriptor has no layers to compute again"
             )
 
-    def _build_tunings(self) -> list[Tuning]:
+    def _build_table_tunings(self) -> list[Tuning]:
         """Return the schedule of each interpolated descriptor; branches may share a descriptor."""
         if not self._training.interpolate_embedding or self.strategy.cuts_parameters:
             return []
@@ -339,7 +339,7 @@ class Trainer:
             self._note("reading its batch", self.step + 1, reads_data=True, between_steps=True)
             with self._throughput.reading():
                 batch = batches[name].next()
-            for tuning in self._tunings:
+            for tuning in self._table_tunings:
                 tuning(self.step)
             self._note(STEPPING, self.step + 1)
             metrics = self._steppers[name](batch, self.step)
@@ -481,7 +481,7 @@ class Trainer:
             )
         if OWN_KEY in content:  # not deepmd-kit's
             self.checkpoints.adopt(content[OWN_KEY], source)
-            for tuning in self._tunings:
+            for tuning in self._table_tunings:
                 tuning.looked = "pieces" in content[OWN_KEY]
         log.info("restarting from %s at step %d", source, self.step)
 

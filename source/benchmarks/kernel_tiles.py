@@ -173,7 +173,7 @@ def updated(
         "out": master,  # not written
         "weights": weights,
         "step": 0,
-        "first": 0,
+        "first_matrix": 0,
         "order": order,
         "width": width,
         **NO_APPLICATION,

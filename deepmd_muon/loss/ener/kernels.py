@@ -120,7 +120,13 @@ def _loss_kernel(
         for begin in range(0, count, block):
             i = begin + tl.arange(0, block)
             counted, d = _errors(
-                terms[term], atoms.mask, i, count, width, strides[term], atomic=term == force
+                terms[term],
+                atoms.mask,
+                i,
+                count=count,
+                width=width,
+                stride=strides[term],
+                atomic=term == force,
             )
             s = d * _per_atom(atoms.counts, i, count, width, atomic=term == force)
             shown_sum += s * s
@@ -172,7 +178,13 @@ def _gradient_kernel(
         if tl.program_id(1) == term:
             width = widths[term]
             _, d = _errors(
-                terms[term], atoms.mask, i, count, width, strides[term], atomic=term == force
+                terms[term],
+                atoms.mask,
+                i,
+                count=count,
+                width=width,
+                stride=strides[term],
+                atomic=term == force,
             )
             per_atom = _per_atom(atoms.counts, i, count, width, atomic=term == force)
             slope = d * (per_atom * (per_atom if intensive else 1.0))
@@ -270,11 +282,11 @@ class FusedLoss(torch.autograd.Function):
         )
         grid = (triton.cdiv(max(sizes), BLOCK), n_terms)
         _gradient_kernel[grid](gradients, table, fraction, cotangent, numbers, **options)
-        parts = gradients.split(sizes)
-        shaped = [
-            part.view(prediction.shape) for part, prediction in zip(parts, predictions, strict=True)
+        by_prediction = [
+            gradient.view(prediction.shape)
+            for gradient, prediction in zip(gradients.split(sizes), predictions, strict=True)
         ]
-        return None, None, None, None, None, None, *shaped
+        return None, None, None, None, None, None, *by_prediction
 
 
 def _shared_options(

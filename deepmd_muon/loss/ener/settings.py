@@ -98,7 +98,7 @@ _PREFACTORS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class EnerLossSettings(LossSettings):
-    """Errors of energy, forces, virial and atomic quantities, weighted with prefactors that follow the rate."""
+    """Errors of energy, forces, virial and atomic labels; prefactors follow the learning rate."""
 
     type: ClassVar[str] = "ener"
 

@@ -115,8 +115,8 @@ class Sections(NamedTuple):
         Columns of each section: one section a type, or one for all.
     by_type
         Whether sections are types.
-    most
-        The nearest neighbours of all types that are kept before sections are cut, as in deepmd-kit.
+    n_nearest
+        How many neighbours of all types, the nearest first, enter sections, as in deepmd-kit.
     capacity
         Most neighbours of an atom.
     """
@@ -124,7 +124,7 @@ class Sections(NamedTuple):
     rcut: float
     widths: tuple[int, ...]
     by_type: bool
-    most: int
+    n_nearest: int
     capacity: int
 
 

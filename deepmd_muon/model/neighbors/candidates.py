@@ -54,8 +54,8 @@ def mark_stale(
 
         kernels.mark_stale(stale, needed, coord, reference, limit)
         return
-    moved = (coord - reference).square().sum(-1)
-    stale.copy_((~(moved <= limit)).any(1))  # negated: NaN is stale, too
+    displacement_squared = (coord - reference).square().sum(-1)
+    stale.copy_((~(displacement_squared <= limit)).any(1))  # negated: NaN is stale, too
     needed[NOT_FINITE].logical_or_(~coord.isfinite().all())
 
 
@@ -178,11 +178,11 @@ def _note_too_small(
     _raise_needed(candidates, TOO_NEAR, torch.where(too_near, nearness, 0.0).int().amax(1))
 
     rank = squared.masked_fill(squared >= rcut_squared, torch.inf).argsort(dim=1, stable=True)
-    rank = rank[:, : sections.most]
-    kept = squared.gather(1, rank) < rcut_squared
+    rank = rank[:, : sections.n_nearest]
+    is_neighbor = squared.gather(1, rank) < rcut_squared
     kinds = atoms.atype[images.place.gather(1, rank)]
     for section, width in enumerate(sections.widths):
-        in_section = kept & (kinds == section) if sections.by_type else kept
+        in_section = is_neighbor & (kinds == section) if sections.by_type else is_neighbor
         total = in_section.sum(1)
         _raise_needed(candidates, FIRST_WIDTH + section, torch.where(total > width, total, 0))
     first_bound = FIRST_WIDTH + len(sections.widths)

@@ -93,7 +93,7 @@ class ListForm(NamedTuple):
     widths: Tensor  # (n_sections,) int64
     n_sections: int
     nnei: int
-    most: int  # nearest neighbours that are kept before sections are cut
+    n_nearest: int  # neighbours that enter sections, the nearest first
     rcut_squared: float  # [Å²]
 
 
@@ -296,7 +296,7 @@ def _list_form(sections: Sections, device: torch.device) -> ListForm:
         widths=widths,
         n_sections=len(sections.widths),
         nnei=sum(sections.widths),
-        most=sections.most,
+        n_nearest=sections.n_nearest,
         rcut_squared=sections.rcut**2,
     )
 
@@ -472,7 +472,7 @@ def _write_sections(
     s0,  # (capacity,) each: their S
     s1,
     s2,
-    kept,  # (capacity,) which lanes hold a neighbour
+    is_neighbor,  # (capacity,): which lanes hold one
     kind,  # (capacity,) its type
     form,
     by_type: tl.constexpr,
@@ -483,9 +483,9 @@ def _write_sections(
     With `counting`, raise `needed_widths` of sections that are too narrow to the width they need.
     """
     for section in range(form.n_sections):
-        in_section = kept
+        in_section = is_neighbor
         if by_type:
-            in_section = kept & (kind == section)
+            in_section = is_neighbor & (kind == section)
         column = tl.cumsum(in_section.to(tl.int32), 0) - 1
         width = tl.load(form.widths + section)
         if counting:
@@ -536,8 +536,8 @@ def search_kernel(
     rank = tl.arange(0, capacity)
     keys = tl.load(scratch + row * capacity + rank, rank < total, _LARGEST_KEY)
     keys = tl.sort(keys)
-    kept = (rank < total) & (rank < form.most)
-    k = tl.where(kept, _number_of(keys), 0).to(tl.int32)
+    is_neighbor = (rank < total) & (rank < form.n_nearest)
+    k = tl.where(is_neighbor, _number_of(keys), 0).to(tl.int32)
     place = atom.frame * natoms + k // n_images
     # Translations are computed again: this is cheaper than to keep them with the keys.
     image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
@@ -550,8 +550,8 @@ def search_kernel(
         s0=image.s0,
         s1=image.s1,
         s2=image.s2,
-        kept=kept,
-        kind=tl.load(atoms.atype + place, kept, -1),
+        is_neighbor=is_neighbor,
+        kind=tl.load(atoms.atype + place, is_neighbor, -1),
         form=form,
         by_type=by_type,
         counting=False,
@@ -586,18 +586,18 @@ def count_kernel(
     rcut_squared = tl.load(radii_squared)
     of_types = tl.zeros((type_tile,), tl.int32)
     within = tl.zeros((radius_tile,), tl.int32)
-    least = rcut_squared * 0.0 + float("inf")
+    nearest_squared = rcut_squared * 0.0 + float("inf")
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
         compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
         squared = tl.where(compared.is_image, compared.squared, float("inf"))
-        least = tl.minimum(least, tl.min(squared))
+        nearest_squared = tl.minimum(nearest_squared, tl.min(squared))
         other_kind = tl.where(squared < rcut_squared, tl.load(atoms.atype + compared.place), -1)
         of_types += tl.sum((other_kind[:, None] == kind[None, :]).to(tl.int32), 0)
         within += tl.sum((squared[:, None] < shorter_squared[None, :]).to(tl.int32), 0)
     tl.store(type_counts + row * ntypes + kind, of_types, kind < ntypes)
     tl.store(shorter_counts + row * n_shorter + radius, within, radius < n_shorter)
-    tl.store(nearest + row, least)
+    tl.store(nearest + row, nearest_squared)
 
 
 # ----- lists from candidates ---------------------------------------------------------------------
@@ -625,8 +625,8 @@ def mark_stale_kernel(
     zero = tl.zeros((block,), tl.float64)
     for axis in tl.static_range(3):
         x = tl.load(coord + at + axis, exists, 0.0)
-        moved = x - tl.load(reference + at + axis, exists, 0.0)
-        squared += moved * moved
+        displacement = x - tl.load(reference + at + axis, exists, 0.0)
+        squared += displacement * displacement
         zero += x - x  # NaN if x is not finite
     # Negated, since NaN compares as false: an atom that is not finite is far.
     far = tl.sum((exists & ((squared <= limit) == 0)).to(tl.int32))
@@ -726,10 +726,10 @@ def lay_out_kernel(
     has_candidate = atom.exists & (lane < tl.minimum(tl.load(number + row), room))
     at = row * room + lane
     # Empty lanes read the first atom.
-    other = tl.load(place + at, has_candidate, 0).to(tl.int64)
-    dx = tl.load(atoms.coord + other * 3) - atom.x
-    dy = tl.load(atoms.coord + other * 3 + 1) - atom.y
-    dz = tl.load(atoms.coord + other * 3 + 2) - atom.z
+    candidate = tl.load(place + at, has_candidate, 0).to(tl.int64)
+    dx = tl.load(atoms.coord + candidate * 3) - atom.x
+    dy = tl.load(atoms.coord + candidate * 3 + 1) - atom.y
+    dz = tl.load(atoms.coord + candidate * 3 + 2) - atom.z
     if translation is not None:
         s0, s1, s2 = _load_translation(translation, at, has_candidate)
         s0 = s0.to(tl.float64)
@@ -743,13 +743,13 @@ def lay_out_kernel(
     total = tl.sum(near.to(tl.int32))
 
     # What is wrong with these positions, and which bounds are too small.
-    least = tl.min(tl.where(near, squared, float("inf")))
-    tl.atomic_max(needed + _AT_SAME_PLACE, 1, least < _SAME_PLACE_SQUARED)
-    distance = tl.sqrt(tl.maximum(least, _SAME_PLACE_SQUARED))
+    nearest_squared = tl.min(tl.where(near, squared, float("inf")))
+    tl.atomic_max(needed + _AT_SAME_PLACE, 1, nearest_squared < _SAME_PLACE_SQUARED)
+    distance = tl.sqrt(tl.maximum(nearest_squared, _SAME_PLACE_SQUARED))
     # A tensor: Triton's interpreter cannot divide a constexpr.
     scale = tl.full((), _NEARNESS, tl.float64)
     nearness = (scale / distance + 1.0).to(tl.int32)  # rounded up
-    tl.atomic_max(needed + _TOO_NEAR, nearness, least < tl.load(nearest_allowed))
+    tl.atomic_max(needed + _TOO_NEAR, nearness, nearest_squared < tl.load(nearest_allowed))
     for k in range(n_inner):
         within = tl.sum((near & (squared < tl.load(inner_squared + k))).to(tl.int32))
         too_many = within > tl.load(inner_bounds + k)
@@ -759,25 +759,25 @@ def lay_out_kernel(
     # Other threads of this program write neighbours over these empty slots.
     tl.debug_barrier()
     keys = tl.sort(tl.where(near, _sort_key(squared, lane), _LARGEST_KEY))
-    kept = (lane < total) & (lane < form.most)  # lanes are ranks from here on
-    at = row * room + tl.where(kept, _number_of(keys), 0)
-    other = tl.load(place + at, kept, 0).to(tl.int64)
+    is_neighbor = (lane < total) & (lane < form.n_nearest)  # lanes are ranks from here on
+    at = row * room + tl.where(is_neighbor, _number_of(keys), 0)
+    neighbor_place = tl.load(place + at, is_neighbor, 0).to(tl.int64)
     s0 = None
     s1 = None
     s2 = None
     if translation is not None:
-        s0, s1, s2 = _load_translation(translation, at, kept)
+        s0, s1, s2 = _load_translation(translation, at, is_neighbor)
     _write_sections(
         neighbor=neighbor,
         shift=shift,
         needed_widths=needed + _FIRST_WIDTH,
         row=row,
-        place=other,
+        place=neighbor_place,
         s0=s0,
         s1=s1,
         s2=s2,
-        kept=kept,
-        kind=tl.load(atoms.atype + other, kept, -1),
+        is_neighbor=is_neighbor,
+        kind=tl.load(atoms.atype + neighbor_place, is_neighbor, -1),
         form=form,
         by_type=by_type,
         counting=True,

@@ -128,7 +128,7 @@ def in_sections(images: Images, atoms: Atoms, sections: Sections) -> tuple[Tenso
     squared, rank = squared.float().sort(dim=1, stable=True)
     place = images.place.gather(1, rank)
     shift = images.shift.gather(1, rank.unsqueeze(2).expand_as(images.shift))
-    squared[:, sections.most :] = torch.inf
+    squared[:, sections.n_nearest :] = torch.inf
     places = []
     shifts = []
     for kind, width in enumerate(sections.widths):
@@ -136,9 +136,9 @@ def in_sections(images: Images, atoms: Atoms, sections: Sections) -> tuple[Tenso
         if sections.by_type:
             in_section = in_section & (atoms.atype[place] == kind)
         columns = columns_of(in_section, width)
-        kept = in_section.gather(1, columns)
-        section_place = torch.where(kept, place.gather(1, columns), -1)
-        section_shift = gather_rows(shift, columns) * kept.unsqueeze(2)
+        is_filled = in_section.gather(1, columns)
+        section_place = torch.where(is_filled, place.gather(1, columns), -1)
+        section_shift = gather_rows(shift, columns) * is_filled.unsqueeze(2)
         n_missing = width - columns.shape[1]
         places.append(torch.nn.functional.pad(section_place, (0, n_missing), value=-1))
         shifts.append(torch.nn.functional.pad(section_shift, (0, 0, 0, n_missing)))

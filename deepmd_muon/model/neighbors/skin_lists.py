@@ -293,7 +293,7 @@ class SkinLists:
             rcut=self._rcut,
             widths=self._room.widths,
             by_type=self._by_type,
-            most=min(sum(self._limits), MOST_NEIGHBORS),
+            n_nearest=min(sum(self._limits), MOST_NEIGHBORS),
             capacity=0,  # not read: the room of the candidates counts
         )
         neighbor, shift = lay_out(

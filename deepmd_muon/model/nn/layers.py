@@ -39,7 +39,10 @@ def fold(x: Tensor, copies: Copies) -> Tensor:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return the rows of all parts; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if len(parts) == 1:
+        (rows,) = parts
+        return rows
+    return torch.cat(list(parts))
 
 
 def _kernels(f: Activation, tensor: Tensor) -> Any:
@@ -117,7 +120,7 @@ def cotangents(
     """
     kernels = _kernels(f, keep)
     if kernels is not None:
-        out = kernels.cotangents(keep, idt, h_dot, y_hat, y_bar, f.formula)
+        out = kernels.cotangents(keep, idt, h_dot, y_hat=y_hat, y_bar=y_bar, formula=f.formula)
         if idt is None:
             return out, out[0].sum(0), None
         idt_hat, bias_hat = out[:2].sum(1)

@@ -246,9 +246,9 @@ class Tabulated(torch.nn.Module):
         self.pieces = max(1, int(-(-1.0 // ((nearest + self.protection) * self.step))))
         self._check_size()
         pairs = [
-            self._coefficients(own, centre, other)
+            self._coefficients(own, centre, neighbor_kind)
             for centre in range(ntypes)
-            for other in range(ntypes)
+            for neighbor_kind in range(ntypes)
         ]
         self.register_buffer("table", torch.stack(pairs).to(self.scale.dtype))
         # Rows 0 to 5: the coefficients of b, rows 6 to 11: those of b′.
@@ -268,11 +268,11 @@ class Tabulated(torch.nn.Module):
             )
 
     @torch.no_grad()
-    def _coefficients(self, own: Any, centre: int, other: int) -> torch.Tensor:
+    def _coefficients(self, own: Any, centre: int, neighbor_kind: int) -> torch.Tensor:
         """Return the tables of a pair of types `(channels, pieces + 5, M)`."""
         scale = self.scale[centre, 0].double()
         shift = self.empty_row[centre, 0].double()
-        features = self.features_of(own, centre, other)
+        features = self.features_of(own, centre, neighbor_kind)
 
         def features_of_s(s: torch.Tensor) -> torch.Tensor:
             return features(s * scale + shift)
@@ -286,7 +286,9 @@ class Tabulated(torch.nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def features_of(own: Any, centre: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def features_of(
+        own: Any, centre: int, neighbor_kind: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function of R₀: features of a pair of types `(n, channels·M)`, float64."""
         raise NotImplementedError
 
@@ -306,14 +308,14 @@ class Tabulated(torch.nn.Module):
         """
         raise NotImplementedError
 
-    def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def fill(self, near: Near, neighbor_kind: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return the part of empty slots in A `(ncentre, 4, M)`.
 
         Parameters
         ----------
         near
             The neighbourhoods.
-        other
+        neighbor_kind
             Types of the neighbours `(ncentre, nnei)`.
         real
             Which slots hold one `(ncentre, nnei)`.
@@ -326,8 +328,10 @@ class Tabulated(torch.nn.Module):
         ncentre, nnei = near.neighbor.shape
         dtype = self.table.dtype
         real = near.neighbor >= 0
-        other = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
-        used = real if not self.excludes else real & self.seen[near.kind.unsqueeze(1), other]
+        neighbor_kind = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
+        used = real
+        if self.excludes:
+            used = real & self.seen[near.kind.unsqueeze(1), neighbor_kind]
 
         geometry = self._geometry(near.vectors, real)
         scale = self.scale.t()[:, near.kind].unsqueeze(2) * used
@@ -344,16 +348,18 @@ class Tabulated(torch.nn.Module):
         kinds: list[int] = []
         number = torch.zeros([self.request.ntypes], dtype=torch.int64, device=rows.device)
         counts: list[int] = (
-            torch.bincount(other[real], minlength=self.request.ntypes).cpu().tolist()
+            torch.bincount(neighbor_kind[real], minlength=self.request.ntypes).cpu().tolist()
         )
         for kind in range(len(counts)):
             if counts[kind] > 0:
                 number[kind] = len(kinds)
                 kinds.append(kind)
         centre = torch.arange(ncentre, device=rows.device).unsqueeze(1)
-        group = number[other] * ncentre + centre
+        group = number[neighbor_kind] * ncentre + centre
         place = (group * (4 * self.channels * terms)).view(-1) + basis.cell
-        b = self._spread(rows, basis.values, switch, place, len(kinds) * ncentre, terms)
+        b = self._spread(
+            rows, basis.values, switch, place, groups=len(kinds) * ncentre, terms=terms
+        )
         a = self._contract(b, kinds, near)
 
         beyond = (basis.beyond & used.view(-1)).nonzero().view(-1)
@@ -362,13 +368,13 @@ class Tabulated(torch.nn.Module):
         )
         if beyond.shape[0] > 0:
             self._warn_once()
-            pair = (near.kind.unsqueeze(1) * self.request.ntypes + other).view(-1)
+            pair = (near.kind.unsqueeze(1) * self.request.ntypes + neighbor_kind).view(-1)
             beyond_switch = switch[beyond] if self.channels > 1 else switch
             exact = self.embed_exactly(rows[0, beyond], pair[beyond], beyond_switch)
             products = rows[:, beyond].t().unsqueeze(2) * exact[0].unsqueeze(1)
             a.index_add_(0, beyond // nnei, products)  # the atom of each edge
         if self.fills:
-            a = a + self.fill(near, other, real)
+            a = a + self.fill(near, neighbor_kind, real)
         a = a / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
         if self.type_rows.shape[1] > 0:
@@ -476,9 +482,9 @@ class Tabulated(torch.nn.Module):
                 start = stop
         return a.view(ncentre, 4, self.width)
 
-    def _rows_of(self, centre: int, other: int, terms: int) -> torch.Tensor:
+    def _rows_of(self, centre: int, neighbor_kind: int, terms: int) -> torch.Tensor:
         """Return the first rows of the tables of a pair of types `(channels·terms, M)`."""
-        pair = centre * self.request.ntypes + other
+        pair = centre * self.request.ntypes + neighbor_kind
         return self.table[pair, :, :terms].reshape(-1, self.width)
 
     @torch.jit.export

@@ -227,13 +227,13 @@ def _launches_by_shape(locations: Sequence[MatrixLocation], device: torch.device
     for (rows, columns), members in by_shape.items():
         counts = Counter(location.tensor for location in members)
         # By tensor; the first of several locations is kept, because it comes last here.
-        first = {location.tensor: location for location in reversed(members)}
+        location_of = {location.tensor: location for location in reversed(members)}
         spans = [
             Span(
                 tensor=tensor,
                 count=count,
-                place=first[tensor].out,
-                transposed=first[tensor].out_row == 1,
+                place=location_of[tensor].out,
+                transposed=location_of[tensor].out_row == 1,
             )
             for tensor, count in counts.items()
         ]

@@ -222,10 +222,10 @@ class _TiledAccess(NamedTuple):
     descriptor: Any  # TensorDescriptor
 
 
-class _Part(NamedTuple):
+class _UpdateLaunch(NamedTuple):
     """The matrices that one launch of an update takes."""
 
-    first: int
+    first_matrix: int
     matrices: int
     read: _TiledAccess
     write: _TiledAccess
@@ -238,25 +238,27 @@ class SymmetricMatrix:
     See the table in `symmetric`.
     """
 
-    def __init__(self, values: Tensor, diagonal: Tensor, rest: Tensor | None, tiles: Tiles) -> None:
+    def __init__(
+        self, values: Tensor, diagonal: Tensor, residual: Tensor | None, tiles: Tiles
+    ) -> None:
         rows = tiles.symmetric.rows
         side = int(SQUARE.value)
-        # The kernel does not read the rest of a matrix without one; a descriptor must be there.
-        rest = values if rest is None else rest
+        # The kernel does not read the residual of a matrix without one; a descriptor must be there.
+        residual = values if residual is None else residual
         self.diagonal = diagonal
         self.factor = tiled(values, rows, DEPTH)  # of symmetric products
         self.turned_strips = tiled(values, side, rows)
         self.squares = tiled(values, side, side)
-        self.rest_squares = tiled(rest, side, side)
-        self.rest_strips = tiled(rest, rows, DEPTH)
+        self.residual_squares = tiled(residual, side, side)
+        self.residual_strips = tiled(residual, rows, DEPTH)
         self.polynomial = tiled(values, tiles.update.rows, DEPTH)  # of updates
 
     def as_operand(self, side: str) -> dict[str, Any]:
         """Return the arguments of `symmetric_product` for an operand, but the factor."""
         return {
             f"{side}_squares": self.squares,
-            f"{side}_rest": self.rest_squares,
-            f"{side}_rest_strips": self.rest_strips,
+            f"{side}_residual": self.residual_squares,
+            f"{side}_residual_strips": self.residual_strips,
             f"{side}_diagonal": self.diagonal,
         }
 
@@ -266,8 +268,8 @@ class SymmetricMatrix:
             "target_squares": self.squares,
             "target_strips": self.factor,  # DEPTH = SQUARE
             "target_turned_strips": self.turned_strips,
-            "target_rest": self.rest_squares,
-            "target_rest_strips": self.rest_strips,
+            "target_residual": self.residual_squares,
+            "target_residual_strips": self.residual_strips,
             "target_diagonal": self.diagonal,
         }
 
@@ -325,8 +327,8 @@ class _Iteration:
         }
         # The prefetch computes addresses in 32 bits and needs whole tiles. Triton's interpreter has
         # no inline assembly.
-        whole = self.order == self.rows and self.width == self.columns
-        self.prefetch = out.is_cuda and whole and self.rows * self.columns < 2**31
+        whole_tiles = self.order == self.rows and self.width == self.columns
+        self.prefetch = out.is_cuda and whole_tiles and self.rows * self.columns < 2**31
 
         self.spans = spans if len(spans) <= _MOST_SPANS else ()
         self.has_master = amplification(products) > _MASTER_LIFT
@@ -372,7 +374,9 @@ class _Iteration:
             name: SymmetricMatrix(
                 values=self._empty(rows, self.order, dtype=torch.float16),
                 diagonal=self._empty(rows, dtype=torch.float32),
-                rest=self._empty(rows, self.order, dtype=torch.float16) if name in fine else None,
+                residual=self._empty(rows, self.order, dtype=torch.float16)
+                if name in fine
+                else None,
                 tiles=self.tiles,
             )
             for name in dict.fromkeys(product.target for product in products)
@@ -476,10 +480,10 @@ class _Iteration:
         """Write X / ‖X‖ in fp16 from inputs in tiles; an `Application` has summed their squares."""
         all_sums = self._allocate_sums(_INPUT_SHARES)
         n_tiles = self.order // _COPIED_ROWS * (self.width // _COPIED_COLUMNS)
-        first = 0
+        first_matrix = 0
         for span, access in zip(self.spans, self.inputs, strict=True):
             if self.application is None:
-                sums = all_sums[first:]
+                sums = all_sums[first_matrix:]
                 measure_contiguous[sums.shape[1], span.count](
                     inputs=tensors[span.tensor],
                     sums=sums,
@@ -500,7 +504,7 @@ class _Iteration:
                 iterate=tiled(iterate, _COPIED_ROWS, _COPIED_COLUMNS),
                 sums=sums,
                 factors=self.factors,
-                first=first,
+                first_matrix=first_matrix,
                 order=self.order,
                 width=self.width,
                 READ=access.way,
@@ -508,7 +512,7 @@ class _Iteration:
                 T=_COPIED_ROWS,
                 N=_COPIED_COLUMNS,
             )
-            first += span.count
+            first_matrix += span.count
 
     # ----- products ------------------------------------------------------------------------------
 
@@ -520,7 +524,7 @@ class _Iteration:
         if product.left == "X":
             kind = GRAM.value
             depth = self.width
-            left = right = target  # dummies: X Xᵀ adds nothing
+            left_operand = right_operand = target  # dummies: X Xᵀ adds nothing
             left_factor = right_factor = self.current.gram_factor
             deep = 0
             if tile.rows == _DEEP_SYMMETRIC.rows:
@@ -532,15 +536,15 @@ class _Iteration:
         else:
             kind = (ONE_MATRIX if product.left == product.right else TWO_MATRICES).value
             depth = self.order
-            left = self.symmetric[product.left]
-            right = self.symmetric[product.right]
-            left_factor = left.factor
-            right_factor = right.factor
+            left_operand = self.symmetric[product.left]
+            right_operand = self.symmetric[product.right]
+            left_factor = left_operand.factor
+            right_factor = right_operand.factor
         symmetric_product[programs, self.count](
             left=left_factor,
             right=right_factor,
-            **left.as_operand("left"),
-            **right.as_operand("right"),
+            **left_operand.as_operand("left"),
+            **right_operand.as_operand("right"),
             **target.as_target(),
             weights=self.weights,
             step=step,
@@ -568,27 +572,27 @@ class _Iteration:
         exact = self.rows >= _LARGE_ROWS and lift > _EXACT_LIFT
         polynomial = self.symmetric[product.left]
         programs = self.order // tile.rows * (self.width // tile.columns)
-        for part in self._parts(last=last):
-            strided = part.write.way == ANYWHERE.value
-            update[programs, part.matrices](
+        for launch in self._update_launches(last=last):
+            strided = launch.write.way == ANYWHERE.value
+            update[programs, launch.matrices](
                 polynomial=polynomial.polynomial,
                 diagonal=polynomial.diagonal,
                 current=self.current.update_factor,
-                present=part.read.descriptor,
+                present=launch.read.descriptor,
                 factors=self.factors,
-                source=part.read.descriptor.base if self.inputs else None,
-                master=part.write.descriptor,
+                source=launch.read.descriptor.base if self.inputs else None,
+                master=launch.write.descriptor,
                 following=self.following.tiles,
                 table=self.table,
                 out=self.out,
                 weights=self.weights,
                 step=step,
-                first=part.first,
+                first_matrix=launch.first_matrix,
                 order=self.order,
                 width=self.width,
-                **(self._application_to(part.span) if last else NO_APPLICATION),
-                READ=part.read.way,
-                WRITE=part.write.way,
+                **(self._application_to(launch.span) if last else NO_APPLICATION),
+                READ=launch.read.way,
+                WRITE=launch.write.way,
                 KEEP=keep,
                 CHUNK=_EXACT_CHUNK if exact else 0,
                 PREFETCH=self.prefetch,
@@ -602,27 +606,31 @@ class _Iteration:
         self.inputs = []  # later updates read the workspace
         self.current, self.following = self.following, self.current
 
-    def _parts(self, *, last: bool) -> list[_Part]:
+    def _update_launches(self, *, last: bool) -> list[_UpdateLaunch]:
         """Divide the batch of an update into launches: one per span if it uses tiles of tensors."""
         read = _TiledAccess(PRESENT.value, self.master if self.has_master else self.current.tiles)
         write = _TiledAccess((ANYWHERE if last else NEXT).value, self.master)
         results = self._results_in_tiles() if last else []
         if not self.inputs and not results:
-            return [_Part(first=0, matrices=self.count, read=read, write=write, span=None)]
-        parts = []
-        first = 0
+            return [
+                _UpdateLaunch(
+                    first_matrix=0, matrices=self.count, read=read, write=write, span=None
+                )
+            ]
+        launches = []
+        first_matrix = 0
         for i, span in enumerate(self.spans):
-            parts.append(
-                _Part(
-                    first=first,
+            launches.append(
+                _UpdateLaunch(
+                    first_matrix=first_matrix,
                     matrices=span.count,
                     read=self.inputs[i] if self.inputs else read,
                     write=results[i] if results else write,
                     span=span,
                 )
             )
-            first += span.count
-        return parts
+            first_matrix += span.count
+        return launches
 
     def _application_to(self, span: Span | None) -> dict[str, Any]:
         """Return the arguments with which the last update changes the parameters of a span."""

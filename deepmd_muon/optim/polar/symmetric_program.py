@@ -60,8 +60,8 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
     multiplied with each other before they multiply X. But an error of R outside the range of X
     grows by a² in each step until R is recomputed.
     """
-    most = next((steps for min_rows, steps in _FIRST_STEPS if rows >= min_rows), 0)
-    if most == 0 or columns < _WIDE * rows:
+    max_steps = next((steps for min_rows, steps in _FIRST_STEPS if rows >= min_rows), 0)
+    if max_steps == 0 or columns < _WIDE * rows:
         return [(step,) for step in coefficients]
     growth = [a * a for a, _, _ in coefficients]
 
@@ -70,12 +70,12 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
         if n <= 2:
             return True
         before_last = growth[: n - 1]
-        averaged = rows >= _MANY_ROWS and math.prod(before_last) <= _GROWTH ** (most - 1)
+        averaged = rows >= _MANY_ROWS and math.prod(before_last) <= _GROWTH ** (max_steps - 1)
         return averaged or max(before_last) <= _GROWTH
 
     choices = [
         [coefficients[:n], *_pairs(coefficients[n:])]
-        for n in range(1, min(most, len(growth)) + 1)
+        for n in range(1, min(max_steps, len(growth)) + 1)
         if may_share(n)
     ]
     return min(choices, key=len)

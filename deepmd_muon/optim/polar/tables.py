@@ -44,8 +44,8 @@ def captured_addresses(tensors: Sequence[Tensor]) -> Tensor:
     addresses = [x.data_ptr() for x in tensors]
     # The kernel writes 16 addresses; the table has room for copies of the last one.
     addresses += addresses[-1:] * (len(table) - len(addresses))
-    for first in range(0, len(table), _PER_LAUNCH):
-        write_addresses[(1,)](table, first, *addresses[first : first + _PER_LAUNCH])
+    for begin in range(0, len(table), _PER_LAUNCH):
+        write_addresses[(1,)](table, begin, *addresses[begin : begin + _PER_LAUNCH])
     return table
 
 

@@ -168,7 +168,7 @@ class Clipper:
         if spec is None:
             return None
         placements = spec.placements
-        if any(each.is_partial() and each.reduce_op != "max" for each in placements):
+        if any(place.is_partial() and place.reduce_op != "max" for place in placements):
             return f"is {placements}; reduce it first, or pass its full_tensor()"
         assigned = sum(stop - start for start, stop in _held_heads(value))
         if assigned != len(local_of(value)):
@@ -184,7 +184,7 @@ class Clipper:
             if first_head in reduction.heads.tolist()
             for rank in reduction.ranks
         }
-        is_whole = all(each.is_replicate() for each in placements)
+        is_whole = all(place.is_replicate() for place in placements)
         if len(ranks) > 1 and not ranks <= reducing_ranks and not is_whole:
             return (
                 f"is {placements} on ranks {sorted(ranks)}, which do not share the layer's "
@@ -203,7 +203,9 @@ class Clipper:
         device = local_of(self._targets[0].p).device
         largest = self._largest(logits, device)
         if device not in self._reduced_heads:  # a captured step cannot copy from the host
-            self._reduced_heads[device] = [each.heads.to(device) for each in self._reductions]
+            self._reduced_heads[device] = [
+                reduction.heads.to(device) for reduction in self._reductions
+            ]
         if self._reductions:
             import torch.distributed as dist
 
@@ -267,7 +269,11 @@ def _reductions(
     local_names: Container[str],
 ) -> list[_Reduction]:
     """Return the ranks that reduce the logits of heads, in the same order on all ranks."""
-    params = {each.layer.name: by_name[name] for name, rows in scaled.items() for each in rows}
+    params = {
+        layer_rows.layer.name: by_name[name]
+        for name, rows_of_layers in scaled.items()
+        for layer_rows in rows_of_layers
+    }
     if replicas is None and not any(hasattr(p, "device_mesh") for p, _ in params.values()):
         return []
     from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed

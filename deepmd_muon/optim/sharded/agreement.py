@@ -90,7 +90,9 @@ def check_settings(
         check_names(
             [shared_name for shared_name in routes if members.issuperset(shared_name.ranks)], among
         )
-        local = [each for each in statements if members.issuperset(each.shared_name.ranks)]
+        local = [
+            statement for statement in statements if members.issuperset(statement.shared_name.ranks)
+        ]
         statements_of_ranks = gather_if_different(local, among)
         if statements_of_ranks is not None:
             _require_same_settings(statements_of_ranks, among.ranks)
@@ -297,9 +299,9 @@ class _Comparison:
             table[row, param.column] = 1.0
         # Below the values of the ranks that have the group.
         table[:, len(self.names) :] = -torch.inf
-        for group, first in self.settings:
+        for group, start in self.settings:
             values = torch.tensor(columns.values[group], device="cpu")
-            table[:, first : first + len(KEYS)] = torch.stack([values, -values])
+            table[:, start : start + len(KEYS)] = torch.stack([values, -values])
         self.table = table.view(-1).to(device)
 
 
@@ -382,13 +384,13 @@ class GradientPresence:
         self._n_steps += 1
         for comparison in self._comparisons:
             table = None
-            wanted = comparison.names or (compare_settings and comparison.labels)
-            if wanted and not capturing:
+            has_entries = comparison.names or (compare_settings and comparison.labels)
+            if has_entries and not capturing:
                 table = comparison.table
-            parts = [part for part in (table, flags) if part is not None]
-            if not parts:
+            operands = [x for x in (table, flags) if x is not None]
+            if not operands:
                 continue
-            reduced = torch.cat(parts)
+            reduced = torch.cat(operands)
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=comparison.process_group)
             if table is not None:
                 comparison.result.copy_(reduced[: len(table)].view(2, -1), non_blocking=True)

@@ -382,8 +382,8 @@ class Bucket:
             torch._foreach_zero_([headers[k, :1] for k in without_gradient])
         self._rule_state.pack(headers)
         if statistics is not None:
-            first = 1 + len(self._rule_state.keys)
-            headers[self._measured_pieces, first:] = statistics[self._statistics_rows]
+            statistics_start = 1 + len(self._rule_state.keys)
+            headers[self._measured_pieces, statistics_start:] = statistics[self._statistics_rows]
         self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
 
     @phase("gather")
@@ -455,8 +455,8 @@ def _padded_table(block_of_piece: Sequence[int], n_blocks: int) -> Tensor:
     pieces_of_block: list[list[int]] = [[] for _ in range(n_blocks)]
     for piece, block in enumerate(block_of_piece):
         pieces_of_block[block].append(piece)
-    most = max((len(pieces) for pieces in pieces_of_block), default=1)
+    max_pieces = max((len(pieces) for pieces in pieces_of_block), default=1)
     padding = len(block_of_piece)
-    rows = [pieces + [padding] * (most - len(pieces)) for pieces in pieces_of_block]
+    rows = [pieces + [padding] * (max_pieces - len(pieces)) for pieces in pieces_of_block]
     # On the CPU even under a default device: the caller moves it.
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(n_blocks, most)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(n_blocks, max_pieces)

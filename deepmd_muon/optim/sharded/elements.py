@@ -144,11 +144,11 @@ class GatheredParts:
         *,
         keep: bool = True,
     ) -> None:
-        first = params[0]
+        param = params[0]  # all have the same ranks and dtype
         self._params = params
         self._collectives = collectives
-        self._n_ranks = len(first.sharding.layout.ranks)
-        self._group = group_of(first.sharding.layout.sorted_ranks, first.p.device)
+        self._n_ranks = len(param.sharding.layout.ranks)
+        self._group = group_of(param.sharding.layout.sorted_ranks, param.p.device)
 
         # By parameter and rank. A row is all elements with one index along the sharded dimension.
         intervals = [sharding.intervals(p.shape) for p, sharding in params]
@@ -180,22 +180,22 @@ class GatheredParts:
                     )
                 offset += n_elements
 
-        self._sent = torch.empty(self._longest, dtype=first.p.dtype, device=first.p.device)
+        self._sent = torch.empty(self._longest, dtype=param.p.dtype, device=param.p.device)
         self._kept = self._new_buffer() if keep else None
         self.local_parts: dict[Tensor, Tensor] = {}
         offset = 0
         for param in params:
-            part = param.local_part()
-            flat = self._sent[offset : offset + part.numel()]
-            self.local_parts[param.p] = flat.view(part.shape)
-            offset += part.numel()
+            local = param.local_part()
+            flat = self._sent[offset : offset + local.numel()]
+            self.local_parts[param.p] = flat.view(local.shape)
+            offset += local.numel()
 
     def read(self) -> None:
         """Copy this rank's parts from the parameters to the buffer."""
-        parts = [param.local_part().reshape(-1) for param in self._params]
-        n_elements = sum(part.numel() for part in parts)
+        local = [param.local_part().reshape(-1) for param in self._params]
+        n_elements = sum(map(torch.numel, local))
         if n_elements:
-            torch.cat(parts, out=self._sent[:n_elements])
+            torch.cat(local, out=self._sent[:n_elements])
 
     def gather(self) -> Callable[[], None]:
         """Start the collective; return the function that waits for it and writes all parameters."""
@@ -208,11 +208,12 @@ class GatheredParts:
             wait()
             targets = []
             sources = []
-            for part in self._parts:
+            for interval in self._parts:
                 # The parameter's memory may have been replaced since the constructor.
-                target = part.p.detach().narrow(part.dim, part.start, part.length)
+                p = interval.p.detach()
+                target = p.narrow(interval.dim, interval.start, interval.length)
                 targets.append(target)
-                flat = received[part.offset : part.offset + part.elements]
+                flat = received[interval.offset : interval.offset + interval.elements]
                 sources.append(flat.view(target.shape))
             torch._foreach_copy_(targets, sources)
 

@@ -97,8 +97,8 @@ def state_layout(
     """
 
     def largest_part(dim: int) -> int:
-        others = math.prod(shape) // max(1, shape[dim])
-        return -(-shape[dim] // len(ranks)) * others  # rounded up
+        row_size = math.prod(shape) // max(1, shape[dim])
+        return -(-shape[dim] // len(ranks)) * row_size  # rounded up
 
     dim = min(range(len(shape)), key=largest_part) if matrices else 0
     return Layout(mesh, tuple(ranks), (ShardPlacement(dim),) * len(mesh))
@@ -120,16 +120,16 @@ def chunk(runs: Runs, index: int, count: int) -> Runs:
     size = -(-total(runs) // count)  # rounded up
     start = index * size  # a position in the concatenated runs
     stop = start + size
-    part = []
+    runs_of_part = []
     position = 0
     for run_start, run_stop in runs:
         next_position = position + run_stop - run_start
         low = max(start, position)
         high = min(stop, next_position)
         if low < high:
-            part.append((run_start + low - position, run_start + high - position))
+            runs_of_part.append((run_start + low - position, run_start + high - position))
         position = next_position
-    return tuple(part)
+    return tuple(runs_of_part)
 
 
 def _merged(runs: Sequence[Run]) -> Runs:
@@ -314,8 +314,8 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
     n_parts = max(1, len(view.sizes))
     regions = regions_by_rank(shape, view, layout)
     for rank, place in layout.places().items():
-        wanted = tuple((start * n_parts, stop * n_parts) for start, stop in regions[rank].batch)
-        if held_runs(view.blocks, 0, sharded, place) != wanted:
+        blocks = tuple((start * n_parts, stop * n_parts) for start, stop in regions[rank].batch)
+        if held_runs(view.blocks, 0, sharded, place) != blocks:
             return dataclasses.replace(layout, placements=(None,) * len(layout.mesh))
     return sharded
 

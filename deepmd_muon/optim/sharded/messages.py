@@ -168,9 +168,9 @@ def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Pie
 
 def _piece_in(region: Region, p: PlannedParameter, parameter: int, block: int) -> Piece:
     """Return the piece of a block that a rank with this region of the parameter has."""
-    parts = block_bounds(p.view)
-    matrix, part = divmod(block, len(parts))
-    bounds = parts[part]
+    bounds_of_parts = block_bounds(p.view)
+    matrix, part_number = divmod(block, len(bounds_of_parts))
+    bounds = bounds_of_parts[part_number]
     in_batch = overlap(region.batch, matrix, matrix + 1)
     return Piece(
         parameter=parameter,
@@ -222,8 +222,8 @@ def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slic
     p = plan.parameters[parameter]
     slices = []
     # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
-    for part in range(len(p.view.block_shapes)):
-        _, rows, columns = piece_of(plan, parameter, part, rank, "gather").local_index
+    for block in range(len(p.view.block_shapes)):
+        _, rows, columns = piece_of(plan, parameter, block, rank, "gather").local_index
         slices.append((rows, columns))
     return slices
 
@@ -235,7 +235,7 @@ class Lines(NamedTuple):
     ----------
     shape
         (batch, lines, blocks per line, values) of the rank's local state tensor.
-    batch, inside, part
+    batch, inside, part_number
         Indices of the block's lines in this tensor; `inside` also has their indices in the block.
         `batch` is -1 if the rank has none of the matrix.
     values
@@ -245,7 +245,7 @@ class Lines(NamedTuple):
     shape: tuple[int, int, int, int]
     batch: int
     inside: Overlap
-    part: int
+    part_number: int
     values: int
 
     @property
@@ -264,11 +264,11 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     batch, rows, columns = region.shape
     blocks_per_line = p.view.repeats(of)
     lengths = tensor.lengths(p.view)
-    part = block % len(lengths)
+    part_number = block % len(lengths)
     return Lines(
         shape=(batch, rows if of == "rows" else columns, blocks_per_line, max(lengths)),
         batch=piece.batch,
         inside=piece.rows if of == "rows" else piece.columns,
-        part=part if blocks_per_line > 1 else 0,
-        values=lengths[part],
+        part_number=part_number if blocks_per_line > 1 else 0,
+        values=lengths[part_number],
     )

@@ -245,22 +245,22 @@ def holders_of_blocks(
     holders = []
     n_parts = len(view.block_shapes)
     for block, ranks_of_score in enumerate(ranks_of_scores):
-        matrix, part = divmod(block, n_parts)
+        matrix, part_number = divmod(block, n_parts)
         kind = (
-            part,
+            part_number,
             updates.ranks[matrix],
             state.ranks[matrix],
             ranks_of_score,
-            *(held.holdings.ranks[matrix] for held in held_lines),
+            *(lines.holdings.ranks[matrix] for lines in held_lines),
         )
         if kind not in by_kind:
-            in_state = state.elements(matrix, part)
+            in_state = state.elements(matrix, part_number)
             n_values: Counter[int] = Counter()
-            for held in held_lines:
-                n_values.update(held.values(matrix, part))
+            for lines in held_lines:
+                n_values.update(lines.values(matrix, part_number))
             # Ranks with rules' state only need no elements.
             needed = dict.fromkeys((*ranks_of_score, *n_values), 0)
-            needed.update(updates.elements(matrix, part))
+            needed.update(updates.elements(matrix, part_number))
             by_kind[kind] = BlockHolders(
                 replicas=state_replicas,
                 copies=_by_replica(in_state, state_replicas),

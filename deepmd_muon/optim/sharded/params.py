@@ -87,8 +87,8 @@ class StateSharding:
         """
         if _is_placed(value, self.mesh, self.placements):
             return value
-        whole = full_tensor(value)
-        return self.joined(self.part(whole).contiguous(), whole.shape)
+        full = full_tensor(value)
+        return self.joined(self.part(full).contiguous(), full.shape)
 
 
 def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSharding | None:
@@ -149,9 +149,9 @@ class ShardedParameter(StateHolder):
     def full(self, tensor: StateTensor) -> Tensor:
         """Return a new state tensor with its initial value, in the layout of this state."""
         if tensor.extent == "parameter" and self.sharding is not None:
-            part = self.sharding.part(self.p)
+            local = self.sharding.part(self.p)
             dtype = tensor.dtype_for(self.p.dtype)
-            zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
+            zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
             return self.sharding.joined(zeros, self.p.shape)
         new = super().full(tensor)
         return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
@@ -183,9 +183,9 @@ class ShardedParameter(StateHolder):
         placements = tuple(_to_torch(placement) for placement in layout.placements)
         if _is_placed(value, mesh, placements):
             return value
-        whole = full_tensor(value)
-        local = _local_elements(whole, layout, mesh.get_coordinate())
-        return _joined(local.contiguous(), mesh, placements, whole.shape)
+        full = full_tensor(value)
+        local = _local_elements(full, layout, mesh.get_coordinate())
+        return _joined(local.contiguous(), mesh, placements, full.shape)
 
     def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
         """Convert a tensor that every rank has whole to the layout of this parameter's state.
@@ -234,19 +234,20 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
     There is no communication.
     """
     assert isinstance(like, DTensor)
-    part = _local_elements(whole, _layout_of_dtensor(like), like.device_mesh.get_coordinate())
+    elements = _local_elements(whole, _layout_of_dtensor(like), like.device_mesh.get_coordinate())
     local = local_of(like)
-    return with_local(like, torch.empty_like(local).copy_(part.reshape(local.shape)))
+    return with_local(like, torch.empty_like(local).copy_(elements.reshape(local.shape)))
 
 
 def _local_elements(whole: Tensor, layout: Layout, place: Sequence[int] | None) -> Tensor:
     """Return the elements that the rank at coordinates `place` holds; none outside the mesh."""
+    local = whole
     for dim, size in enumerate(whole.shape):
         runs = () if place is None else held_runs(size, dim, layout, place)
         if runs != ((0, size),):
-            pieces = [whole.narrow(dim, start, stop - start) for start, stop in runs]
-            whole = torch.cat([whole.narrow(dim, 0, 0), *pieces], dim)
-    return whole
+            pieces = [local.narrow(dim, start, stop - start) for start, stop in runs]
+            local = torch.cat([local.narrow(dim, 0, 0), *pieces], dim)
+    return local
 
 
 def _joined(

@@ -100,7 +100,7 @@ class MomentumGroup:
         Positions in the plan.
     shapes
         Shapes of the local momenta, (batch, rows, columns).
-    parts
+    part_slices
         For each parameter, the rows and columns of each part of its matrix: several in a fused
         weight.
     """
@@ -108,7 +108,7 @@ class MomentumGroup:
     group: int
     parameters: list[int]
     shapes: list[tuple[int, int, int]]
-    parts: list[list[tuple[slice, slice]]]
+    part_slices: list[list[tuple[slice, slice]]]
 
 
 class MomentumUpdate:
@@ -142,7 +142,7 @@ class MomentumUpdate:
                 group=group,
                 parameters=positions,
                 shapes=[local_shape(plan, i, rank, "gather") for i in positions],
-                parts=[local_parts(plan, i, rank) for i in positions],
+                part_slices=[local_parts(plan, i, rank) for i in positions],
             )
             for group, positions in _by_group_and_dtype(sharded_params, bucket.fresh)
         ]
@@ -150,12 +150,12 @@ class MomentumUpdate:
         self.first_row: dict[int, int] = {}
         self.n_rows = 0
         for momenta in self.momentum_groups:
-            for i, shape, parts in zip(
-                momenta.parameters, momenta.shapes, momenta.parts, strict=True
+            for i, shape, slices in zip(
+                momenta.parameters, momenta.shapes, momenta.part_slices, strict=True
             ):
                 if carried(plan.parameters[i].rules).sums:
                     self.first_row[i] = self.n_rows
-                    self.n_rows += shape[0] * len(parts)  # one row for each part of each matrix
+                    self.n_rows += shape[0] * len(slices)  # one row for each part of each matrix
         self.buffers: list[Tensor] = []
 
 
@@ -381,15 +381,15 @@ class Pipeline:
 
     def _local_parameters(self, state: State) -> dict[int, LocalParameter]:
         """Return what this rank updates of each parameter, by position in the plan."""
-        parts = {
-            p: part for gather in self.master_gathers for p, part in gather.local_parts.items()
+        masters = {
+            p: master for gather in self.master_gathers for p, master in gather.local_parts.items()
         }
         local_params = {}
         for i, param in enumerate(self.sharded_params):
             param_state = state[param.p]
             rule_keys = tensors_of(self.plan.parameters[i].rules).keys() & param_state.keys()
             local_params[i] = LocalParameter(
-                p=parts[param.p] if param.p in parts else local_of(param.p).detach(),
+                p=masters[param.p] if param.p in masters else local_of(param.p).detach(),
                 state={key: local_of(param_state[key]) for key in rule_keys},
                 group=param.group,
             )
@@ -738,14 +738,14 @@ def _momentum_gradient_pairs(
     Each is (batch, elements) when flattened.
     """
     pairs = []
-    for momentum, grad, shape, parts in zip(
-        momenta, grads, momentum_group.shapes, momentum_group.parts, strict=True
+    for momentum, grad, shape, slices in zip(
+        momenta, grads, momentum_group.shapes, momentum_group.part_slices, strict=True
     ):
         batch, n_rows, n_columns = shape
-        if len(parts) == 1:
+        if len(slices) == 1:
             pairs.append(Pieces(momentum, grad, (batch, n_rows * n_columns)))
             continue
-        for rows, columns in parts:
+        for rows, columns in slices:
             momentum_part = momentum.reshape(shape)[:, rows, columns].flatten(1)
             grad_part = grad.reshape(shape)[:, rows, columns].flatten(1)
             pairs.append(Pieces(momentum_part, grad_part, (batch, momentum_part.shape[1])))

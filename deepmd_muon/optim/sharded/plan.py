@@ -449,10 +449,11 @@ def _refuse_overlaps(parameters: Sequence[PlannedParameter]) -> None:
     names: dict[frozenset[int], str] = {}
     for parameter in parameters:
         names.setdefault(frozenset(parameter.layout.ranks), parameter.name)
-    for (ranks, name), (others, other_name) in itertools.combinations(names.items(), 2):
-        if ranks & others and not (ranks <= others or others <= ranks):
+    for (ranks, name), (other_ranks, other_name) in itertools.combinations(names.items(), 2):
+        if ranks & other_ranks and not (ranks <= other_ranks or other_ranks <= ranks):
             raise ShardingError(
-                f"{name!r} is on ranks {sorted(ranks)}, {other_name!r} on ranks {sorted(others)}: "
+                f"{name!r} is on ranks {sorted(ranks)}, {other_name!r} on ranks "
+                f"{sorted(other_ranks)}: "
                 "sets of ranks that hold parameters must be nested or disjoint; give both a mesh "
                 "of all these ranks"
             )
@@ -680,10 +681,10 @@ def _spread(values: Sequence[int]) -> str:
     mean = sum(values) / len(values)
     if not mean:
         return "none"
-    most = max(values)
+    largest = max(values)
     return (
-        f"mean {mean:.4g}, largest {most:.4g}, least {min(values):.4g}; "
-        f"largest / mean {most / mean:.3f}"
+        f"mean {mean:.4g}, largest {largest:.4g}, least {min(values):.4g}; "
+        f"largest / mean {largest / mean:.3f}"
     )
 
 

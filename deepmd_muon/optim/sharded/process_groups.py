@@ -78,7 +78,7 @@ def largest_groups(
     """
     largest: list[tuple[int, ...]] = []
     for ranks in sorted(set(sets_of_ranks), key=lambda ranks: (-len(ranks), ranks)):
-        if not any(set(ranks) <= set(other) for other in largest):
+        if not any(set(ranks) <= set(larger) for larger in largest):
             largest.append(ranks)
     rank_groups = []
     for ranks in largest:
@@ -90,11 +90,11 @@ def largest_groups(
 
 def gather_if_different(value: T, among: RankGroup) -> list[T] | None:
     """Return every rank's value, in the order of ranks; None if all have the same `repr`."""
-    digest = hashlib.sha256(repr(value).encode()).digest()
-    local = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(among.device)
+    local_digest = hashlib.sha256(repr(value).encode()).digest()
+    local = torch.frombuffer(bytearray(local_digest), dtype=torch.uint8).to(among.device)
     digests = [torch.empty_like(local) for _ in among.ranks]
     dist.all_gather(digests, local, group=among.process_group)
-    if all(torch.equal(digests[0], other) for other in digests):
+    if all(torch.equal(digests[0], digest) for digest in digests):
         return None
     values: list[Any] = [None for _ in among.ranks]
     dist.all_gather_object(values, value, group=among.process_group)

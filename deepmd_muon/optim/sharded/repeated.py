@@ -144,9 +144,9 @@ class WholeMomenta:
         self._flat = self._memory(len(source))
         self.whole = _views(self._flat, [p.shape for p in wave.params], _ALIGNMENT)
         local = [sharding.part(x) for x, sharding in zip(self.whole, shardings, strict=True)]
-        self._not_empty = [i for i, part in enumerate(local) if part.numel()]
+        self._not_empty = [i for i, x in enumerate(local) if x.numel()]
         self._local = [local[i] for i in self._not_empty]
-        self._local_sent = _views(self._sent, [part.shape for part in self._local], alignment=1)
+        self._local_sent = _views(self._sent, [x.shape for x in self._local], alignment=1)
 
         self._wait_for_gather: Callable[[], object] | None = None  # for the gather of the next step
         self._in_graph = False  # whether that gather was started in a capture
@@ -155,15 +155,15 @@ class WholeMomenta:
     def choose(self) -> None:
         """Choose the parameters that have a gradient."""
         wave = self.wave
-        chosen = [i for i, p in enumerate(wave.params) if p.grad is not None]
+        with_gradient = [i for i, p in enumerate(wave.params) if p.grad is not None]
         self._with_gradient = None
-        if chosen:
+        if with_gradient:
             lists = {**wave.state, _MOMENTUM: self.whole}
             self._with_gradient = dataclasses.replace(
                 wave,
-                params=[wave.params[i] for i in chosen],
-                views=[wave.views[i] for i in chosen],
-                state={key: [tensors[i] for i in chosen] for key, tensors in lists.items()},
+                params=[wave.params[i] for i in with_gradient],
+                views=[wave.views[i] for i in with_gradient],
+                state={key: [tensors[i] for i in with_gradient] for key, tensors in lists.items()},
             )
 
     def start(self, parts: Sequence[Tensor]) -> None:
@@ -246,12 +246,12 @@ def _sources(params: Sequence[Tensor], shardings: Sequence[StateSharding]) -> tu
     positions: list[list[Tensor]] = [[] for _ in shardings[0].layout.ranks]
     for p, sharding, start in zip(params, shardings, starts, strict=True):
         numbers = torch.arange(start, start + p.numel(), device="cpu").view(p.shape)
-        for rank_positions, part in zip(positions, sharding.intervals(p.shape), strict=True):
-            in_part = numbers.narrow(sharding.dim, part.start, part.length)
-            rank_positions.append(in_part.reshape(-1))
+        for rank_positions, interval in zip(positions, sharding.intervals(p.shape), strict=True):
+            in_interval = numbers.narrow(sharding.dim, interval.start, interval.length)
+            rank_positions.append(in_interval.reshape(-1))
     by_rank = [torch.cat(rank_positions) for rank_positions in positions]
     longest = max(map(len, by_rank))
     source = torch.zeros(end, dtype=torch.int64, device="cpu")
-    for number, held in enumerate(by_rank):
-        source[held] = number * longest + torch.arange(len(held), device="cpu")
+    for number, elements in enumerate(by_rank):
+        source[elements] = number * longest + torch.arange(len(elements), device="cpu")
     return longest, source

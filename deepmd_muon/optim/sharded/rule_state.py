@@ -159,7 +159,7 @@ class RuleState:
                 # Vectors of smaller blocks are padded in storage.
                 local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
                 in_local = slice(lines.inside.start, lines.inside.stop)
-                copies.state.append(local[lines.batch, in_local, lines.part])
+                copies.state.append(local[lines.batch, in_local, lines.part_number])
                 start = stop
         return copies
 
@@ -173,10 +173,10 @@ class RuleState:
                 lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)
                 if not lines.length:
                     continue
-                for first, last in lines.inside.runs:
-                    stop = start + (last - first) * lines.values
+                for run_start, run_stop in lines.inside.runs:
+                    stop = start + (run_stop - run_start) * lines.values
                     copies.buffer.append(buffer[start:stop].view(-1, lines.values))
-                    copies.state.append(self._owned[stack_number][key][index, first:last])
+                    copies.state.append(self._owned[stack_number][key][index, run_start:run_stop])
                     start = stop
         return copies
 

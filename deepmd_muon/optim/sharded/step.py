@@ -327,15 +327,15 @@ class ShardedStep:
     def _build(self) -> ElementwiseStep:
         """Make the parts of the step, before the first one."""
         collectives = CollectiveStream(self._device)
-        others = [param for param in self._sharded_params if param.entry.route != "muon"]
+        elementwise = [param for param in self._sharded_params if param.entry.route != "muon"]
         if self.gathers:
             self._repeated = RepeatedMuon(self._matrices, collectives)
-            n_elements = sum(param.p.numel() for param in others)
+            n_elements = sum(param.p.numel() for param in elementwise)
             if self._device.type == "cuda" and n_elements <= MOST_BESIDE:
                 self._side_stream = SideStream(self._device)
         elif self._matrices:
             self._pipeline = Pipeline(self.plan, self._matrices, self._process_groups, collectives)
-        self._elements = ElementwiseStep(others, collectives)
+        self._elements = ElementwiseStep(elementwise, collectives)
         return self._elements
 
     def _bind(

@@ -62,10 +62,10 @@ def shard_state(
         [(param.name, param.part) for param in whole_params], **options
     )
     # After the class has checked its arguments: this communicates.
-    parts = _Parts(whole_params, replicas)
-    optimizer._parts = parts
-    optimizer.register_state_dict_pre_hook(lambda _: parts.raise_deferred())
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: parts.cut_state(state))
+    sharded_params = _Parts(whole_params, replicas)
+    optimizer._parts = sharded_params
+    optimizer.register_state_dict_pre_hook(lambda _: sharded_params.raise_deferred())
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: sharded_params.cut_state(state))
     made: _Kind = optimizer
     return made
 
@@ -218,11 +218,11 @@ class _WholeParameter:
             )
         if self.p.data_ptr() == self._address:
             return
-        part = _part(self.p.detach(), self.sharding)
-        if isinstance(self.part, DTensor) and isinstance(part, DTensor):
-            self.part._local_tensor = part._local_tensor
+        in_new_memory = _part(self.p.detach(), self.sharding)
+        if isinstance(self.part, DTensor) and isinstance(in_new_memory, DTensor):
+            self.part._local_tensor = in_new_memory._local_tensor
         else:
-            self.part.data = part
+            self.part.data = in_new_memory
         self._address = self.p.data_ptr()
 
 

@@ -50,7 +50,7 @@ class MatrixGroup(NamedTuple):
         Of the blocks of the parameters, int64 (matrices,).
     factors
         Numbers of their factors, int64 (matrices,).
-    first, chunks
+    first_chunks, chunks
         First chunk of each block, and its number of chunks, int64 (matrices,).
     """
 
@@ -60,7 +60,7 @@ class MatrixGroup(NamedTuple):
     schedule: Coefficients
     addresses: Tensor
     factors: Tensor
-    first: Tensor
+    first_chunks: Tensor
     chunks: Tensor
 
 
@@ -97,7 +97,7 @@ class AppliedGroups:
         self._dtype = dtype
         self._decay = decay
         self._targets = [torch.stack([group.addresses, group.factors], dim=1) for group in groups]
-        blocks = [torch.stack([group.first, group.chunks], dim=1) for group in groups]
+        blocks = [torch.stack([group.first_chunks, group.chunks], dim=1) for group in groups]
         self._blocks = torch.cat(blocks)
         # 1 and Σ u² of each block, as `Application` has them; one launch writes all groups'.
         self._all_squares = torch.empty(

@@ -210,20 +210,20 @@ class Chunks(NamedTuple):
     """The chunks of all blocks, int64 tensors in host memory."""
 
     table: Tensor  # (chunks, ROW)
-    first: Tensor  # (blocks,): each block's first chunk
-    counts: Tensor  # (blocks,): its number of chunks
+    first_chunks: Tensor  # (blocks,)
+    counts: Tensor  # (blocks,): chunks of each block
 
 
 def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
     """Divide blocks into chunks of `width` elements."""
     blocks = torch.tensor(rows, dtype=torch.int64, device="cpu")
     count = (blocks[:, int(SIZE.value)] + width - 1) // width
-    first = count.cumsum(0) - count
+    first_chunk = count.cumsum(0) - count
     table = blocks.repeat_interleave(count, dim=0)
-    number = torch.arange(len(table), device="cpu") - first.repeat_interleave(count)
+    number = torch.arange(len(table), device="cpu") - first_chunk.repeat_interleave(count)
     table[:, int(START.value)] = number * width
     assert table.shape[1] == int(ROW.value)
-    return Chunks(table, first, count)
+    return Chunks(table, first_chunk, count)
 
 
 # ----- a step ------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class FusedMuon:
         if self._magma:
             # One score for each block.
             addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]
-            columns = [chunks.first, chunks.counts, torch.tensor(addresses, device="cpu")]
+            columns = [chunks.first_chunks, chunks.counts, torch.tensor(addresses, device="cpu")]
             self._blocks = torch.stack(columns, dim=1).to(self._device)
             self._factors = torch.empty_like(self._scales)
 
@@ -366,7 +366,7 @@ class FusedMuon:
                     schedule=coefficients_of(settings.schedule_of((group.rows, group.columns))),
                     addresses=torch.tensor(addresses, device=self._device),
                     factors=torch.tensor(group.blocks, device=self._device),
-                    first=chunks.first[group.blocks].to(self._device),
+                    first_chunks=chunks.first_chunks[group.blocks].to(self._device),
                     chunks=chunks.counts[group.blocks].to(self._device),
                 )
             )

@@ -175,7 +175,7 @@ def advance(
             u=directions + floor_multiple(direction, 16) + element,
             mask=element < floor_multiple(size, 16),
         )
-        advance_elements(vectors, factor, weight, sums + number * SUMS, form, WIDE)
+        advance_elements(vectors, factor, weight, sums=sums + number * SUMS, form=form, WIDE=WIDE)
     else:
         number_in_block, place = locate(row, WIDTH)
         scattered = Elements(
@@ -184,7 +184,7 @@ def advance(
             u=directions + direction + number_in_block,
             mask=number_in_block < size,
         )
-        advance_elements(scattered, factor, weight, sums + number * SUMS, form, WIDE)
+        advance_elements(scattered, factor, weight, sums=sums + number * SUMS, form=form, WIDE=WIDE)
 
 
 @triton.jit
@@ -232,12 +232,12 @@ def sum_squares(
 ):
     """Write 1 and Σ u² of each block, as `normalized.scale_of` reads them."""
     number = tl.program_id(0)
-    first = sums + tl.load(blocks + 2 * number) * SUMS
+    block_sums = sums + tl.load(blocks + 2 * number) * SUMS
     count = tl.load(blocks + 2 * number + 1)
     total = tl.zeros((WIDTH,), tl.float64)
     for i in range(0, count, WIDTH):
         chunk = i + tl.arange(0, WIDTH)
-        total += tl.load(first + chunk * SUMS + U_SQUARES, mask=chunk < count, other=0.0)
+        total += tl.load(block_sums + chunk * SUMS + U_SQUARES, mask=chunk < count, other=0.0)
     tl.store(squares + 2 * number, 1.0)
     tl.store(squares + 2 * number + 1, tl.sum(total))
 
@@ -258,7 +258,7 @@ def damp(
     """
     number = tl.program_id(0)
     row = blocks + number * BLOCK_ROW
-    first = sums + tl.load(row) * SUMS
+    block_sums = sums + tl.load(row) * SUMS
     count = tl.load(row + 1)
     peak_m = tl.full((), 1.0, tl.float64)
     peak_g = tl.full((), 1.0, tl.float64)
@@ -268,7 +268,7 @@ def damp(
         for i in range(0, count, WIDTH):
             chunk = i + tl.arange(0, WIDTH)
             mask = chunk < count
-            peaks = first + chunk * SUMS
+            peaks = block_sums + chunk * SUMS
             largest_m = tl.maximum(largest_m, tl.load(peaks + PEAK_M, mask=mask, other=0.0))
             largest_g = tl.maximum(largest_g, tl.load(peaks + PEAK_G, mask=mask, other=0.0))
         peak_m = tl.max(largest_m)
@@ -282,7 +282,7 @@ def damp(
     for i in range(0, count, WIDTH):
         chunk = i + tl.arange(0, WIDTH)
         mask = chunk < count
-        chunk_sums = first + chunk * SUMS
+        chunk_sums = block_sums + chunk * SUMS
         # A chunk's sums are relative to its peaks, the block's to its own.
         m = tl.full((WIDTH,), 1.0, tl.float64)
         g = tl.full((WIDTH,), 1.0, tl.float64)
@@ -330,7 +330,7 @@ def apply(
     row = chunks + tl.program_id(0).to(tl.int64) * ROW
     size = chunk_size(row, skip)
     lr = tl.load(rate)
-    kept = (1.0 - lr * join_float64(decay_high, decay_low)).to(WIDE)
+    shrink = (1.0 - lr * join_float64(decay_high, decay_low)).to(WIDE)
     step = (lr * tl.load(factors + tl.load(row + BLOCK))).to(WIDE)
     parameter = tl.load(row + PARAMETER)
     result = tl.load(results + tl.load(row + GROUP))
@@ -343,11 +343,11 @@ def apply(
         p_pointers = aligned(parameter, chunks, DTYPE) + offset
         o_pointers = aligned(result, chunks, POLAR) + floor_multiple(start, 16) + element
         o = tl.load(o_pointers, mask, 0.0).to(WIDE)
-        apply_part(p_pointers, o, mask, kept, step, WIDE)
+        apply_part(p_pointers, o, mask, shrink=shrink, step=step, WIDE=WIDE)
     else:
         number_in_block, scattered = locate(row, WIDTH)
         inside = number_in_block < size
         pointers = parameter.to(tl.pointer_type(DTYPE)) + scattered
         polar = result.to(tl.pointer_type(POLAR)) + start + number_in_block
         o_scattered = tl.load(polar, inside, 0.0).to(WIDE)
-        apply_part(pointers, o_scattered, inside, kept, step, WIDE)
+        apply_part(pointers, o_scattered, inside, shrink=shrink, step=step, WIDE=WIDE)

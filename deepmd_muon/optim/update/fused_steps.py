@@ -164,18 +164,18 @@ def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
 
     Log what they lack.
     """
-    known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
+    fused_rules = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
     # The class itself: a subclass may do something else.
-    others = [rule.name for rule in matrix_rules(settings) if type(rule) not in known]
-    others += FUSED_COVERAGE.uncovered(settings)
+    lacking = [rule.name for rule in matrix_rules(settings) if type(rule) not in fused_rules]
+    lacking += FUSED_COVERAGE.uncovered(settings)
     if settings.schedule == DEEPMD_KIT:
-        others.append(f"schedule {DEEPMD_KIT!r}")
-    if others:
+        lacking.append(f"schedule {DEEPMD_KIT!r}")
+    if lacking:
         _LOG.info(
             "the fused kernels do not implement %s: torch's operations step the Muon route",
-            ", ".join(others),
+            ", ".join(lacking),
         )
-    return not others
+    return not lacking
 
 
 def compile_kernels(

@@ -241,7 +241,7 @@ class _PlacedFrames:
             rcut=cache.rcut,
             widths=tuple(widths.tolist()),
             by_type=cache.by_type,
-            most=int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
+            n_nearest=int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
             capacity=max(1, max_neighbors.total),
         )
         neighbor, shift = find_neighbors(self.atoms, self.order, self.frame, sections)

@@ -122,7 +122,7 @@ class ResidentBatches:
             rcut=cache.rcut,
             widths=(),
             by_type=cache.by_type,
-            most=int(min(self._limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
+            n_nearest=int(min(self._limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
             capacity=MOST_NEIGHBORS,
         )
         self._shapes = Shapes()

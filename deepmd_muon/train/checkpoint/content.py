@@ -120,7 +120,7 @@ class RunState:
             content["ema"] = {**average, "model": of_branch}
         return content
 
-    def restore(self, content: Mapping[str, Any], source: Path) -> int:
+    def restore(self, content: Mapping[str, Any], path: Path) -> int:
         """Restore random numbers, data order and average; return the number of updates done.
 
         Weights and optimizer state are restored elsewhere. A checkpoint of deepmd-kit lacks some
@@ -132,35 +132,35 @@ class RunState:
             log.warning(
                 "%s comes from deepmd-kit, which keeps neither data order nor random numbers: "
                 "they start anew",
-                source,
+                path,
             )
         else:
             step = int(ours["step"])
             torch.set_rng_state(ours["torch_rng"])
-            report_changes(json.loads(ours["settings"]), self.run_input.normalized, source)
-            self._restore_order(ours, source)
-            self._restore_branches(ours, source)
+            report_changes(json.loads(ours["settings"]), self.run_input.normalized, path)
+            self._restore_order(ours, path)
+            self._restore_branches(ours, path)
         if self.ema:
             self.ema.resume(step)
             if "ema" in content:
                 self.ema.load_state_dict(content["ema"])
             else:
                 log.warning(
-                    "%s has no averaged parameters: the average starts from its weights", source
+                    "%s has no averaged parameters: the average starts from its weights", path
                 )
         return step
 
-    def _restore_order(self, ours: Mapping[str, Any], source: Path) -> None:
+    def _restore_order(self, ours: Mapping[str, Any], path: Path) -> None:
         """Restore the order of the branches, if both runs have several."""
         if isinstance(self.model, Branches) and "tasks" in ours:
             try:
                 self.order.load_state_dict(ours["tasks"])
             except SamplerStateError:
                 log.warning(
-                    "branches or probabilities are not those of %s: their order starts anew", source
+                    "branches or probabilities are not those of %s: their order starts anew", path
                 )
 
-    def _restore_branches(self, ours: Mapping[str, Any], source: Path) -> None:
+    def _restore_branches(self, ours: Mapping[str, Any], path: Path) -> None:
         """Restore the order of each branch's data, and the interpolation of its embedding nets."""
         # By key, then by branch. A single model has its values without the name of a branch; its
         # first checkpoints had no pieces.
@@ -181,16 +181,14 @@ class RunState:
             for key, loader in loaders.items():
                 state = values_of[key].get(former)
                 if loader is not None and state:
-                    _restore_loader(loader, state, f"{branch.prefix}{key}", source)
+                    _restore_loader(loader, state, f"{branch.prefix}{key}", path)
 
 
-def _restore_loader(
-    loader: DataLoader, state: dict[str, int | str], name: str, source: Path
-) -> None:
+def _restore_loader(loader: DataLoader, state: dict[str, int | str], name: str, path: Path) -> None:
     try:
         loader.load_state_dict(state)
     except SamplerStateError:
-        log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
+        log.warning("%s is not that of %s: its order starts anew from training/seed", name, path)
 
 
 def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:

@@ -232,11 +232,11 @@ class RunFiles:
         checkpoints = sorted(_files_matching(name, self._prefix.parent))
         return [path for path in checkpoints if _step(path) > step]
 
-    def _later_checkpoints(self, source: Path, step: int) -> list[Path]:
+    def _later_checkpoints(self, continued: Path, step: int) -> list[Path]:
         """Return the checkpoints after the continued one, if that is one of this prefix."""
         prefix = self._prefix
-        same_folder = source.parent == prefix.parent.resolve()
-        same_name = source.name.rpartition("-")[0] == prefix.name
+        same_folder = continued.parent == prefix.parent.resolve()
+        same_name = continued.name.rpartition("-")[0] == prefix.name
         return self._checkpoints_after(step) if same_folder and same_name else []
 
     def _reports_of_another_run(self, source: Source) -> _OtherRun | None:
@@ -409,12 +409,12 @@ def _series_of(path: Path) -> Sequence[str]:
     return series
 
 
-def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
-    """Return the last checkpoint whose numbers are finite; `source` if there is none.
+def newest_finite(saved: Sequence[Path], continued: Path | None) -> Path | None:
+    """Return the last checkpoint whose numbers are finite; `continued` if there is none.
 
     The newest may hold the weights that made a loss NaN, or moments that make weights NaN.
-    `source`, which the run has continued, was examined when it was read. `saved` is in order,
-    oldest first.
+    `continued`, the checkpoint that the run went on from, was examined when it was read. `saved` is
+    in order, oldest first.
     """
     for path in reversed(saved):
         try:
@@ -426,7 +426,7 @@ def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
         if not not_finite:
             return path
         log.warning("%s holds numbers that are not finite (%s)", path, ", ".join(not_finite[:3]))
-    return source
+    return continued
 
 
 def _tensors_in(node: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

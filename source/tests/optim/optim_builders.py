@@ -44,22 +44,3 @@ def assert_same(first, second):
     for name, p in params.items():
         assert torch.equal(p, others[name]), name
         assert_same_state(first[1].state[p], second[1].state[others[name]])
-
-
-def assert_restart_is_bitwise(make, train, stop, end, *, resume=None):
-    """Train `end` steps in one go, and with a stop after which weights and state come from a file.
-
-    `make` and `resume` return a model and its optimizer; `train` takes both, a number of steps, and `start`.
-    """
-    whole, stopped, resumed = make(), make(), (resume or make)()
-    train(*whole, end)
-    train(*stopped, stop)
-    weights = {name: p.detach() for name, p in named(stopped[0]).items()}
-    weights, state = through_file([weights, stopped[1].state_dict()])
-    with torch.no_grad():
-        for name, p in named(resumed[0]).items():
-            p.copy_(weights[name])
-    resumed[1].load_state_dict(state)
-    train(*resumed, end - stop, start=stop)
-    assert_same(whole, resumed)
-    return resumed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optim_builders import assert_restart_is_bitwise, random
+from optim_builders import random
 from polar_oracle import oracle
 from torch import nn
 
@@ -180,20 +180,6 @@ def test_a_split_into_one_part_is_no_split():
     }
     (entry,) = RouteTable.from_manifest([{**earlier, "param_names": ["layer.qkv"]}])
     assert str(entry.view) == "1x64x96"
-
-
-def test_uneven_parts_restart_bitwise():
-    def make():
-        model = nn.Sequential(Latent())
-        return model, HybridMuonConfig(normuon=True).build(model, 0.1)
-
-    def train(model, optimizer, steps, start=0):
-        for step in range(start, start + steps):
-            model[0].weight.grad = random(18, 8, seed=step)
-            optimizer.step()
-
-    model, optimizer = assert_restart_is_bitwise(make, train, 2, 4)
-    assert optimizer.state[model[0].weight]["magma_score"].shape == (6,)
 
 
 views = st.builds(

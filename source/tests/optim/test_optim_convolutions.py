@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from optim_builders import assert_restart_is_bitwise
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
@@ -109,14 +108,6 @@ def test_kernels_that_become_many_small_matrices_are_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HybridMuon(model.named_parameters(), conv_patterns=[])
-
-
-def test_training_goes_on_bitwise_from_a_state_dict():
-    def build():
-        model = make()
-        return model, HybridMuonConfig(normuon=True).build(model, 0.02)
-
-    assert_restart_is_bitwise(build, train, 2, 4)
 
 
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])

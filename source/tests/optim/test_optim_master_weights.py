@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from optim_builders import assert_restart_is_bitwise, assert_same
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, MuonConfig
@@ -57,36 +56,6 @@ def test_small_steps_move_the_weights_as_in_float32(dtype):
             assert torch.equal(
                 lost[name][large], first[name][large]
             )  # their last bit is larger than a step
-
-
-@pytest.mark.parametrize(
-    "settings", [{"offload": True}, {"workspace": 1}, {"offload": True, "offload_bytes": 64}]
-)
-def test_masters_are_the_same_in_host_memory_and_one_by_one(settings):
-    params, optimizer = make(torch.bfloat16)
-    twins, other = make(torch.bfloat16, **settings)
-    for number in range(4):
-        step(params, optimizer, number)
-        step(twins, other, number)
-    assert_same((params, optimizer), (twins, other))
-    if "offload" in settings:
-        assert other._host_memory._slots[twins["w"]].keys() == {"momentum_buffer", "master_weight"}
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_restart_is_bitwise(offload):
-    def train(params, optimizer, steps, start=0):
-        for number in range(start, start + steps):
-            step(params, optimizer, number)
-
-    resumed = assert_restart_is_bitwise(
-        lambda: make(torch.bfloat16, offload=offload),
-        train,
-        3,
-        6,
-        resume=lambda: make(torch.bfloat16),
-    )
-    assert all("master_weight" in values for values in resumed[1].state.values())
 
 
 def test_states_with_and_without_masters_load_into_each_other(caplog):

@@ -9,13 +9,8 @@ import weakref
 
 import pytest
 import torch
-from optim_builders import assert_same, through_file
+from optim_builders import assert_same
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
 from deepmd_muon.optim.state.host_memory import DeviceBuffers, HostMemory, TransferBatch
@@ -55,24 +50,6 @@ def make(dtype=torch.float32, **settings):
     return model, HybridMuon(
         model.named_parameters(), **{"lr": 0.02, "weight_decay": 0.1, **settings}
     )
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"workspace": 1}, {"magma_muon": False, "on_nonfinite": "skip"}]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
-    plain, other = make(dtype, **settings), make(dtype, **settings)
-    train(*plain, 6)
-    train(*other, 1)
-    other[1].offload()
-    train(*other, 2, start=1)
-    other[1].offload(False)
-    train(*other, 1, start=3)
-    other[1].offload(True)
-    other[1].offload(True)
-    train(*other, 2, start=4)
-    assert_same(plain, other)
 
 
 @pytest.mark.parametrize("size", [1, 700, 1000, 2**20])
@@ -263,55 +240,6 @@ def test_a_transfer_batch_keeps_layouts_and_empty_tensors():
     for p, x in zip(params, moments, strict=True):
         assert (x.dtype, x.shape, x.stride()) == (p.dtype, p.shape, p.stride())
         assert torch.equal(x, p)
-
-
-def test_states_copies_and_files():
-    plain, other = make(), make(offload=True, offload_bytes=700)
-    for optimizer in (plain, other):
-        train(*optimizer, 2)
-    saved = through_file(other[1].state_dict())
-    for values, expected in zip(
-        saved["state"].values(), plain[1].state_dict()["state"].values(), strict=True
-    ):
-        for key, x in expected.items():
-            assert torch.equal(values[key], x)
-    fresh = make(offload=True)
-    fresh[0].load_state_dict(plain[0].state_dict())
-    fresh[1].load_state_dict(saved)
-    assert_same(plain, fresh)
-    offloaded = {
-        id(slot.value) for slots in fresh[1]._host_memory._slots.values() for slot in slots.values()
-    }
-    moments = [
-        x for s in fresh[1].state.values() for k, x in s.items() if k not in ("step", "magma_score")
-    ]
-    assert offloaded == {id(x) for x in moments}
-    copied = copy.deepcopy(other)
-    train(*plain, 2, start=2)
-    for optimizer in (other, copied, fresh):
-        train(*optimizer, 2, start=2)
-        assert_same(plain, optimizer)
-    assert copied[1]._host_memory is not other[1]._host_memory
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_distributed_checkpoint_functions(full):
-    """torch's own get and set, between optimizers with and without offload."""
-    options = StateDictOptions(full_state_dict=full)
-    plain, other = make(), make(offload=True)
-    train(*plain, 2)
-    state = get_optimizer_state_dict(*plain, options=options)
-    set_optimizer_state_dict(*other, state, options=options)
-    other[0].load_state_dict(plain[0].state_dict())
-    back = make()
-    set_optimizer_state_dict(
-        *back, get_optimizer_state_dict(*other, options=options), options=options
-    )
-    back[0].load_state_dict(plain[0].state_dict())
-    for optimizer in (plain, other, back):
-        train(*optimizer, 2, start=2)
-    assert_same(plain, other)
-    assert_same(plain, back)
 
 
 def test_memory_is_released_when_moments_are_offloaded_and_restored():

@@ -11,7 +11,6 @@ import torch
 from example_rules import BRAKE, MAX_DIM, SOAP, RadialBrake, SoapMuon, next_basis
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_builders import assert_restart_is_bitwise
 from polar_oracle import oracle
 from test_optim_step import magma_factor
 from torch import nn
@@ -347,67 +346,6 @@ def test_state_is_one_number_per_neuron(dtype):
         "w0": (5, 1), "w1": (9, 2), "w2": (3, 4, 1), "w3": (2, 3, 4, 1), "w4": (6, 1), "w5": None,
     }  # fmt: skip
     assert all(x is None or x.dtype == wide for x in found.values())
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "more", [{"offload": True}, {"offload": True, "offload_bytes": 200}, {"workspace": 30}]
-)
-def test_host_memory_and_waves_do_not_change_results(rule, more):
-    (first, plain), (second, other) = (
-        make(dtype=torch.float32, **rule),
-        make(dtype=torch.float32, **rule, **more),
-    )
-    for step in range(3):
-        for params, optimizer in ((first, plain), (second, other)):
-            give(params, step, torch.float32)
-            optimizer.step()
-    for p, q in zip(first.values(), second.values(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=0 if "offload_bytes" not in more else 1e-6)
-        assert plain.state[p].keys() == other.state[q].keys()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_restart_goes_on_bitwise(rule):
-    def train(params, optimizer, steps, start=0):
-        for step in range(start, start + steps):
-            give(params, step, torch.float32)
-            optimizer.step()
-
-    assert_restart_is_bitwise(lambda: make(dtype=torch.float32, **rule), train, 2, 4)
-
-
-@pytest.mark.parametrize("rule", [ON, SOAP, BRAKE])
-def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing(rule):
-    (first, plain), (second, scaled) = make(**rule), make(**rule)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        give(first, step)
-        plain.step()
-        give(second, step)
-        for p in second.values():
-            p.grad *= scaler.scale(torch.ones(())).item()
-        if step == 1:
-            kept = copy.deepcopy(
-                ([p.detach() for p in second.values()], list(scaled.state.values()))
-            )
-            next(iter(second.values())).grad[0, 0] = torch.inf
-            scaler.step(scaled)
-            now = [p.detach() for p in second.values()], list(scaled.state.values())
-            assert all(map(torch.equal, kept[0], now[0]))
-            assert all(
-                torch.equal(a[key], b[key])
-                for a, b in zip(kept[1], now[1], strict=True)
-                for key in a
-            )
-            scaler.update(2.0**10)
-            give(second, step)
-            for p in second.values():
-                p.grad *= 2.0**10
-        scaler.step(scaled)
-        scaler.update(2.0**10)
-    for p, q in zip(first.values(), second.values(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
 def reloaded(params, saved, **settings):

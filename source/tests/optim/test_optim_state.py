@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_builders import assert_restart_is_bitwise, assert_same, assert_same_state, through_file
+from optim_builders import assert_same, assert_same_state, through_file
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RouteTable, RoutingMismatchError
@@ -45,11 +45,6 @@ def train(model, optimizer, steps, start=0):
 def made(dtype=torch.float32, seed=0):
     model = Net(dtype, seed)
     return model, HybridMuon(model.named_parameters(), 0.02)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_training_goes_on_bitwise_as_if_never_stopped(dtype):
-    assert_restart_is_bitwise(lambda: made(dtype), train, 5, 8, resume=lambda: made(dtype, seed=7))
 
 
 @pytest.mark.parametrize("between", ["step", "save at once"])
@@ -148,30 +143,6 @@ def test_loaded_state_is_a_copy():
     train(Net(seed=3), other, 0)
     next(iter(other.state.values()))["momentum_buffer"].add_(1.0)
     assert torch.equal(saved["state"][0]["momentum_buffer"], kept)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.permutations(range(4)))
-def test_a_reordered_model_loads_by_name(order):
-    model = Net()
-    optimizer = HybridMuon(model.named_parameters())
-    train(model, optimizer, 2)
-    named = list(model.named_parameters())
-    shuffled = HybridMuon([named[i] for i in order])
-    shuffled.load_state_dict(optimizer.state_dict())
-    for _, p in named:
-        assert_same_state(optimizer.state[p], shuffled.state[p])
-
-
-def test_wrapped_names_load_into_plain_ones_and_back():
-    model = Net()
-    wrapped = HybridMuon([(f"module._orig_mod.{name}", p) for name, p in model.named_parameters()])
-    train(model, wrapped, 2)
-    plain = HybridMuon(model.named_parameters())
-    plain.load_state_dict(wrapped.state_dict())
-    for p in model.parameters():
-        assert_same_state(wrapped.state[p], plain.state[p])
-    wrapped.load_state_dict(plain.state_dict())
 
 
 def test_a_mismatch_lists_every_parameter_and_changes_nothing():
@@ -348,27 +319,13 @@ def test_present_settings_win_and_differences_are_logged(caplog):
     ]
 
 
-def test_deepcopy_and_pickle_go_on_bitwise():
-    model = Net()
-    optimizer = HybridMuon(model.named_parameters(), 0.02, workspace=100)
-    train(model, optimizer, 2)
-    for clone in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
-        other_model, other = clone((model, optimizer))
-        assert other.routing == optimizer.routing
-        assert other.workspace == 100
-        reference, reference_optimizer = copy.deepcopy((model, optimizer))
-        train(reference, reference_optimizer, 2, start=2)
-        train(other_model, other, 2, start=2)
-        for p, q in zip(reference.parameters(), other_model.parameters(), strict=True):
-            assert torch.equal(p, q)
-
-
 def test_copies_keep_flags_and_take_new_groups():
     _, optimizer = made()
     optimizer.alternates = optimizer.agreed_skip = True
+    optimizer.workspace = 100
     for clone in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         other = clone(optimizer)
-        assert (other.alternates, other.agreed_skip) == (True, True)
+        assert (other.alternates, other.agreed_skip, other.workspace) == (True, True, 100)
         assert other.defaults == optimizer.defaults
         other.add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]})
         assert other.param_groups[1].keys() == optimizer.param_groups[0].keys()

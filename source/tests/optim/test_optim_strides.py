@@ -143,18 +143,3 @@ def test_a_step_with_a_rounded_rate_becomes_one_with_the_exact_rate():
     still = before.clone()
     correct_rounded_lr([still], [before], torch.zeros((), dtype=torch.float64))
     assert torch.equal(still, before)
-
-
-@pytest.mark.parametrize("settings", [{}, {"adam_implementation": "foreach"}])
-@pytest.mark.parametrize("route", list(ROUTES))
-def test_gradients_whose_sign_is_pending(route, settings):
-    def train(negated):
-        p = nn.Parameter(torch.linspace(-1.0, 1.0, 144).view(SHAPE))
-        optimizer = HybridMuon([("w", p)], 0.1, **ROUTES[route], **settings)
-        for g in gradients(3):
-            p.grad = torch._neg_view(-g.float()) if negated else g.float()
-            assert p.grad.is_neg() == negated
-            optimizer.step()
-        return p
-
-    assert torch.equal(train(negated=True), train(negated=False))

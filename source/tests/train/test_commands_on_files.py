@@ -157,7 +157,9 @@ def test_every_command_takes_or_refuses_every_file(run, file, capsys):
             assert said.out or said.err or command in ("init-model", "restart", "finetune"), command
 
 
-@pytest.mark.parametrize("descriptor", DESCRIPTORS)
+@pytest.mark.parametrize(
+    "descriptor", ["se_e2_a", "dpa1", pytest.param("dpa3", marks=pytest.mark.slow)]
+)
 def test_what_is_shown_does_not_hang_on_the_kind_of_file(run, capsys):
     """The newest file and the frozen file hold one model."""
     for command in ("show routing", "show weights", "show attributes", "test"):

@@ -56,7 +56,12 @@ def input_of(small_input, places, **training):
 
 @pytest.mark.parametrize(
     ("kind", "count", "limit"),
-    [("npy", 400, 1024), ("npy", 100, 64), ("hdf5", 100, 64), ("lmdb", 100, 64)],
+    [
+        pytest.param("npy", 400, 1024, marks=pytest.mark.slow),
+        ("npy", 70, 64),
+        ("hdf5", 70, 64),
+        ("lmdb", 70, 64),
+    ],
 )
 def test_training_stays_within_the_limit_on_open_files(tmp_path, small_input, kind, count, limit):
     if kind == "lmdb":

@@ -125,12 +125,12 @@ def test_what_a_killed_run_left_is_removed(small_input, prefix):
     assert sorted(os.listdir()) == sorted(others)
 
 
-@pytest.mark.parametrize("way", ["restart", "init_model"])
 @pytest.mark.parametrize(
-    ("changed", "listed"),
+    ("way", "changed", "listed"),
     [
-        ({"descriptor": {"rcut": 4.0}}, ["model/descriptor/rcut was 4.5, is 4.0"]),
+        ("restart", {"descriptor": {"rcut": 4.0}}, ["model/descriptor/rcut was 4.5, is 4.0"]),
         (
+            "init_model",
             {
                 "descriptor": {"activation_function": "gelu"},
                 "fitting_net": {"activation_function": "relu"},

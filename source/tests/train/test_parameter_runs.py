@@ -122,7 +122,7 @@ def test_statistics_and_energy_bias_are_deepmd_kits(kind, systems, train, load):
         assert torch.equal(load("again-1.pt")["model"][key], found[key])
 
 
-@pytest.mark.parametrize("batch_size", [2, "mixed:3"])
+@pytest.mark.parametrize("batch_size", [pytest.param(2, marks=pytest.mark.slow), "mixed:3"])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_resident_and_streamed_batches_have_the_outputs_of_plain_ones(kind, batch_size, systems):
     model = build_model(settings_of(params_of(f"{kind}-everything")), seed=1)
@@ -175,7 +175,7 @@ def test_the_loss_counts_atoms_of_types_with_energy(systems):
     assert batch.compared_atoms(None).mask is batch.mask
 
 
-@pytest.mark.parametrize("kind", ["se_e2_a", "dpa3"])
+@pytest.mark.parametrize("kind", [pytest.param("se_e2_a", marks=pytest.mark.slow), "dpa3"])
 def test_a_restart_is_exact_to_the_bit(kind, systems, train, check_restart):
     content = an_input(f"{kind}-everything", systems)
     content["training"]["training_data"]["batch_size"] = "mixed:2"
@@ -319,8 +319,22 @@ def test_exclusions_follow_their_elements_to_another_type_map():
     assert (moved.pair_exclude_types, moved.atom_exclude_types) == (((1, 0),), (0,))
 
 
-@pytest.mark.parametrize("kind", ["dpa1", "dpa3"])
-@pytest.mark.parametrize("option", ["finetune", "init_model", "restart"])
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("dpa1", "finetune"),
+        ("dpa3", "restart"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("dpa1", "init_model"),
+                ("dpa1", "restart"),
+                ("dpa3", "finetune"),
+                ("dpa3", "init_model"),
+            )
+        ),
+    ],
+)
 def test_runs_on_another_type_map_exclude_the_same_elements(systems, train, kind, option):
     """O and H get other numbers and C is new; pairs of the descriptor and of the model, and types without energy."""
     content = an_input(f"{kind}-own", systems, numb_steps=1, save_freq=1)

@@ -292,7 +292,14 @@ def _attend_kernel(
     score = tl.where(tile.inside[None, :], score, float("-inf"))
     power = tl.exp(score - tl.max(score, 1)[:, None])
     weight = power / tl.sum(power, 1)[:, None]
-    e = _load_gate(gate, tile, width, atom_stride, row_stride, column_stride)
+    e = _load_gate(
+        gate,
+        tile,
+        width,
+        atom_stride=atom_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
+    )
     tl.store(soft + tile.at, weight, tile.mask)
     tl.store(gated + tile.at, weight * e, tile.mask)
 
@@ -391,7 +398,14 @@ def _attend_tangent_kernel(
     score_dot = _load(scores_dot, tile) * scale
     weight = _load(soft, tile)
     weight_dot = (score_dot - tl.sum(weight * score_dot, 1)[:, None]) * weight
-    e = _load_gate(gate, tile, width, atom_stride, row_stride, column_stride)
+    e = _load_gate(
+        gate,
+        tile,
+        width,
+        atom_stride=atom_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
+    )
     e_dot = _load_gate(
         gate_dot,
         tile,

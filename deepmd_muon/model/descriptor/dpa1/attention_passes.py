@@ -66,15 +66,15 @@ class AdjointSaved(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
         """Name the tensors that `flat` returned."""
-        gate, matrix, outer, gamma, *others = tensors
+        gate, matrix, outer, gamma, *values_and_adjoints = tensors
         n_values = len(Values._fields)
         return cls(
             gate=gate,
             matrix=matrix,
             outer=outer,
             gamma=gamma,
-            values=Values(*others[:n_values]),
-            adjoints=Adjoints(*others[n_values:]),
+            values=Values(*values_and_adjoints[:n_values]),
+            adjoints=Adjoints(*values_and_adjoints[n_values:]),
         )
 
     @property

@@ -137,7 +137,7 @@ class Embedding(FourPasses):
         saved = Saved.of(adjoint_saved[1 + 3 * depth : 2 + 5 * depth], depth)
         h_dot = s_dot * w
         h_dots = [h_dot]
-        out_dot = layers.tangent(f, saved.from_scalar, None, h_dot, s_dot, 0)
+        out_dot = layers.tangent(f, saved.from_scalar, idt=None, h_dot=h_dot, x_dot=s_dot, copies=0)
         input_dots = []
         for layer, copies, for_derivatives in zip(
             later_layers, self.copies, saved.for_derivatives, strict=True
@@ -145,7 +145,9 @@ class Embedding(FourPasses):
             input_dots.append(out_dot)
             h_dot = torch.mm(out_dot, layer.matrix)
             h_dots.append(h_dot)
-            out_dot = layers.tangent(f, for_derivatives, layer.idt, h_dot, out_dot, copies)
+            out_dot = layers.tangent(
+                f, for_derivatives, idt=layer.idt, h_dot=h_dot, x_dot=out_dot, copies=copies
+            )
         return (out_dot,), Tangents(s_dot, h_dots, input_dots).flat
 
     def gradient(

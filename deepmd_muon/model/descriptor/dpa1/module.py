@@ -291,9 +291,9 @@ class DPA1(torch.nn.Module):
             factor = switch
             if self.settings.attn_dotr:
                 factor = factor * torch.bmm(direction, direction.transpose(1, 2))
-        # Half of the least number, so that adding a score cannot reach minus infinity.
-        least = torch.finfo(dtype).min / 2
-        mask = torch.zeros_like(near.weight).masked_fill(hidden, least).unsqueeze(1)
+        # Half of the lowest number, so that adding a score cannot reach minus infinity.
+        masked_score = torch.finfo(dtype).min / 2
+        mask = torch.zeros_like(near.weight).masked_fill(hidden, masked_score).unsqueeze(1)
         return Gates(mask=mask, factor=factor, switch=switch, unlisted=unlisted)
 
 

@@ -616,7 +616,14 @@ def attend_pullback(
             lengths_bar.insert(0, products.sum(1))  # of keys
             lengths_bar.insert(0, products.sum(2))  # of queries
             _scale_pairs(scores_bar, projected.inverse)
-        return _pull_folded(weights, summed_bar, projected, scores_bar, value_bar, lengths_bar)
+        return _pull_folded(
+            weights,
+            summed_bar,
+            projected,
+            scores_bar=scores_bar,
+            value_bar=value_bar,
+            lengths_bar=lengths_bar,
+        )
     scores_bar.mul_(weights.scale)
     return _pull_projections(weights, summed_bar, projected, scores_bar, value_bar)
 

@@ -65,13 +65,15 @@ class TabulatedDPA1(Tabulated):
         return 2 if own.strip and own.smooth else 1
 
     @staticmethod
-    def features_of(own: ScriptedDPA1, centre: int, other: int) -> Callable[[Tensor], Tensor]:
+    def features_of(
+        own: ScriptedDPA1, centre: int, neighbor_kind: int
+    ) -> Callable[[Tensor], Tensor]:
         """Return the net with types and the output of their net as constants; see `Tabulated`."""
         layers = [double(layer) for layer in own.layers]
-        types = [] if own.strip else [own.table[other].double()]
+        types = [] if own.strip else [own.table[neighbor_kind].double()]
         if types and not own.one_side:
             types.append(own.table[centre].double())
-        gate = own.gate[centre * own.request.ntypes + other].double() if own.strip else None
+        gate = own.gate[centre * own.request.ntypes + neighbor_kind].double() if own.strip else None
 
         def features(x: Tensor) -> Tensor:
             columns = [vector.expand(len(x), -1) for vector in types]
@@ -97,7 +99,7 @@ class TabulatedDPA1(Tabulated):
             one_side=self.one_side,
         )
 
-    def fill(self, near: Near, other: Tensor, real: Tensor) -> Tensor:
+    def fill(self, near: Near, neighbor_kind: Tensor, real: Tensor) -> Tensor:
         """Return the contribution of empty slots; see `Tabulated`.
 
         deepmd-kit gives empty slots the type of the frame's first atom.

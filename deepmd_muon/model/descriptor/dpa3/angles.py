@@ -1,21 +1,24 @@
 """The angle part of a DPA-3 layer: messages from angles to edges and the update of the angles.
 
-For the pairs (j, k) of neighbours of one atom, with the switches s and the per-edge terms u and t computed
-before (see `layer`),
+For the pairs (j, k) of neighbours of one atom, with the switches s and the per-edge terms u and t
+computed before (see `layer`),
 
-    z_jk = a_jk·W + u_j + t_k,   y = f(z),   m_j = s_j·Σ_k s_k·y_jk[:M],   a′_jk = α·a_jk + ρ∘y_jk[M:].
+    z_jk = a_jk·W + u_j + t_k,   y = f(z),
+    m_j = s_j·Σ_k s_k·y_jk[:M],   a′_jk = α·a_jk + ρ∘y_jk[M:].
 
-Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see `four_passes`)
-run block by block in a CPU's cache, with only a, the adjoint of a′ and the tangent of a kept between them:
+Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see
+`four_passes`) run block by block in a CPU's cache. Only a, the adjoint of a′ and the tangent of a
+are kept between them:
 
 1. `value`: m and a′;
 2. `adjoint`: ȳ = [s_j·s_k·m̄_j, ρ∘ā′], z̄ = f′(z)∘ȳ, and from it ā, ū, t̄, s̄;
 3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of m and a′;
 4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of a, u, t, W and ρ at once.
 
-The formula is written three times: here, in `kernels.angles` for a GPU (one kernel a pass, in single precision), and
-in `scripted.sum_over_angles` for frozen files. Change all three. On a CPU, a step of training is 1.7 times
-faster than with autograd's passes (six layers, 192 atoms of water, float32, one thread, 2026-11-23).
+The formula is written three times: here, in `kernels.angles` for a GPU (one kernel a pass, in
+single precision), and in `scripted.sum_over_angles` for frozen files. Change all three. On a CPU, a
+step of training is 1.7 times faster than with autograd's passes (six layers, 192 atoms of water,
+float32, one thread, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ class Angles(FourPasses):
         Storage order of edges in angles ("slots") and of angles.
     activation
         f.
-    width
+    message_columns
         M, the length of a message.
     carry
         α.
@@ -100,7 +103,7 @@ class Angles(FourPasses):
 
     plan: AnglePlan
     activation: Activation
-    width: int
+    message_columns: int
     carry: float
 
     def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
@@ -110,15 +113,15 @@ class Angles(FourPasses):
         if kernels is not None:
             message, a_new = kernels.update(arguments.terms, _layer(self, arguments))
             return (message, None if arguments.rho is None else a_new), ()
-        message = arguments.u.new_empty(arguments.u.shape[0], self.width)
+        message = arguments.u.new_empty(arguments.u.shape[0], self.message_columns)
         a_new = None if arguments.rho is None else torch.empty_like(arguments.a)
         for block in self._blocks():
             y = self.activation.value(block.pre_activation(arguments, arguments.weight))
             pairs = block.products(arguments.s, arguments.s)
-            message[block.slots] = (y[..., : self.width] * pairs).sum(2).flatten(0, 1)
+            message[block.slots] = (y[..., : self.message_columns] * pairs).sum(2).flatten(0, 1)
             if a_new is not None and arguments.rho is not None:
                 a = arguments.a[block.angles]
-                step = (y[..., self.width :] * arguments.rho).view_as(a)
+                step = (y[..., self.message_columns :] * arguments.rho).view_as(a)
                 torch.add(step, a, alpha=self.carry, out=a_new[block.angles])
         return (message, a_new), ()
 
@@ -163,12 +166,14 @@ class Angles(FourPasses):
             y_dot = self.activation.times_slope(for_slope, z_dot)
             if message_dot is not None:
                 pairs = block.products(arguments.s, arguments.s)
-                summands = y_dot[..., : self.width] * pairs
-                summands += y[..., : self.width] * block.product_tangents(arguments.s, dots.s)
+                summands = y_dot[..., : self.message_columns] * pairs
+                summands += y[..., : self.message_columns] * block.product_tangents(
+                    arguments.s, dots.s
+                )
                 message_dot[block.slots] = summands.sum(2).flatten(0, 1)
             if a_new_dot is not None and arguments.rho is not None:
                 a_dot = dots.a[block.angles]
-                step = (y_dot[..., self.width :] * arguments.rho).view_as(a_dot)
+                step = (y_dot[..., self.message_columns :] * arguments.rho).view_as(a_dot)
                 torch.add(step, a_dot, alpha=self.carry, out=a_new_dot[block.angles])
         return (message_dot, a_new_dot), dots
 
@@ -180,7 +185,7 @@ class Angles(FourPasses):
         adjoint_saved: Any,
         tangent_saved: Any,
     ) -> Perhaps:
-        """Pass 4: return the gradients of a, u, t, W, ρ; none of s, which depends on positions alone."""
+        """Pass 4: return the gradients of a, u, t, W, ρ; s depends on positions alone."""
         hats = Cotangents(*cotangents)
         arguments = AngleInputs(*inputs)
         bars = Cotangents(None, None)
@@ -209,7 +214,7 @@ class Angles(FourPasses):
             y_hat = self._cotangent_of_y(block, pairs, hats, arguments.rho, like=y)
             if rho_hat is not None and hats.a_new is not None:
                 new_hat = hats.a_new[block.angles]
-                rho_hat += (y[..., self.width :].reshape_as(new_hat) * new_hat).sum(0)
+                rho_hat += (y[..., self.message_columns :].reshape_as(new_hat) * new_hat).sum(0)
             if dots is None:
                 z_hat = self.activation.times_slope(for_slope, y_hat)
             else:
@@ -217,12 +222,12 @@ class Angles(FourPasses):
                 if bars.message is not None:
                     pair_dots = block.product_tangents(arguments.s, dots.s)
                     m_bar = block.by_first(bars.message)
-                    y_hat[..., : self.width].addcmul_(m_bar, pair_dots)
+                    y_hat[..., : self.message_columns].addcmul_(m_bar, pair_dots)
                 z_dot = block.pre_activation(dots, arguments.weight)
                 slope, bend = self.activation.derivatives(for_slope)
                 if rho_hat is not None and bars.a_new is not None:
                     new_bar = bars.a_new[block.angles]
-                    y_dot = slope[..., self.width :] * z_dot[..., self.width :]
+                    y_dot = slope[..., self.message_columns :] * z_dot[..., self.message_columns :]
                     rho_hat += (y_dot.view_as(new_bar) * new_bar).sum(0)
                 # In place from here on: bend becomes ẑ, y_bar becomes z̄.
                 z_hat = bend.mul_(z_dot).mul_(y_bar).addcmul_(slope, y_hat)
@@ -257,8 +262,8 @@ class Angles(FourPasses):
     ) -> Tensor:
         """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
         y_bar = torch.empty_like(like)
-        message_part = y_bar[..., : self.width]
-        update_part = y_bar[..., self.width :]
+        message_part = y_bar[..., : self.message_columns]
+        update_part = y_bar[..., self.message_columns :]
         if cotangents.message is None:
             message_part.zero_()
         else:
@@ -277,8 +282,10 @@ class Angles(FourPasses):
             return 0.0
         n = block.atoms
         k = block.neighbors
-        m_bar = message_bar[block.slots].view(n, k, self.width, 1)
-        along = torch.matmul(y[..., : self.width], m_bar).squeeze(-1)  # (atoms, j, k): m̄_j·y_jk
+        m_bar = message_bar[block.slots].view(n, k, self.message_columns, 1)
+        along = torch.matmul(y[..., : self.message_columns], m_bar).squeeze(
+            -1
+        )  # (atoms, j, k): m̄_j·y_jk
         block_s = s[block.slots].view(n, k)
         as_first = torch.bmm(along, block_s.unsqueeze(-1)).squeeze(-1)
         as_second = torch.bmm(block_s.unsqueeze(1), along).squeeze(1)
@@ -333,7 +340,7 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     """Return the module of kernels if they can be used."""
     if len(angles.plan.blocks) != 1 or not triton_support.usable(weight.device):
         return None
-    if not angles.width:  # the kernels are for layers with a message
+    if not angles.message_columns:  # the kernels are for layers with a message
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
     from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
@@ -358,7 +365,7 @@ def _layer(angles: Angles, arguments: AngleInputs) -> Any:
         rho=arguments.rho,
         reach=reach,
         n_slots=block.width,
-        message_columns=angles.width,
+        message_columns=angles.message_columns,
         alpha=angles.carry,
         formula=angles.activation.formula,
     )
@@ -368,7 +375,7 @@ def _without_none(angles: Angles, cotangents: Cotangents, arguments: AngleInputs
     """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
     message, a_new = cotangents
     if message is None:
-        message = arguments.u.new_zeros(arguments.u.shape[0], angles.width)
+        message = arguments.u.new_zeros(arguments.u.shape[0], angles.message_columns)
     if a_new is None:
         a_new = arguments.a.new_empty(0) if arguments.rho is None else torch.zeros_like(arguments.a)
     return [message, a_new]

@@ -297,7 +297,7 @@ class RepflowLayer(torch.nn.Module):
         passes = Angles(
             plan=graph.plan,
             activation=self.activation,
-            width=repflow.e_dim if message else 0,
+            message_columns=repflow.e_dim if message else 0,
             carry=carry,
         )
         inputs = AngleInputs(

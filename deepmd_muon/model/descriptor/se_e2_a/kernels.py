@@ -103,16 +103,16 @@ def _standard_rows_kernel(
         edge = atom * nnei + column
         mask = column < nnei
         x, y, z = loaded_edges(edges, neighbor, edge, mask, rcut)
-        _, t, switch, _ = switched(x, y, z, rcut, rcut_smth, protection)
+        _, t, switch, _ = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
         isotropic = switch * t * t
         store_four(
             rows,
             edge,
             mask,
-            empty0 + (switch * t).to(dtype) * scale0,
-            empty1 + (isotropic * x).to(dtype) * scale1,
-            empty2 + (isotropic * y).to(dtype) * scale2,
-            empty3 + (isotropic * z).to(dtype) * scale3,
+            a=empty0 + (switch * t).to(dtype) * scale0,
+            b=empty1 + (isotropic * x).to(dtype) * scale1,
+            c=empty2 + (isotropic * y).to(dtype) * scale2,
+            d=empty3 + (isotropic * z).to(dtype) * scale3,
         )
     _store_four(empty + atom * 4, empty0, empty1, empty2, empty3)
     _store_four(scale + atom * 4, scale0, scale1, scale2, scale3)
@@ -346,7 +346,9 @@ def _expand_kernel(
         # · inf is NaN.
         s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
         s = tl.where(is_empty, tl.load(empty + atom * 4), s)
-        piece, _, values, _ = _basis((s - low) * rate, cells, spans, n_cells, orders, edges)
+        piece, _, values, _ = _basis(
+            (s - low) * rate, cells, spans, n_cells=n_cells, orders=orders, edges=edges
+        )
         lowest, end = _piece_range(piece, used, pieces)
         for number in range(lowest, end):
             inside = used & (piece == number)
@@ -396,7 +398,9 @@ def _spread_kernel(
         # · inf is NaN.
         s = tl.where(used, tl.load(rows + at, used, 0.0), low)
         place = (s - low) * rate
-        piece, inverse, values, slopes = _basis(place, cells, spans, n_cells, orders, edges)
+        piece, inverse, values, slopes = _basis(
+            place, cells, spans, n_cells=n_cells, orders=orders, edges=edges
+        )
         y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * rate * inverse)
         lowest, end = _piece_range(piece, used, pieces)
         for number in range(lowest, end):
@@ -438,7 +442,9 @@ def _evaluate_kernel(
     is_edge = e < width
     at = (atom * nnei + first_column + e) * 4
     s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
-    piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, n_cells, orders, edges)
+    piece, inverse, values, slopes = _basis(
+        (s - low) * rate, cells, spans, n_cells=n_cells, orders=orders, edges=edges
+    )
     cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
     source = p + (atom * 4 * kinds + kind) * size + cell
     through_s = tl.zeros((edges,), rows.dtype.element_ty)

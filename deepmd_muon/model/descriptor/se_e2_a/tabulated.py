@@ -61,10 +61,10 @@ class TabulatedSeE2A(Tabulated):
 
     @staticmethod
     def features_of(
-        own: ScriptedSeE2A, centre: int, other: int
+        own: ScriptedSeE2A, centre: int, neighbor_kind: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the net of a pair of types; see `Tabulated`."""
-        layers = [double(layer) for layer in own.nets[own.net_number(centre, other)]]
+        layers = [double(layer) for layer in own.nets[own.net_number(centre, neighbor_kind)]]
         return lambda s: embed(own.act, layers, s)[0]
 
     def embed_exactly(
@@ -74,19 +74,23 @@ class TabulatedSeE2A(Tabulated):
         ntypes = self.request.ntypes
         out = torch.zeros([2, x.shape[0], self.width], dtype=x.dtype, device=x.device)
         for centre in range(ntypes):
-            for other in range(ntypes):
-                edges = (pair == centre * ntypes + other).nonzero().view(-1)
+            for neighbor_kind in range(ntypes):
+                edges = (pair == centre * ntypes + neighbor_kind).nonzero().view(-1)
                 if edges.shape[0] > 0:
-                    layers = self.nets[other if self.one_side else other * ntypes + centre]
+                    layers = self.nets[
+                        neighbor_kind if self.one_side else neighbor_kind * ntypes + centre
+                    ]
                     out.index_copy_(1, edges, embed(self.act, layers, x[edges]))
         return out
 
-    def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def fill(self, near: Near, neighbor_kind: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return the contribution of empty slots; see `Tabulated`."""
         filled = torch.zeros(
-            [other.shape[0], self.request.ntypes], dtype=self.sel.dtype, device=other.device
+            [neighbor_kind.shape[0], self.request.ntypes],
+            dtype=self.sel.dtype,
+            device=neighbor_kind.device,
         )
-        filled.scatter_add_(1, other, real.to(filled.dtype))
+        filled.scatter_add_(1, neighbor_kind, real.to(filled.dtype))
         empty_slots = (self.sel - filled).unsqueeze(1)  # (ncentre, 1, ntypes)
         features = torch.bmm(empty_slots, self.empty_features[near.kind])
         return self.empty_row[near.kind].unsqueeze(2) * features

@@ -218,14 +218,14 @@ class EnergyFitting(torch.nn.Module):
             return energy.double().squeeze(1), slope
         energies = []
         slopes = []
-        for k, part in enumerate(torch.split(x, list(type_counts))):
-            rows = torch.cat([part, self._vacuum_rows(part)]) if subtract_vacuum[k] else part
+        for k, x_k in enumerate(torch.split(x, list(type_counts))):
+            rows = torch.cat([x_k, self._vacuum_rows(x_k)]) if subtract_vacuum[k] else x_k
             energy, slope = self._evaluate(self.filter_layers[k], rows, force=force)
             if subtract_vacuum[k]:
-                energy = energy[: len(part)] - energy[len(part) :]
+                energy = energy[: len(x_k)] - energy[len(x_k) :]
             energies.append(energy.double())
             if slope is not None:
-                slopes.append(slope[: len(part)])
+                slopes.append(slope[: len(x_k)])
         return torch.cat(energies).squeeze(1), torch.cat(slopes) if force else None
 
     def _evaluate(
@@ -284,8 +284,8 @@ class EnergyAndSlope(torch.autograd.Function):
         saved = []
         slope = x.new_empty(x.shape)  # each network writes its rows
         with triton_support.Branches(x.device, len(counts)) as branches:
-            parts = zip(networks, x.split(counts), slope.split(counts), strict=True)
-            for number, (network, x_part, slope_part) in enumerate(parts):
+            by_type = zip(networks, x.split(counts), slope.split(counts), strict=True)
+            for number, (network, x_part, slope_part) in enumerate(by_type):
                 with branches.chain(number):
                     energy, tape = _forward(f, copies, network, x_part, slope_out=slope_part)
                 energies.append(energy)
@@ -302,21 +302,21 @@ class EnergyAndSlope(torch.autograd.Function):
         """Return the cotangents of x and of every layer's tensors."""
         counts = ctx.counts
         depth = len(ctx.copies)
-        x, *others = ctx.saved_tensors
+        x, *network_tensors_and_tapes = ctx.saved_tensors
         n_tensors = 3 * (depth + 1) * len(counts)
-        networks = unflatten(others[:n_tensors], len(counts))
-        saved = iter(others[n_tensors:])
+        networks = unflatten(network_tensors_and_tapes[:n_tensors], len(counts))
+        saved = iter(network_tensors_and_tapes[n_tensors:])
         x_hats: list[Tensor] = []
         tensor_hats: list[Tensor | None] = []
         with triton_support.Branches(x.device, len(counts)) as branches:
-            parts = zip(
+            by_type = zip(
                 networks,
                 x.split(counts),
                 energy_hat.split(counts),
                 slope_hat.split(counts),
                 strict=True,
             )
-            for number, (network, x_part, energy_hat_part, slope_hat_part) in enumerate(parts):
+            for number, (network, x_part, energy_hat_part, slope_hat_part) in enumerate(by_type):
                 tape = _Tape(
                     inputs=[x_part, *(next(saved) for _ in range(depth))],
                     keeps=[next(saved) for _ in range(depth)],
@@ -396,7 +396,10 @@ def _backward(
         x_dot = input_dots[-1]
         h_dot = torch.mm(x_dot, layer.matrix)
         h_dots.append(h_dot)
-        input_dots.append(layers.tangent(f, keep, layer.idt, h_dot, x_dot, layer_copies))
+        y_dot = layers.tangent(
+            f, keep, idt=layer.idt, h_dot=h_dot, x_dot=x_dot, copies=layer_copies
+        )
+        input_dots.append(y_dot)
 
     # The last layer is linear: Ŵ = yᵀÊ + Σ_atoms ẏ, because dE/dy is W itself.
     last_dot_sum = input_dots[-1].sum(0).unsqueeze(1)
@@ -406,7 +409,12 @@ def _backward(
     for index in reversed(range(len(hidden))):
         layer = hidden[index]
         h_hat_and_bar, bias_hat, idt_hat = layers.cotangents(
-            f, tape.keeps[index], layer.idt, h_dots[index], y_hat, tape.output_bars[index]
+            f,
+            tape.keeps[index],
+            idt=layer.idt,
+            h_dot=h_dots[index],
+            y_hat=y_hat,
+            y_bar=tape.output_bars[index],
         )
         # Ŵ = xᵀĥ + ẋᵀh̄ as one product.
         x_and_dot = torch.cat([tape.inputs[index], input_dots[index]])

@@ -83,13 +83,13 @@ class ScriptedEnergyFitting(torch.nn.Module):
             x = torch.cat([x, scaled], dim=1)
         if self.branch.shape[0] > 0:
             x = torch.cat([x, self.branch.expand(x.shape[0], -1)], dim=1)
-        parts = [x] if self.mixed_types else list(torch.split(x, counts))
+        rows_by_type = [x] if self.mixed_types else list(torch.split(x, counts))
         energies: list[torch.Tensor] = []
         slopes: list[torch.Tensor] = []
-        for index in range(len(parts)):
-            energy, slope = energy_and_slope(self.act, self.nets[index], parts[index])
+        for index in range(len(rows_by_type)):
+            energy, slope = energy_and_slope(self.act, self.nets[index], rows_by_type[index])
             if with_parameters and self.vacuum[index]:
-                empty = parts[index].clone()
+                empty = rows_by_type[index].clone()
                 empty[:, : descriptor.shape[1]] = 0.0
                 energy = energy - energy_and_slope(self.act, self.nets[index], empty)[0]
             energies.append(energy)

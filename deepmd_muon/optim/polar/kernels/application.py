@@ -50,10 +50,10 @@ def join_float64(high, low):
 
 
 @triton.jit
-def apply_part(p_pointers, o, mask, kept, step, WIDE: tl.constexpr):
-    """Do p ← kept · p − step · O in dtype WIDE."""
+def apply_part(p_pointers, o, mask, shrink, step, WIDE: tl.constexpr):
+    """Do p ← shrink · p − step · O in dtype WIDE."""
     p = tl.load(p_pointers, mask=mask, other=0.0).to(WIDE)
-    tl.store(p_pointers, (p * kept - step * o).to(p_pointers.dtype.element_ty), mask=mask)
+    tl.store(p_pointers, (p * shrink - step * o).to(p_pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -71,13 +71,13 @@ def apply_tile(
     target = parameters.targets + tl.program_id(1) * TARGET_ROW
     lr = tl.load(parameters.rate)
     decay = join_float64(parameters.decay_high, parameters.decay_low)
-    kept = (1.0 - lr * decay).to(tl.float32)
+    shrink = (1.0 - lr * decay).to(tl.float32)
     step = (lr * tl.load(parameters.factors + tl.load(target + 1))).to(tl.float32)
     offsets = row_offsets[:, None] + column_offsets[None, :]
     # Compared after the broadcast: Triton 3.9's interpreter makes a float of a broadcast comparison.
     mask = tl.broadcast_to(tl.load(parameters.skip), o.shape) <= 0
     p_pointers = aligned(tl.load(target), parameters.targets, TYPE) + offsets
-    apply_part(p_pointers, o, mask, kept, step, tl.float32)
+    apply_part(p_pointers, o, mask, shrink=shrink, step=step, WIDE=tl.float32)
 
 
 @triton.jit

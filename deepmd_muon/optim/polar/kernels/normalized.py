@@ -91,8 +91,8 @@ def measure_contiguous(
 def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
     """Return a matrix's largest magnitude, its norm relative to that, and two normalising factors.
 
-    1 / norm is the product of a power of two in the range of fp32 and a rest. The product itself
-    may overflow in fp32. The first program stores both in `factors` (matrices, 2).
+    1 / norm is the product of a power of two in the range of fp32 and a mantissa. The product
+    itself may overflow in fp32. The first program stores both in `factors` (matrices, 2).
     The grid's second axis numbers the matrices in `sums`.
     """
     joint, norm = norm_of_all(sums, tl.program_id(1) * SHARES, SHARES, SHARES)
@@ -100,12 +100,12 @@ def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
     # The exponent's bits of a float64 number: the next lower power of two.
     power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
-    rest = (inverse / power).to(tl.float32)
+    mantissa = (inverse / power).to(tl.float32)
     power = power.to(tl.float32)
     if tl.program_id(0) == 0:
         tl.store(factors + 2 * matrix, power)
-        tl.store(factors + 2 * matrix + 1, rest)
-    return joint, norm, power, rest
+        tl.store(factors + 2 * matrix + 1, mantissa)
+    return joint, norm, power, mantissa
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def normalize(
     """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
-    joint, norm, power, rest = scale_of(sums, factors, matrix, SHARES)
+    joint, norm, power, mantissa = scale_of(sums, factors, matrix, SHARES)
     is_double = tl.load(row + KIND) == DOUBLE
     t = tl.arange(0, T)
     down = order // T
@@ -140,20 +140,20 @@ def normalize(
             x, peak = load_matrix(row, addresses, r, c, -1)
             x = x * (peak / joint / norm).to(tl.float32)
         else:
-            x = load_upright(row, addresses, r, c) * power * rest
+            x = load_upright(row, addresses, r, c) * power * mantissa
         offset = base + r[:, None].to(tl.int64) * width + c[None, :]
         if KEEP:
             tl.store(master + offset, x)
         tl.store(iterate + offset, x.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first_matrix"])
 def normalize_tiles(
     inputs,  # descriptor of the inputs in T × N tiles; in N × T tiles if transposed
     iterate,  # descriptor of the fp16 X (matrices · order, width) in T × N tiles, written
     sums,  # (inputs, SHARES, 2)
     factors,  # (matrices, 2), written
-    first,  # number of the first input's matrix in `iterate` and `factors`
+    first_matrix,  # number of the first input's matrix in `iterate` and `factors`
     order,
     width,
     READ: tl.constexpr,  # INPUT or TRANSPOSED_INPUT
@@ -163,8 +163,8 @@ def normalize_tiles(
 ):
     """Write X / ‖X‖ in fp16, one tile per program; the grid's second axis numbers the inputs."""
     number = tl.program_id(0)
-    matrix = first + tl.program_id(1)
-    _, _, power, rest = scale_of(sums, factors, matrix, SHARES)
+    matrix = first_matrix + tl.program_id(1)
+    _, _, power, mantissa = scale_of(sums, factors, matrix, SHARES)
     down = order // T
     r = number % down * T
     c = number // down * N
@@ -172,4 +172,4 @@ def normalize_tiles(
         x = inputs.load([tl.program_id(1) * width + c, r]).T
     else:
         x = inputs.load([tl.program_id(1) * order + r, c])
-    iterate.store([matrix * order + r, c], (x * power * rest).to(tl.float16))
+    iterate.store([matrix * order + r, c], (x * power * mantissa).to(tl.float16))

@@ -45,7 +45,7 @@ class Team(NamedTuple):
 
     rank: Any
     count: Any
-    first: Any  # number in the launch of the program of rank 0
+    rank_0: Any  # number of its first program in the launch
     counter: Any  # pointer to the arrivals at barriers, int32, zero at the start
 
 
@@ -129,13 +129,14 @@ def store_symmetric_tiles(
         # Tiles on and below the diagonal are numbered row by row: row i begins at i (i + 1) / 2.
         i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         j = number - i * (i + 1) // 2
-        left = source + (i * T + t)[:, None] * depth + q[None, :]
-        right = source + (j * T + t)[:, None] * depth + q[None, :]
+        rows_at = source + (i * T + t)[:, None] * depth + q[None, :]
+        columns_at = source + (j * T + t)[:, None] * depth + q[None, :]
         product = tl.zeros((T, T), tl.float32)
         for k in range(0, depth, K):
             mask = (k + q)[None, :] < depth
-            rows = tl.load(left + k, mask=mask, other=0.0)
-            product = tl.dot(rows, tl.trans(tl.load(right + k, mask=mask, other=0.0)), product)
+            rows = tl.load(rows_at + k, mask=mask, other=0.0)
+            columns = tl.trans(tl.load(columns_at + k, mask=mask, other=0.0))
+            product = tl.dot(rows, columns, product)
         offset = (i * T + t)[:, None] * order + (j * T + t)[None, :]
         if ADD:
             product = b * tl.load(source + offset).to(tl.float32) + d * product
@@ -169,7 +170,7 @@ def store_share(row, addresses, sums, team, shape, T: tl.constexpr, ONLY: tl.con
         c = number // shape.down * T + t
         x, peak = load_matrix(row, addresses, r, c, ONLY)
         largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
-    share = sums + 2 * (team.first + team.rank)
+    share = sums + 2 * (team.rank_0 + team.rank)
     tl.store(share, largest)
     tl.store(share + 1, squares)
 
@@ -188,7 +189,7 @@ def store_normalized(
 ):
     """Write this program's tiles of X / ‖X‖."""
     t = tl.arange(0, T)
-    joint, norm = norm_of_all(sums, team.first, team.count, MAX_PROGRAMS)
+    joint, norm = norm_of_all(sums, team.rank_0, team.count, MAX_PROGRAMS)
     for number in range(team.rank, shape.down * shape.along, team.count):
         r = number % shape.down * T + t
         c = number // shape.down * T + t
@@ -222,10 +223,12 @@ def update_tiles(
         c = number // shape.down * T + t
         offset = r[:, None] * shape.width + c[None, :]
         product = tl.zeros((T, T), tl.float32)
-        left = polynomial + r[:, None] * shape.order + q[None, :]
-        right = current + q[:, None] * shape.width + c[None, :]
+        polynomial_at = polynomial + r[:, None] * shape.order + q[None, :]
+        current_at = current + q[:, None] * shape.width + c[None, :]
         for p in range(0, shape.order, K):
-            product = tl.dot(tl.load(left + p), tl.load(right + p * shape.width), product)
+            product = tl.dot(
+                tl.load(polynomial_at + p), tl.load(current_at + p * shape.width), product
+            )
         # Added last: tensor cores truncate partial sums, and a X would lose a bit in each.
         x = a * tl.load(master + offset) + product
         if is_last:
@@ -262,7 +265,7 @@ def tiles(
     matrix = tl.load(entry).to(tl.int64)
     rank = tl.load(entry + 1)
     count = tl.load(entry + 2)
-    team = Team(rank=rank, count=count, first=tl.program_id(0) - rank, counter=counters + matrix)
+    team = Team(rank=rank, count=count, rank_0=tl.program_id(0) - rank, counter=counters + matrix)
     row = table + matrix * ROW
     order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
@@ -348,11 +351,11 @@ def strip(
     has_columns = rank * NS < width
     wide, power = load_double(row, addresses, r, c, ONLY)
     scaled = wide * (1.0 / power)
-    share = sums + 2 * (team.first + rank)
+    share = sums + 2 * (team.rank_0 + rank)
     tl.store(share, power)
     tl.store(share + 1, tl.sum(scaled * scaled))
     barrier(team.counter, count)
-    joint, norm = norm_of_all(sums, team.first, count, MAX_PROGRAMS)
+    joint, norm = norm_of_all(sums, team.rank_0, count, MAX_PROGRAMS)
     x = (scaled * (power / joint / norm)).to(tl.float32)
     arrivals = count
     for k in range(STEPS):
@@ -428,7 +431,7 @@ def strips(
     rank = tl.load(entry + 1)
     count = tl.load(entry + 2)
     row = table + matrix * ROW
-    team = Team(rank=rank, count=count, first=tl.program_id(0) - rank, counter=counters + matrix)
+    team = Team(rank=rank, count=count, rank_0=tl.program_id(0) - rank, counter=counters + matrix)
     height = tl.load(row + TILE)
     for i in tl.static_range(_N_HEIGHTS):
         if MASK & (1 << i):

@@ -10,10 +10,10 @@ How matrices are stored
 |------------------|-------------------------------------------------------------------------|
 | X                | fp16 (matrices · order, width), if need be also fp32                    |
 | symmetric, D + E | diagonal D, fp32 (matrices · order,); others E, fp16 (…, order)         |
-| rest of E        | rounding residuals of E times ENLARGED, fp16, on and below the diagonal |
+| residual of E    | what rounding E lost, times ENLARGED, fp16, on and below the diagonal |
 
 X is kept in fp32 while later steps would amplify its rounding errors.
-A *fine* matrix has a rest. Rests enter sums, but not products of matrices.
+A *fine* matrix has a residual. Residuals enter sums, but not products of matrices.
 Sizes are padded with zeros to whole tiles, which changes nothing.
 
 Tensor descriptors let the copy engine fetch tiles of one matrix in several shapes:
@@ -60,10 +60,10 @@ class Operand(NamedTuple):
 
     tiles: Any  # as factor of the product; T × SQUARE for L and, if N = T, for S
     squares: Any
-    rest_squares: Any
-    rest_strips: Any
+    residual_squares: Any
+    residual_strips: Any
     diagonal: Any  # pointer
-    fine: Any  # whether the rest is added
+    fine: Any  # whether the residual is added
 
 
 class Target(NamedTuple):
@@ -72,10 +72,10 @@ class Target(NamedTuple):
     squares: Any
     strips: Any
     turned_strips: Any  # SQUARE × T
-    rest_squares: Any
-    rest_strips: Any
+    residual_squares: Any
+    residual_strips: Any
     diagonal: Any  # pointer
-    fine: Any  # whether the rest is stored
+    fine: Any  # whether the residual is stored
 
 
 class Tile(NamedTuple):
@@ -90,19 +90,19 @@ class Tile(NamedTuple):
 def symmetric_product(
     left,  # L, or X, in T × K tiles
     left_squares,
-    left_rest,
-    left_rest_strips,
+    left_residual,
+    left_residual_strips,
     left_diagonal,
     right,  # S, or X, in N × K tiles
     right_squares,
-    right_rest,
-    right_rest_strips,
+    right_residual,
+    right_residual_strips,
     right_diagonal,
     target_squares,
     target_strips,
     target_turned_strips,
-    target_rest,
-    target_rest_strips,
+    target_residual,
+    target_residual_strips,
     target_diagonal,
     weights,  # fp32 (steps, 3)
     step,  # row of `weights`
@@ -141,16 +141,16 @@ def symmetric_product(
     left_operand = Operand(
         tiles=left,
         squares=left_squares,
-        rest_squares=left_rest,
-        rest_strips=left_rest_strips,
+        residual_squares=left_residual,
+        residual_strips=left_residual_strips,
         diagonal=left_diagonal,
         fine=LEFT_FINE,
     )
     right_operand = Operand(
         tiles=right,
         squares=right_squares,
-        rest_squares=right_rest,
-        rest_strips=right_rest_strips,
+        residual_squares=right_residual,
+        residual_strips=right_residual_strips,
         diagonal=right_diagonal,
         fine=RIGHT_FINE,
     )
@@ -158,23 +158,47 @@ def symmetric_product(
         squares=target_squares,
         strips=target_strips,
         turned_strips=target_turned_strips,
-        rest_squares=target_rest,
-        rest_strips=target_rest_strips,
+        residual_squares=target_residual,
+        residual_strips=target_residual_strips,
         diagonal=target_diagonal,
         fine=FINE,
     )
     step_weights = weights + 3 * step
     if T == SQUARE:
         tile = Tile(r=r, c=c, top=top)
-        finish_square(product, tile, left_operand, right_operand, target, step_weights, KIND)
+        finish_square(
+            product,
+            tile,
+            left=left_operand,
+            right=right_operand,
+            target=target,
+            weights=step_weights,
+            KIND=KIND,
+        )
     elif N == T:
         tile = Tile(r=r, c=c, top=top)
-        finish_tile(product, tile, left_operand, right_operand, target, step_weights, KIND)
+        finish_tile(
+            product,
+            tile,
+            left=left_operand,
+            right=right_operand,
+            target=target,
+            weights=step_weights,
+            KIND=KIND,
+        )
     else:
         halves = product.reshape(T, 2, T).permute(0, 2, 1).split()
         for side in tl.static_range(2):
             tile = Tile(r=r, c=c + side * T, top=top)
-            finish_tile(halves[side], tile, left_operand, right_operand, target, step_weights, KIND)
+            finish_tile(
+                halves[side],
+                tile,
+                left=left_operand,
+                right=right_operand,
+                target=target,
+                weights=step_weights,
+                KIND=KIND,
+            )
 
 
 @triton.jit
@@ -192,7 +216,15 @@ def finish_tile(product, tile, left, right, target, weights, KIND: tl.constexpr)
         halves = product.reshape(T, 2, SQUARE).permute(0, 2, 1).split()
         for across in tl.static_range(2):
             strip = Tile(r=tile.r, c=tile.c + across * SQUARE, top=tile.top)
-            finish_strip(halves[across], strip, left, right, target, weights, KIND)
+            finish_strip(
+                halves[across],
+                strip,
+                left=left,
+                right=right,
+                target=target,
+                weights=weights,
+                KIND=KIND,
+            )
     elif tile.c <= tile.r:
         quarters = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
         for across in tl.static_range(2):
@@ -202,7 +234,15 @@ def finish_tile(product, tile, left, right, target, weights, KIND: tl.constexpr)
                 c = tile.c + across * SQUARE
                 if r >= c:
                     square = Tile(r=r, c=c, top=tile.top)
-                    finish_square(column[down], square, left, right, target, weights, KIND)
+                    finish_square(
+                        column[down],
+                        square,
+                        left=left,
+                        right=right,
+                        target=target,
+                        weights=weights,
+                        KIND=KIND,
+                    )
 
 
 @triton.jit
@@ -220,18 +260,18 @@ def finish_strip(product, tile, left, right, target, weights, KIND: tl.constexpr
         w2 = tl.load(weights + 2)
         down = tl.load(left.diagonal + top + r + tl.arange(0, product.shape[0]))[:, None]
         across = tl.load(right.diagonal + top + c + tl.arange(0, SQUARE))[None, :]
-        x = load_fine(left.tiles, left.rest_strips, top + r, c, left.fine)
+        x = load_fine(left.tiles, left.residual_strips, top + r, c, left.fine)
         if KIND == ONE_MATRIX:
             product = tl.fma(w0 + w2 * (down + across), x, w2 * product)
         else:
             product = tl.fma(w0 + w2 * across, x, w2 * product)
-            s = load_fine(right.tiles, right.rest_strips, top + r, c, right.fine)
+            s = load_fine(right.tiles, right.residual_strips, top + r, c, right.fine)
             product = tl.fma(w1 + w2 * down, s, product)
     narrow = product.to(tl.float16)
     target.strips.store([top + r, c], narrow)
     target.turned_strips.store([top + c, r], narrow.T)
     if target.fine:
-        target.rest_strips.store([top + r, c], residual(product, narrow))
+        target.residual_strips.store([top + r, c], rounding_residual(product, narrow))
 
 
 @triton.jit
@@ -252,13 +292,13 @@ def finish_square(product, tile, left, right, target, weights, KIND: tl.constexp
         w2 = tl.load(weights + 2)
         down = tl.load(left.diagonal + top + r + t)[:, None]
         across = tl.load(right.diagonal + top + c + t)[None, :]
-        x = load_fine(left.squares, left.rest_squares, top + r, c, left.fine)
+        x = load_fine(left.squares, left.residual_squares, top + r, c, left.fine)
         product = w2 * product + tl.where(on_diagonal, w0 * down + (w1 + w2 * down) * across, 0.0)
         if KIND == ONE_MATRIX:
             product += (w0 + w2 * (down + across)) * x
         else:
             product += (w0 + w2 * across) * x
-            s = load_fine(right.squares, right.rest_squares, top + r, c, right.fine)
+            s = load_fine(right.squares, right.residual_squares, top + r, c, right.fine)
             product += (w1 + w2 * down) * s
         if r == c:
             # Results are multiplied again, and an antisymmetric rounding error would grow.
@@ -272,21 +312,21 @@ def finish_square(product, tile, left, right, target, weights, KIND: tl.constexp
     if r != c:
         target.squares.store([top + c, r], narrow.T)
     if target.fine:
-        target.rest_squares.store([top + r, c], residual(product, narrow))
+        target.residual_squares.store([top + r, c], rounding_residual(product, narrow))
 
 
 @triton.jit
-def load_fine(tiles, rest, r, c, FINE: tl.constexpr):
+def load_fine(tiles, residuals, r, c, FINE: tl.constexpr):
     """Load a tile of E in fp32, with its residuals if FINE."""
     x = tiles.load([r, c]).to(tl.float32)
     if FINE:
-        x += rest.load([r, c]).to(tl.float32) / ENLARGED
+        x += residuals.load([r, c]).to(tl.float32) / ENLARGED
     return x
 
 
 @triton.jit
-def residual(x, narrow):
-    """Return what rounding x to fp16 lost, as a rest stores it."""
+def rounding_residual(x, narrow):
+    """Return what rounding x to fp16 lost, as residuals store it."""
     return ((x - narrow.to(tl.float32)) * ENLARGED).to(tl.float16)
 
 
@@ -323,7 +363,7 @@ class Place(NamedTuple):
     c: Any  # first column
 
 
-@triton.jit(do_not_specialize=["step", "first"])
+@triton.jit(do_not_specialize=["step", "first_matrix"])
 def update(
     polynomial,  # E of the polynomial D + E in T × K tiles
     diagonal,  # D
@@ -337,7 +377,7 @@ def update(
     out,  # results of the last step
     weights,  # fp32 (steps, 3)
     step,  # row of `weights`
-    first,  # number of the first matrix of this launch
+    first_matrix,  # of this launch
     order,
     width,
     targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
@@ -361,7 +401,7 @@ def update(
     The last step writes or applies the result.
 
     D and E both multiply the fp16 copy, because outside the range of X only the sum of both
-    vanishes. The grid's second axis numbers the matrices, starting at `first`.
+    vanishes. The grid's second axis numbers the matrices, starting at `first_matrix`.
 
     Tensor cores truncate partial sums. The error grows with the number of terms, and later steps
     amplify its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time
@@ -384,7 +424,7 @@ def update(
         out=out,
     )
     number = tl.program_id(0)
-    matrix = first + tl.program_id(1)
+    matrix = first_matrix + tl.program_id(1)
     down = order // T
     along = width // N
     # Programs that run at the same time share rows and columns in the cache.
@@ -423,13 +463,13 @@ def update(
         for start in range(0, order, CHUNK):
             chunk = tl.zeros((T, N), tl.float32)
             for k in range(start, tl.minimum(start + CHUNK, order), K):
-                left = polynomial.load([top + i * T, k])
-                chunk = tl.dot(left, current.load([top + k, j * N]), chunk)
+                e = polynomial.load([top + i * T, k])
+                chunk = tl.dot(e, current.load([top + k, j * N]), chunk)
             product += chunk
     else:
         for k in range(0, order, K):
-            left = polynomial.load([top + i * T, k])
-            product = tl.dot(left, current.load([top + k, j * N]), product)
+            e = polynomial.load([top + i * T, k])
+            product = tl.dot(e, current.load([top + k, j * N]), product)
     # a X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
     a = tl.load(weights + 3 * step)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
@@ -463,9 +503,9 @@ def prefetch_tile(
 ):
     """Fetch a T × N tile of a matrix, or the N × T one of its transpose, into the cache."""
     if TRANSPOSED:
-        prefetch_lines(pointers, c, order, r, N, T)
+        prefetch_lines(pointers, rows=c, stride=order, columns=r, ROWS=N, COLUMNS=T)
     else:
-        prefetch_lines(pointers, r, width, c, T, N)
+        prefetch_lines(pointers, rows=r, stride=width, columns=c, ROWS=T, COLUMNS=N)
 
 
 @triton.jit

@@ -102,7 +102,9 @@ def load_as_double(at, kind, outer, inner, n_outer, n_inner):
         mask = (outer[:, None] < n_outer) & (inner[None, :] < n_inner)
         wide = tl.load(at.address.to(tl.pointer_type(tl.float64)) + offset, mask=mask, other=0.0)
     else:
-        wide = load_as_single(at, kind, outer, inner, n_outer, n_inner).to(tl.float64)
+        wide = load_as_single(
+            at, kind, outer=outer, inner=inner, n_outer=n_outer, n_inner=n_inner
+        ).to(tl.float64)
     return wide
 
 
@@ -114,11 +116,13 @@ def load_scaled(at, kind, outer, inner, n_outer, n_inner):
     then smaller than 1.
     """
     if kind == DOUBLE:
-        wide = load_as_double(at, kind, outer, inner, n_outer, n_inner)
+        wide = load_as_double(at, kind, outer=outer, inner=inner, n_outer=n_outer, n_inner=n_inner)
         largest = tl.maximum(tl.max(tl.abs(wide)), _TINY_DOUBLE)
         tile = (wide * (1.0 / largest)).to(tl.float32)
     else:
-        single = load_as_single(at, kind, outer, inner, n_outer, n_inner)
+        single = load_as_single(
+            at, kind, outer=outer, inner=inner, n_outer=n_outer, n_inner=n_inner
+        )
         greatest = tl.maximum(tl.max(tl.abs(single)), _TINY_SINGLE)
         # One division, then products: fewer instructions to fetch.
         tile = single * (1.0 / greatest)
@@ -136,12 +140,22 @@ def load_matrix(row, addresses, r, c, ONLY: tl.constexpr):
     at = locate(row, addresses)
     if tl.load(row + TRANSPOSED) != 0:
         upright, largest = load_scaled(
-            at, ONLY if ONLY >= 0 else tl.load(row + KIND), c, r, at.columns, at.rows
+            at,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            outer=c,
+            inner=r,
+            n_outer=at.columns,
+            n_inner=at.rows,
         )
         tile = tl.trans(upright)
     else:
         tile, largest = load_scaled(
-            at, ONLY if ONLY >= 0 else tl.load(row + KIND), r, c, at.rows, at.columns
+            at,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            outer=r,
+            inner=c,
+            n_outer=at.rows,
+            n_inner=at.columns,
         )
     return tile, largest
 
@@ -155,9 +169,9 @@ def load_single(row, addresses, r, c):
     at = locate(row, addresses)
     kind = tl.load(row + KIND)
     if tl.load(row + TRANSPOSED) != 0:
-        tile = load_as_single(at, kind, c, r, at.columns, at.rows)
+        tile = load_as_single(at, kind, outer=c, inner=r, n_outer=at.columns, n_inner=at.rows)
     else:
-        tile = load_as_single(at, kind, r, c, at.rows, at.columns)
+        tile = load_as_single(at, kind, outer=r, inner=c, n_outer=at.rows, n_inner=at.columns)
     return tile
 
 
@@ -183,12 +197,22 @@ def load_double(row, addresses, r, c, ONLY: tl.constexpr):
     at = locate(row, addresses)
     if tl.load(row + TRANSPOSED) != 0:
         upright = load_as_double(
-            at, ONLY if ONLY >= 0 else tl.load(row + KIND), c, r, at.columns, at.rows
+            at,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            outer=c,
+            inner=r,
+            n_outer=at.columns,
+            n_inner=at.rows,
         )
         tile = tl.trans(upright)
     else:
         tile = load_as_double(
-            at, ONLY if ONLY >= 0 else tl.load(row + KIND), r, c, at.rows, at.columns
+            at,
+            ONLY if ONLY >= 0 else tl.load(row + KIND),
+            outer=r,
+            inner=c,
+            n_outer=at.rows,
+            n_inner=at.columns,
         )
     largest = tl.maximum(tl.max(tl.abs(tile)), _TINY_DOUBLE)
     power = (largest.to(tl.int64, bitcast=True) & _EXPONENT).to(tl.float64, bitcast=True)

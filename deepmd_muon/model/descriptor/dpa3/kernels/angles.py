@@ -205,7 +205,7 @@ def _second_neighbors(n_slots, form):
 
 @triton.jit
 def _first_slot(atom, n_slots):
-    """Return the slot of an atom's first neighbour; int64, since angles · columns may exceed 2³¹."""
+    """Return the slot of an atom's neighbour 0 (int64: angles · columns may exceed 2³¹)."""
     return atom * tl.full([], n_slots, tl.int64)
 
 
@@ -213,7 +213,8 @@ def _first_slot(atom, n_slots):
 def _first_neighbors(reach, atom, block, form):
     """Return the range of first neighbours that a program computes.
 
-    With G groups it computes start, start + G, … below `end`, and stores zeros for rest, rest + G, …
+    With G groups it computes start, start + G, … below `end`. The neighbours beyond, beyond + G, …
+    contribute nothing: the program stores zeros for them.
     """
     within_reach = tl.load(reach + atom)
     end = tl.where(within_reach > block * form.tile_rows, within_reach, 0)
@@ -244,14 +245,14 @@ def _load_message(message, slot, chunk, form):
 
 @triton.jit
 def _store_zeros(
-    rows, angles, first, rest, n_slots, seconds, c, columns: tl.constexpr, chunk_number, form
+    rows, angles, first_slot, beyond, n_slots, seconds, c, columns: tl.constexpr, chunk_number, form
 ):
-    """Store zeros for first neighbours from `rest` on and, unless `angles` is None, their angles.
+    """Store zeros for first neighbours from `beyond` on and, unless `angles` is None, their angles.
 
     `chunk_number` is that of the chunk; zeros of angles are stored with the first one.
     """
-    for j in range(rest, n_slots, tl.num_programs(1)):
-        slot = first + j
+    for j in range(beyond, n_slots, tl.num_programs(1)):
+        slot = first_slot + j
         tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
         if angles is not None:
             angle = slot * n_slots + seconds.k
@@ -295,16 +296,18 @@ def update_kernel(
         chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
         new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)[:, None]
+            first_slot = _first_slot(atom, n_slots)
+            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)[:, None]
             t_mask = (seconds.mask & (start < end))[:, None] & chunk.in_y[None, :]
-            t = load_tile(terms.t, first + seconds.k, chunk.c, t_mask, form.Y)
+            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, t_mask, form.Y)
             for j in range(start, end, tl.num_programs(1)):
-                slot = first + j
+                slot = first_slot + j
                 angle = slot * n_slots + seconds.k
                 a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
-                y, _, _ = curve(_pre_activation(terms, a, t, slot, chunk, form), kind, curve_of)
+                y, _, _ = curve(
+                    _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form), kind, curve_of
+                )
                 m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
                 tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
                 if form.Y > form.M:
@@ -314,8 +317,8 @@ def update_kernel(
             _store_zeros(
                 rows=message,
                 angles=a_new if form.Y > form.M else None,
-                first=first,
-                rest=rest,
+                first_slot=first_slot,
+                beyond=beyond,
                 n_slots=n_slots,
                 seconds=seconds,
                 c=chunk.c,
@@ -327,7 +330,8 @@ def update_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def adjoint_kernel(
-    out,  # Terms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
+    # Terms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
+    out,
     s_second_parts,  # (chunks·groups, slots), written: s̄ as second neighbour; out.s as first
     bars,  # Cotangents
     weight,
@@ -356,17 +360,17 @@ def adjoint_kernel(
         new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
         z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)
-            t = load_tile(terms.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            first_slot = _first_slot(atom, n_slots)
+            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)
+            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y)
             t_bar = tl.zeros_like(t)
             s_second_bar = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
-                slot = first + j
+                slot = first_slot + j
                 angle = slot * n_slots + seconds.k
                 a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
                 y, slope, _ = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
                 m_bar = _load_message(bars.message, slot, chunk, form)
@@ -385,12 +389,14 @@ def adjoint_kernel(
                     a_bar += alpha * load_tile(
                         bars.a_new, angle, seconds.i, seconds.a_mask & (chunk_number == 0), form.A
                     )
-                _accumulate_a(out.a, a_bar, angle, seconds, chunk_number, form)
+                _accumulate_a(
+                    out.a, a_bar, angle=angle, seconds=seconds, chunk_number=chunk_number, form=form
+                )
             _store_zeros(
                 rows=u_bar,
                 angles=out.a,
-                first=first,
-                rest=rest,
+                first_slot=first_slot,
+                beyond=beyond,
                 n_slots=n_slots,
                 seconds=seconds,
                 c=chunk.c,
@@ -398,8 +404,8 @@ def adjoint_kernel(
                 chunk_number=chunk_number,
                 form=form,
             )
-            for j in range(rest, n_slots, n_groups):
-                tl.store(s_bar + (first + j), 0.0)
+            for j in range(beyond, n_slots, n_groups):
+                tl.store(s_bar + (first_slot + j), 0.0)
             row = group.to(tl.int64) * n_atoms + atom
             s_row = chunk_number * n_groups * n_atoms + row
             tl.store(s_second_parts + s_row * n_slots + seconds.k, s_second_bar, seconds.mask)
@@ -436,20 +442,24 @@ def tangent_kernel(
         new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
         z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)
-            s_k_dot = tl.load(dots.s + first + seconds.k, seconds.mask, 0.0)
-            t = load_tile(terms.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(dots.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            first_slot = _first_slot(atom, n_slots)
+            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)
+            s_k_dot = tl.load(dots.s + first_slot + seconds.k, seconds.mask, 0.0)
+            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(
+                dots.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y
+            )
             for j in range(start, end, tl.num_programs(1)):
-                slot = first + j
+                slot = first_slot + j
                 angle = slot * n_slots + seconds.k
                 a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
                 y, slope, _ = curve(z, kind, curve_of)
                 a_dot = load_tile(dots.a, angle, seconds.i, seconds.a_mask, form.A)
-                y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                y_dot = slope * _pre_activation(
+                    dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form
+                )
                 s_j = tl.load(terms.s + slot)
                 s_j_dot = tl.load(dots.s + slot)
                 pair = (s_j * s_k)[:, None]
@@ -463,8 +473,8 @@ def tangent_kernel(
             _store_zeros(
                 rows=message,
                 angles=a_new if form.Y > form.M else None,
-                first=first,
-                rest=rest,
+                first_slot=first_slot,
+                beyond=beyond,
                 n_slots=n_slots,
                 seconds=seconds,
                 c=chunk.c,
@@ -476,7 +486,8 @@ def tangent_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def gradient_kernel(
-    out,  # Terms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
+    # Terms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
+    out,
     parameters,  # ParameterParts, written
     hats,  # Cotangents
     bars,  # Cotangents of pass 2; any tensors without forces
@@ -510,25 +521,27 @@ def gradient_kernel(
         weight_hat = tl.zeros_like(chunk.weight)
         rho_hat = tl.zeros([form.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first = _first_slot(atom, n_slots)
-            start, end, rest = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first + seconds.k, seconds.mask, 0.0)
-            s_k_dot = tl.load(dots.s + first + seconds.k, seconds.mask, 0.0)
-            t = load_tile(terms.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(dots.t, first + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            first_slot = _first_slot(atom, n_slots)
+            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
+            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)
+            s_k_dot = tl.load(dots.s + first_slot + seconds.k, seconds.mask, 0.0)
+            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(
+                dots.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y
+            )
             t_hat = tl.zeros_like(t)
             for j in range(start, end, n_groups):
-                slot = first + j
+                slot = first_slot + j
                 angle = slot * n_slots + seconds.k
                 a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
                 y, slope, bend = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if with_forces:
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
                     a_dot = load_tile(dots.a, angle, seconds.i, seconds.a_mask, form.A)
-                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                    z_dot = _pre_activation(dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form)
                 pair = (s_j * s_k)[:, None]
                 y_hat = _load_message(hats.message, slot, chunk, form) * pair
                 rho_terms = tl.zeros_like(y)
@@ -559,12 +572,14 @@ def gradient_kernel(
                     a_hat += alpha * load_tile(
                         hats.a_new, angle, seconds.i, seconds.a_mask & (chunk_number == 0), form.A
                     )
-                _accumulate_a(out.a, a_hat, angle, seconds, chunk_number, form)
+                _accumulate_a(
+                    out.a, a_hat, angle=angle, seconds=seconds, chunk_number=chunk_number, form=form
+                )
             _store_zeros(
                 rows=u_hat,
                 angles=out.a,
-                first=first,
-                rest=rest,
+                first_slot=first_slot,
+                beyond=beyond,
                 n_slots=n_slots,
                 seconds=seconds,
                 c=chunk.c,
@@ -574,14 +589,14 @@ def gradient_kernel(
             )
             row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + seconds.k)[:, None]
             tl.store(out.t + row * form.Y + chunk.c[None, :], t_hat, z_mask)
-        program = tl.program_id(0) * n_groups + group
-        part = program * form.n_blocks + seconds.block  # as the flattened grid counts
+        # Of this program, as the flattened grid counts.
+        program = (tl.program_id(0) * n_groups + group) * form.n_blocks + seconds.block
         weight_at = (
-            parameters.weight + (part * form.A + seconds.i[:, None]) * form.Y + chunk.c[None, :]
+            parameters.weight + (program * form.A + seconds.i[:, None]) * form.Y + chunk.c[None, :]
         )
         tl.store(weight_at, weight_hat, (seconds.i < form.A)[:, None] & chunk.in_y[None, :])
         if form.Y > form.M:
-            tl.store(parameters.rho + part * form.A + chunk.a_column, rho_hat, chunk.in_a)
+            tl.store(parameters.rho + program * form.A + chunk.a_column, rho_hat, chunk.in_a)
         # The next chunk adds to â, which other threads of this program have written.
         tl.debug_barrier()
 
@@ -656,13 +671,13 @@ class Launch:
 
     def empty_u_parts(self) -> Tensor:
         """Allocate ū or û in parts."""
-        parts: Tensor = self.terms.u.new_empty(self.n_blocks, *self.terms.u.shape)
-        return parts
+        u_parts: Tensor = self.terms.u.new_empty(self.n_blocks, *self.terms.u.shape)
+        return u_parts
 
     def empty_t_parts(self) -> Tensor:
         """Allocate t̄ or t̂ in parts."""
-        parts: Tensor = self.terms.t.new_empty(self.n_groups, *self.terms.t.shape)
-        return parts
+        t_parts: Tensor = self.terms.t.new_empty(self.n_groups, *self.terms.t.shape)
+        return t_parts
 
 
 def _contiguous(terms: Tensors) -> Terms:
@@ -727,7 +742,8 @@ def gradient(
 ) -> Tensors:
     """Pass 4: return the gradients of a, u, t, W, ρ.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no such pass.
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no
+    such pass.
     """
     launch = Launch(terms, layer)
     with_forces = len(dots) > 0

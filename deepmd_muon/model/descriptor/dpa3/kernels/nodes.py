@@ -19,11 +19,12 @@ The update
 | ρ      | `step_sizes` | (n,) each             | two, and one for each message                 |
 | α      | `alpha`      | number                | weight of the old features                    |
 
-N = n. The output x′ is called y in ȳ and ŷ; K is the number of messages. `four_passes` explains the passes and the
-accents: a bar (`_bar`) is a derivative of the energy, a dot (`_dot`) a tangent, a hat (`_hat`) a derivative of the loss.
+N = n. The output x′ is called y in ȳ and ŷ; K is the number of messages. `four_passes` explains the
+passes and the accents: a bar (`_bar`) is a derivative of the energy, a dot (`_dot`) a tangent, a
+hat (`_hat`) a derivative of the loss.
 
-Reference: `RepflowLayer._nodes` computes the same from torch's operations when kernels cannot run, and
-`test_nodes_and_edge_features_of_dpa3` compares all four passes with it.
+Reference: `RepflowLayer._nodes` computes the same from torch's operations when kernels cannot run,
+and `test_nodes_and_edge_features_of_dpa3` compares all four passes with it.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ class NodeInputs(NamedTuple):
     @classmethod
     def of(cls, inputs: Perhaps) -> NodeInputs:
         """Name the flat inputs: x, H, k messages, W₀, b₀, W₁, b₁, and 2 + k step sizes."""
-        x, moment, *rest = _all_present(inputs)
-        n_messages = (len(rest) - 6) // 2  # 6: two weights, two biases, ρ₀ and ρ₁
-        self_weight, self_bias, symmetric_weight, symmetric_bias, *step_sizes = rest[n_messages:]
+        x, moment, *messages_and_parameters = _all_present(inputs)
+        # 6: two weights, two biases, ρ₀ and ρ₁
+        n_messages = (len(messages_and_parameters) - 6) // 2
+        messages = messages_and_parameters[:n_messages]
+        parameters = messages_and_parameters[n_messages:]
+        self_weight, self_bias, symmetric_weight, symmetric_bias, *step_sizes = parameters
         return cls(
             x=x,
             moment=moment,
-            messages=tuple(rest[:n_messages]),
+            messages=tuple(messages),
             self_weight=self_weight,
             self_bias=self_bias,
             symmetric_weight=symmetric_weight,
@@ -180,7 +184,8 @@ class Nodes(FourPasses):
     alpha
         α.
     axis
-        Rows a of G: how many leading columns of each part of H are multiplied with all columns of that part.
+        Rows a of G: how many leading columns of each block of H are multiplied with all columns of
+        that block.
     edge_columns
         E, the columns of H from edge features.
     """
@@ -278,8 +283,8 @@ class Nodes(FourPasses):
     ) -> Perhaps:
         """Pass 4: return the gradients of all inputs in the order of `NodeInputs`.
 
-        Each is the gradient of ⟨ŷ, x′⟩ + ⟨ȳ, ẋ′⟩. The second term, from the loss on forces, is there only if
-        passes 2 and 3 have run with tangents.
+        Each is the gradient of ⟨ŷ, x′⟩ + ⟨ȳ, ẋ′⟩. The second term, from the loss on forces, is
+        there only if passes 2 and 3 have run with tangents.
         """
         (y_hat,) = cotangents
         nodes = NodeInputs.of(inputs)
@@ -494,8 +499,8 @@ def gradient_kernel(
 ) -> None:
     """Differentiate ⟨ŷ, x′⟩ + ⟨ȳ, ẋ′⟩ by h, ρ and m.
 
-    ĥ = ρ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), m̂ = ρ∘ŷ; the gradient of ρ is the sum over atoms of f(h)∘ŷ + f′(h)∘ḣ∘ȳ, or for
-    a message of m∘ŷ + ṁ∘ȳ.
+    ĥ = ρ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), m̂ = ρ∘ŷ; the gradient of ρ is the sum over atoms of
+    f(h)∘ŷ + f′(h)∘ḣ∘ȳ, or for a message of m∘ŷ + ṁ∘ȳ.
     """
     index, mask, column = _elements(count, width, block)
     y_hat_value = tl.load(y_hat + index, mask, 0.0)
@@ -528,11 +533,11 @@ def gradient_kernel(
 
 @triton.jit
 def _block_columns(
-    part: tl.constexpr, edge_columns: tl.constexpr, node_columns: tl.constexpr, tile: tl.constexpr
+    block: tl.constexpr, edge_columns: tl.constexpr, node_columns: tl.constexpr, tile: tl.constexpr
 ):
-    """Return the first column of a part (0: edges, 1: nodes), its number of columns, their indices and their mask."""
+    """Return where a block of H (0: edges, 1: nodes) begins, its width, its columns and their mask."""
     d = tl.arange(0, tile)
-    if part == 0:
+    if block == 0:
         return 0, edge_columns, d, d < edge_columns
     return edge_columns, node_columns, edge_columns + d, d < node_columns
 
@@ -549,26 +554,28 @@ def symmetrize_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ) -> None:
-    """G_ad = Σ_c H_ca·H_cd / 3 in each part, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
+    """G_ad = Σ_c H_ca·H_cd / 3 in each block, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
     width: tl.constexpr = edge_columns + node_columns
     atom = tl.program_id(0).to(tl.int64)
     a = tl.arange(0, tile_rows)
     a_mask = a < axis
-    for part in tl.static_range(2):
-        first, n_columns, d, d_mask = _block_columns(part, edge_columns, node_columns, tile_columns)
+    for block in tl.static_range(2):
+        begin, n_columns, d, d_mask = _block_columns(
+            block, edge_columns, node_columns, tile_columns
+        )
         total = tl.zeros([tile_rows, tile_columns], moment.dtype.element_ty)
         for c in tl.static_range(3):
             row = (atom * 3 + c) * width
-            h_a = tl.load(moment + row + first + a, a_mask, 0.0)
+            h_a = tl.load(moment + row + begin + a, a_mask, 0.0)
             h_d = tl.load(moment + row + d, d_mask, 0.0)
             if with_tangent:
-                h_a_dot = tl.load(moment_dot + row + first + a, a_mask, 0.0)
+                h_a_dot = tl.load(moment_dot + row + begin + a, a_mask, 0.0)
                 h_d_dot = tl.load(moment_dot + row + d, d_mask, 0.0)
                 total += h_a_dot[:, None] * h_d[None, :] + h_a[:, None] * h_d_dot[None, :]
             else:
                 total += h_a[:, None] * h_d[None, :]
-        block_start = atom * axis * width + axis * first
-        index = block_start + a[:, None] * n_columns + (d - first)[None, :]
+        block_start = atom * axis * width + axis * begin
+        index = block_start + a[:, None] * n_columns + (d - begin)[None, :]
         tl.store(squares + index, total / 3.0, a_mask[:, None] & d_mask[None, :])
 
 
@@ -583,7 +590,7 @@ def symmetrize_adjoint_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ) -> None:
-    """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_e Ḡ_de·H_ce) / 3 in each part.
+    """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_e Ḡ_de·H_ce) / 3 in each block.
 
     The second sum is there because the first `axis` columns of H are factors on both sides.
     """
@@ -591,18 +598,20 @@ def symmetrize_adjoint_kernel(
     atom = tl.program_id(0).to(tl.int64)
     a = tl.arange(0, tile_rows)
     a_mask = a < axis
-    for part in tl.static_range(2):
-        first, n_columns, d, d_mask = _block_columns(part, edge_columns, node_columns, tile_columns)
-        block_start = atom * axis * width + axis * first
-        index = block_start + a[:, None] * n_columns + (d - first)[None, :]
+    for block in tl.static_range(2):
+        begin, n_columns, d, d_mask = _block_columns(
+            block, edge_columns, node_columns, tile_columns
+        )
+        block_start = atom * axis * width + axis * begin
+        index = block_start + a[:, None] * n_columns + (d - begin)[None, :]
         block_mask = a_mask[:, None] & d_mask[None, :]
-        same_column = a[:, None] == (d - first)[None, :]
+        same_column = a[:, None] == (d - begin)[None, :]
         for c in tl.static_range(3):
             row = (atom * 3 + c) * width
             total = tl.zeros([tile_columns], moment_bar.dtype.element_ty)
             for pair in tl.static_range(len(moments)):
                 g_bar = tl.load(squares_bars[pair] + index, block_mask, 0.0)
-                h_a = tl.load(moments[pair] + row + first + a, a_mask, 0.0)
+                h_a = tl.load(moments[pair] + row + begin + a, a_mask, 0.0)
                 h_d = tl.load(moments[pair] + row + d, d_mask, 0.0)
                 as_right_factor = h_a[:, None] * g_bar
                 row_sums = tl.sum(g_bar * h_d[None, :], 1)  # (tile_rows,): belongs to column d = a

@@ -32,12 +32,12 @@ def holding(count: int) -> int:
     return side
 
 
-def at_once(device: torch.device, each: int) -> int:
-    """Return how many programs run at once if a multiprocessor runs `each`."""
+def at_once(device: torch.device, per_multiprocessor: int) -> int:
+    """Return how many programs a device runs at once."""
     count = MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
-    return count * each
+    return count * per_multiprocessor
 
 
 def share(atoms: int, parts: int, programs: int) -> int:
@@ -64,17 +64,17 @@ def fits_weight(weight: Tensor, formula: Formula | None) -> bool:
 
 # ----- sums of parts -----------------------------------------------------------------------------
 
-FEW = 32  # parts that a program adds one by one; more are added in tiles
-BLOCK = 512  # elements of a program that adds few parts
-ROWS = 64  # parts and elements of the tile of a program that adds many parts
+FEW = 32  # addends that a program adds one by one; more are added in tiles
+BLOCK = 512  # elements of a program that adds few
+ROWS = 64  # addends and elements of the tile of a program that adds many
 COLUMNS = 32
 
 
 class Sum(NamedTuple):
-    """A sum over the first axis of `parts`, and where it goes."""
+    """A sum over the first axis of `addends`, and where it goes."""
 
     out: Tensor
-    parts: Tensor
+    addends: Tensor
 
 
 def add_parts(*parts: Tensor) -> list[Tensor]:
@@ -82,17 +82,17 @@ def add_parts(*parts: Tensor) -> list[Tensor]:
     sums: list[Tensor] = []
     few: list[Sum] = []
     many: list[Sum] = []
-    for part in parts:
-        if len(part) == 1:
-            sums.append(part[0])
+    for addends in parts:
+        if len(addends) == 1:
+            sums.append(addends.squeeze(0))
             continue
-        out = part.new_empty(part.shape[1:])
+        out = addends.new_empty(addends.shape[1:])
         sums.append(out)
         if out.numel():
-            (few if len(part) <= FEW else many).append(Sum(out, part))
+            (few if len(addends) <= FEW else many).append(Sum(out, addends))
     if few:
-        most = tuple(tl.constexpr(_rounded_up(len(each.parts))) for each in few)
-        few_kernel[_programs(few, BLOCK)](**_arguments(few), most=most, block=BLOCK)
+        max_counts = tuple(tl.constexpr(_rounded_up(len(job.addends))) for job in few)
+        few_kernel[_programs(few, BLOCK)](**_arguments(few), max_counts=max_counts, block=BLOCK)
     if many:
         many_kernel[_programs(many, COLUMNS)](**_arguments(many), rows=ROWS, columns=COLUMNS)
     return sums
@@ -104,24 +104,24 @@ def _rounded_up(count: int) -> int:
 
 
 def _programs(sums: list[Sum], width: int) -> tuple[int]:
-    return (sum(triton.cdiv(each.out.numel(), width) for each in sums),)
+    return (sum(triton.cdiv(job.out.numel(), width) for job in sums),)
 
 
 def _arguments(sums: list[Sum]) -> dict[str, tuple[Tensor | int, ...]]:
     return {
-        "outs": tuple(each.out for each in sums),
-        "parts": tuple(each.parts for each in sums),
-        "sizes": tuple(each.out.numel() for each in sums),
-        "counts": tuple(len(each.parts) for each in sums),
+        "outs": tuple(job.out for job in sums),
+        "addends": tuple(job.addends for job in sums),
+        "sizes": tuple(job.out.numel() for job in sums),
+        "counts": tuple(len(job.addends) for job in sums),
     }
 
 
 @triton.jit
-def few_kernel(outs, parts, sizes, counts, most, block: tl.constexpr) -> None:
-    """Add up `counts` parts of several tensors of `sizes` elements, at most `most` of each.
+def few_kernel(outs, addends, sizes, counts, max_counts, block: tl.constexpr) -> None:
+    """Write several sums of `counts` addends, each of `sizes` elements.
 
-    `most` is known when the kernel is compiled, so that the loop over parts is unrolled and all
-    loads are under way at once. `counts` is not: each number would need a kernel of its own.
+    `max_counts` is known when the kernel is compiled, so that the loop over addends is unrolled and
+    all loads are under way at once. `counts` is not: each number would need a kernel of its own.
     """
     program = tl.program_id(0)
     for number in tl.static_range(len(outs)):
@@ -129,18 +129,18 @@ def few_kernel(outs, parts, sizes, counts, most, block: tl.constexpr) -> None:
         if (program >= 0) & (program * block < size):
             at = program * block + tl.arange(0, block)
             real = at < size
-            total = tl.load(parts[number] + at, real, 0.0)
-            for part in tl.static_range(1, most[number]):
-                # int64, since parts · size may exceed 2³¹
-                begin = tl.full([], size, tl.int64) * part
-                total += tl.load(parts[number] + begin + at, real & (part < counts[number]), 0.0)
+            total = tl.load(addends[number] + at, real, 0.0)
+            for i in tl.static_range(1, max_counts[number]):
+                # int64, since addends · size may exceed 2³¹
+                begin = tl.full([], size, tl.int64) * i
+                total += tl.load(addends[number] + begin + at, real & (i < counts[number]), 0.0)
             tl.store(outs[number] + at, total, real)
         program -= tl.cdiv(size, block)  # the next tensor's programs come after these
 
 
 @triton.jit
-def many_kernel(outs, parts, sizes, counts, rows: tl.constexpr, columns: tl.constexpr) -> None:
-    """Add up the parts of several tensors, many of each."""
+def many_kernel(outs, addends, sizes, counts, rows: tl.constexpr, columns: tl.constexpr) -> None:
+    """Write several sums of many addends."""
     program = tl.program_id(0)
     row = tl.arange(0, rows)
     for number in tl.static_range(len(outs)):
@@ -149,11 +149,11 @@ def many_kernel(outs, parts, sizes, counts, rows: tl.constexpr, columns: tl.cons
         if (program >= 0) & (program * columns < size):
             at = program * columns + tl.arange(0, columns)
             total = tl.zeros([rows, columns], outs[number].dtype.element_ty)
-            for first in range(0, count, rows):
-                part = first + row
-                real = (part < count)[:, None] & (at < size)[None, :]
-                begin = part[:, None].to(tl.int64) * size
-                total += tl.load(parts[number] + begin + at[None, :], real, 0.0)
+            for offset in range(0, count, rows):
+                i = offset + row
+                real = (i < count)[:, None] & (at < size)[None, :]
+                begin = i[:, None].to(tl.int64) * size
+                total += tl.load(addends[number] + begin + at[None, :], real, 0.0)
             tl.store(outs[number] + at, tl.sum(total, 0), at < size)
         program -= tl.cdiv(size, columns)
 
@@ -198,12 +198,12 @@ def neighbor_kernel(
     """Add up the rows of `values` that belong to an atom."""
     atom = tl.program_id(0)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    offset = tl.arange(0, rows)
+    tile_row = tl.arange(0, rows)
     total = tl.zeros([rows, columns], out.dtype.element_ty)
     end = tl.load(start + atom + 1)
-    for first in range(tl.load(start + atom), end, rows):
-        real = first + offset < end
-        row = tl.load(order + first + offset, real, 0)
+    for offset in range(tl.load(start + atom), end, rows):
+        real = offset + tile_row < end
+        row = tl.load(order + offset + tile_row, real, 0)
         mask = real[:, None] & (column < width)[None, :]
         total += tl.load(values + row[:, None] * width + column[None, :], mask, 0.0)
     tl.store(out + atom * width + column, tl.sum(total, 0), column < width)
