@@ -257,8 +257,9 @@ class HostedSettings(ModelSettings):
         ModelError
             If a value that the trainer reads is wrong.
         """
-        net = section.get("fitting_net") or {}
-        read = ("numb_fparam", "numb_aparam", "default_fparam")
+        first = (section.get("models") or [section])[0]
+        net = first.get("fitting_net") or {}
+        read = ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd")
         statistics = ("data_stat_nbatch", "data_stat_protect")
         try:
             return cls(
