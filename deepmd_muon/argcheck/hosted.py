@@ -12,14 +12,7 @@ from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.settings import HostedSettings
-
-# Kinds of models and fitting nets that give energies from positions alone.
-_MODELS = frozenset({"standard", "dpa4", "DPA4", "SeZM", "sezm", "linear_ener"})
-_FITTING_NETS = frozenset({"ener", "dpa4_ener", "sezm_ener"})
-_DPA4 = frozenset({"dpa4", "DPA4", "SeZM", "sezm"})
-# Keys that ask for other labels, or for files of other programs.
-_OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding")
+from deepmd_muon.model.settings import HostedSettings, gives_energies
 
 
 def can_host(model: Any, problems: Sequence[Problem], path: str = "model") -> bool:
@@ -40,17 +33,6 @@ def can_host(model: Any, problems: Sequence[Problem], path: str = "model") -> bo
         and all(one.elsewhere and one.path.startswith(f"{path}/") for one in problems)
         and all(map(gives_energies, model.get("model_dict", {SINGLE: model}).values()))
         and importlib.util.find_spec("deepmd") is not None
-    )
-
-
-def gives_energies(model: Mapping[str, Any]) -> bool:
-    """Return whether deepmd-kit's model of this section maps positions to energies."""
-    parts = [model, *model.get("models", ())]
-    return model.get("type", "standard") in _MODELS and all(
-        isinstance(part, Mapping)
-        and (part.get("fitting_net") or {}).get("type", "ener") in _FITTING_NETS
-        and not any(part.get(key) for key in _OTHER_KEYS)
-        for part in parts
     )
 
 

@@ -22,7 +22,7 @@ from deepmd_muon.argcheck.training import BranchDataSettings
 from deepmd_muon.files import whole_file
 from deepmd_muon.loss.settings import LossSettings
 from deepmd_muon.model.branch_settings import SINGLE, HostedBranchSettings
-from deepmd_muon.model.settings import ModelSettings, changed
+from deepmd_muon.model.settings import HostedSettings, ModelSettings, changed
 from deepmd_muon.optim.omitted_scales import (
     OmittedScales,
     deepmd_kits_default_scale,
@@ -222,10 +222,13 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     optimizer_keys = upgraded.data.get("optimizer", {})
     start_lr = settings.learning_rate.start_lr
     numb_steps = settings.training.numb_steps
-    small_steps = deepmd_kits_default_scale(
-        settings.optimizer, optimizer_keys, start_lr, numb_steps
-    )
-    scales = omitted_scales(settings.optimizer, optimizer_keys, start_lr, numb_steps)
+    small_steps = scales = None
+    # The scales were measured on our models; deepmd-kit's suit its own.
+    if not isinstance(settings.model, HostedSettings) and not _has_hosted_branch(settings):
+        small_steps = deepmd_kits_default_scale(
+            settings.optimizer, optimizer_keys, start_lr, numb_steps
+        )
+        scales = omitted_scales(settings.optimizer, optimizer_keys, start_lr, numb_steps)
     notices = (*upgraded.notices, *expanded.notices, *checked.notices)
     completed = Input(
         settings=settings,
@@ -238,6 +241,11 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         references=expanded.references,
     )
     return completed.with_scales(scales) if scales else completed
+
+
+def _has_hosted_branch(settings: Settings | MultiTaskSettings) -> bool:
+    branches = getattr(settings.model, "model_dict", {})
+    return any(isinstance(branch, HostedSettings) for branch in branches.values())
 
 
 def _host_models(expanded: Expanded) -> list[Problem]:
