@@ -88,6 +88,10 @@ class Section:
     #: keys exist.
     left_out: ClassVar[frozenset[str]] = frozenset()
 
+    def plain_form(self) -> dict[str, Any] | None:
+        """Return the plain form of settings whose keys another program declares; None for ours."""
+        return None
+
     def __post_init__(self) -> None:
         check_settings(self)
         # Rules may assume that each value is valid by itself.
@@ -164,6 +168,8 @@ def thaw(value: Any) -> Any:
         return {name: thaw(inner) for name, inner in value.items()}
     if not dataclasses.is_dataclass(value):
         return value
+    if isinstance(value, Section) and (foreign_form := value.plain_form()) is not None:
+        return foreign_form
     plain = {}
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)

@@ -30,7 +30,7 @@ from deepmd_muon.files import make_folder_of, replacement
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.model import EnergyModel, build_model
+from deepmd_muon.model import DescriptorModel, build_model
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, settings_of
 from deepmd_muon.model.fitting.ener.scripted import ScriptedEnergyFitting
 from deepmd_muon.model.registry import DESCRIPTORS
@@ -77,7 +77,7 @@ class Compression:
 
 
 def compress(
-    model: EnergyModel,
+    model: DescriptorModel,
     output: str | os.PathLike[str],
     *,
     min_distance: float = UNKNOWN_DISTANCE,
@@ -180,7 +180,7 @@ def _paired(
     return list(zip(expected, results, strict=True))
 
 
-def _table_of(model: EnergyModel) -> Any:
+def _table_of(model: DescriptorModel) -> Any:
     """Return the class of the compressed descriptor."""
     tabulated = DESCRIPTORS.tabulated(model.settings.descriptor)
     if tabulated is None:
@@ -212,7 +212,7 @@ def evaluate(program: Program, structure: Structure) -> Prediction:
     )
 
 
-def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[EnergyModel, float]:
+def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[DescriptorModel, float]:
     """Return the model of a frozen file of this package, and the smallest distance in its data [Å].
 
     The distance is −1 if it is unknown.
@@ -246,7 +246,7 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
     return model, float(program.get_min_nbor_dist())
 
 
-def _copy_weights(model: EnergyModel, program: Any) -> None:
+def _copy_weights(model: DescriptorModel, program: Any) -> None:
     """Copy the weights of a program into a model."""
     atomic_model: Any = model.atomic_model
     sea = atomic_model.descriptor.sea

@@ -20,7 +20,7 @@ from deepmd_muon.files import make_folder_of, named_file, replacement
 from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, manifest_of
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.model import EnergyModel
+from deepmd_muon.model import DescriptorModel
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, to_deepmd_kit
 from deepmd_muon.model.nn.networks import dtype_of
 
@@ -60,7 +60,10 @@ class Difference:
 
 
 def freeze(
-    model: EnergyModel, output: str | os.PathLike[str], *, min_distance: float = UNKNOWN_DISTANCE
+    model: DescriptorModel,
+    output: str | os.PathLike[str],
+    *,
+    min_distance: float = UNKNOWN_DISTANCE,
 ) -> Difference:
     """Write a model as a frozen file, and compare the file with the model.
 
@@ -100,13 +103,13 @@ def freeze(
     return difference
 
 
-def program_of(model: EnergyModel, min_distance: float = UNKNOWN_DISTANCE) -> Program:
+def program_of(model: DescriptorModel, min_distance: float = UNKNOWN_DISTANCE) -> Program:
     """Return the program of a model."""
     section = to_deepmd_kit(model, {})["_extra_state"]["model_params"]
     return Program(model, section, min_distance).eval()
 
 
-def save(program: Program, model: EnergyModel, temporary: Path, output: Path) -> None:
+def save(program: Program, model: DescriptorModel, temporary: Path, output: Path) -> None:
     """Write a program, its weights and a manifest to `temporary`; errors name `output`."""
     weights = io.BytesIO()
     torch.save(to_deepmd_kit(model, {}), weights)
@@ -123,13 +126,13 @@ def save(program: Program, model: EnergyModel, temporary: Path, output: Path) ->
             torch.jit.save(scripted, file, _extra_files=extra)
 
 
-def precisions_of(model: EnergyModel) -> set[torch.dtype]:
+def precisions_of(model: DescriptorModel) -> set[torch.dtype]:
     """Return the precisions of a model's parts."""
     sections = (model.settings.descriptor, model.settings.fitting_net)
     return {dtype_of(getattr(settings, "precision", "default")) for settings in sections}
 
 
-def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> Difference:
+def compare(model: DescriptorModel, path: str | os.PathLike[str], seed: int = 0) -> Difference:
     """Compare a frozen file with a model on random structures, periodic and not."""
     reference = Predictor(model, device="cpu")
     frozen = Predictor(path, device="cpu")

@@ -18,7 +18,7 @@ import torch
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.deploy.images import all_pairs, with_images
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
-from deepmd_muon.model.energy_model import EnergyModel
+from deepmd_muon.model.energy_model import DescriptorModel
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
@@ -251,7 +251,10 @@ class Program(torch.nn.Module):
         short_range: Any
 
     def __init__(
-        self, model: EnergyModel, section: dict[str, Any], min_distance: float = UNKNOWN_DISTANCE
+        self,
+        model: DescriptorModel,
+        section: dict[str, Any],
+        min_distance: float = UNKNOWN_DISTANCE,
     ) -> None:
         super().__init__()
         atomic_model = model.atomic_model

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from deepmd_muon.checkpoint_file.errors import CheckpointError
     from deepmd_muon.model.descriptor.interface import Described, Descriptor, describe_by_autograd
     from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborRequest
-    from deepmd_muon.model.energy_model import EnergyModel, build_model
+    from deepmd_muon.model.energy_model import DescriptorModel, build_model
     from deepmd_muon.model.errors import ForeignModelError, ModelError
     from deepmd_muon.model.fitting.interface import Fitting
+    from deepmd_muon.model.interface import EnergyModel
     from deepmd_muon.model.registry import register_descriptor, register_fitting
     from deepmd_muon.model.settings import ModelSettings
     from deepmd_muon.model.statistics import environment_statistics
@@ -24,8 +25,9 @@ _HOME = {
     "CheckpointError": "errors",
     "Described": "descriptor.interface",
     "Descriptor": "descriptor.interface",
+    "DescriptorModel": "energy_model",
     "DescriptorSettings": "descriptor.settings",
-    "EnergyModel": "energy_model",
+    "EnergyModel": "interface",
     "Fitting": "fitting.interface",
     "ForeignModelError": "errors",
     "ModelError": "errors",
@@ -43,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "Described",
     "Descriptor",
+    "DescriptorModel",
     "DescriptorSettings",
     "EnergyModel",
     "Fitting",

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,17 @@ from deepmd_muon.model.descriptor.interface import (
     Tabulated,
 )
 from deepmd_muon.model.descriptor.pieces import Pieces, finest
+from deepmd_muon.model.edges import edge_vectors, force_and_virial
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
-from deepmd_muon.model.nn import triton_support
-from deepmd_muon.model.nn.layers import linear
+from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
-from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings, model_settings
+from deepmd_muon.model.settings import (
+    DEFAULT_ALPHA,
+    HostedSettings,
+    ModelSettings,
+    model_settings,
+)
 from deepmd_muon.model.short_range import PairTable, edge_slope
 from deepmd_muon.model.structures import EMPTY, HIDDEN, Structures
 from deepmd_muon.setting import InvalidSettingError
@@ -57,8 +62,12 @@ def build_model(
             "type_map names no type; "
             "only dp train finds it in the data where an input leaves it out"
         )
+    if isinstance(settings, HostedSettings):
+        from deepmd_muon.model.hosted.module import HostedModel
+
+        return HostedModel(settings, seed)
     try:
-        return EnergyModel(settings, seed)
+        return DescriptorModel(settings, seed)
     except InvalidSettingError as error:
         raise ModelError(str(error)) from error
 
@@ -82,30 +91,19 @@ class AtomicModel(torch.nn.Module):
         )
 
 
-class EnergyModel(torch.nn.Module):
-    """Maps structures to energies [eV], forces [eV/Å] and virial [eV].
+class DescriptorModel(EnergyModel):
+    """An energy model of this package: a descriptor of each atom's neighbours and a fitting net.
 
     Attributes
     ----------
-    settings
-        The settings of the model.
-    type_map
-        Element symbol of every type.
-    neighbors
-        The neighbour list it reads.
-    ntypes
-        Number of types.
     short_range
         The table of `use_srtab`, None without one.
     excluded
         `EMPTY` or `HIDDEN` for pairs of types that are not neighbours, else 0
         `(ntypes, ntypes)`, int64; None if all are neighbours.
-    counted
-        1 for types whose atoms have an energy, 0 for others `(ntypes,)`; None if all have one.
     """
 
     excluded: Tensor | None
-    counted: Tensor | None
 
     def __init__(self, settings: ModelSettings, seed: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -146,44 +144,17 @@ class EnergyModel(torch.nn.Module):
         return excluded if excluded.any() else None
 
     @property
-    def rcut(self) -> float:
-        """Cut-off radius [Å]."""
-        return self.neighbors.rcut
-
-    @property
-    def sel(self) -> tuple[int, ...]:
-        """Neighbour slots: one number for each type when `by_type`, else one for all."""
-        return self.neighbors.sel
-
-    @property
-    def by_type(self) -> bool:
-        """Whether the neighbour columns have to be grouped by type."""
-        return self.neighbors.by_type
+    def missing_file(self) -> str | None:
+        """The problem with the file of `use_srtab`."""
+        return None if self.short_range is None else self.short_range.problem
 
     # ----- prediction ----------------------------------------------------------------------------
 
     def forward(
         self, structures: Structures, *, force: bool = True, virial: bool = True
     ) -> dict[str, Tensor]:
-        """Predict a batch; every output is differentiable once with respect to the parameters.
-
-        Parameters
-        ----------
-        structures
-            The batch; its neighbour columns must be grouped as `by_type` says.
-        force
-            Whether to compute forces. Without them the pass costs less than half.
-        virial
-            Whether to compute the virial; needs `force`.
-
-        Returns
-        -------
-        dict
-            `energy (nframes,)`, `atom_energy (nframes, natoms)` (0 for padding), and as requested
-            `force (nframes, natoms, 3)` = −dE/dR and `virial (nframes, 9)` = −Σ dE/dr_ij ⊗ r_ij,
-            all float64.
-        """
-        self._check(structures)
+        """Predict a batch; see `EnergyModel`."""
+        self.check_batch(structures)
         structures = self.mark_excluded(structures)
         edges = edge_vectors(structures)
         described: Described = self.atomic_model.descriptor(structures, edges, force=force)
@@ -200,35 +171,7 @@ class EnergyModel(torch.nn.Module):
         slope = described.pullback(fitted.adjoint)  # dE/dr_ij (nreal, nnei, 3)
         if fitted.table_slope is not None:
             slope = slope + fitted.table_slope
-        # These kernels have no derivative: a gradient of the loss takes the other way.
-        if virial and not slope.requires_grad and _sums_by_kernels(slope.device):
-            from deepmd_muon.model.descriptor.environment_kernels import force_and_virial
-
-            forces, out["virial"] = force_and_virial(
-                slope=slope,
-                edges=edges,
-                order=structures.order,
-                neighbor=structures.neighbor,
-                nframes=structures.nframes,
-                natoms=structures.natoms,
-            )
-        else:
-            forces = forces_of(slope, structures.order, structures.neighbor, shape.numel())
-            if virial:
-                out["virial"] = _virial(structures, slope, edges)
-        out["force"] = forces.view(structures.coord.shape)
-        return out
-
-    def _check(self, structures: Structures) -> None:
-        n_sections = self.ntypes if self.by_type else 1
-        if len(structures.sections) != n_sections:
-            raise ModelError(
-                f"the model needs {n_sections} neighbour sections, found {len(structures.sections)}"
-            )
-        if len(structures.type_counts) != self.ntypes:
-            raise ModelError(
-                f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}"
-            )
+        return out | force_and_virial(structures, edges, slope, virial=virial)
 
     def mark_excluded(self, structures: Structures) -> Structures:
         """Return the batch with `EMPTY` or `HIDDEN` slots for excluded pairs of types.
@@ -350,12 +293,21 @@ class EnergyModel(torch.nn.Module):
         if isinstance(descriptor, Standardised) and descriptor.needs_statistics:
             descriptor.set_statistics(mean, stddev)
 
-    def set_energy_bias(self, bias: Tensor | Sequence[float]) -> None:
-        """Set the energy that is added to each atom of a type `(ntypes,)` [eV]."""
-        values = torch.as_tensor(bias, dtype=torch.float64)
-        if values.numel() != self.ntypes:
-            raise ModelError(f"the energy bias needs {self.ntypes} values, found {values.numel()}")
-        self.atomic_model.out_bias.copy_(values.reshape(1, -1, 1))
+    @property
+    def out_bias(self) -> Tensor:
+        """Energy that is added to each atom of a type `(1, ntypes, 1)` [eV]."""
+        return self.atomic_model.out_bias
+
+    # ----- what a training run may share or order ------------------------------------------------
+
+    @property
+    def statistics_owner(self) -> object:
+        """The descriptor, which branches may share."""
+        return self.atomic_model.descriptor
+
+    def early_parameters(self) -> set[torch.nn.Parameter]:
+        """Return the parameters of the fitting net."""
+        return set(self.atomic_model.fitting_net.parameters())
 
 
 class _Fitted(NamedTuple):
@@ -374,69 +326,3 @@ class _Fitted(NamedTuple):
     energy: Tensor
     adjoint: Tensor | None
     table_slope: Tensor | None
-
-
-# ----- edges, forces and virial ------------------------------------------------------------------
-
-
-def edge_vectors(structures: Structures) -> Tensor:
-    """Return r_ij = R_j + S·box − R_i `(nreal, nnei, 3)` [Å]; arbitrary in empty slots."""
-    if triton_support.usable(structures.coord.device):
-        from deepmd_muon.model.descriptor import environment_kernels
-
-        return environment_kernels.edge_vectors(
-            coord=structures.coord,
-            box=structures.box,
-            order=structures.order,
-            frame=structures.sorted_frame,
-            neighbor=structures.neighbor,
-            shift=structures.shift,
-        )
-    coord = structures.coord.reshape(-1, 3)
-    neighbor = structures.neighbor.clamp(min=0)  # empty slots read atom 0
-    edges = coord.index_select(0, neighbor.view(-1)).view(*neighbor.shape, 3)
-    edges = edges - coord[structures.order].unsqueeze(1)
-    if structures.box is None or structures.shift is None:
-        return edges
-    box = structures.box[structures.sorted_frame]
-    return torch.baddbmm(edges, structures.shift.to(box.dtype), box)
-
-
-def forces_of(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
-    """Return −dE/dR `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`; r_ij = R_j − R_i.
-
-    Other arguments as in `Structures`. Kernels sum in an order that varies.
-    """
-    if _sums_by_kernels(slope.device):
-        from deepmd_muon.model.descriptor import environment_kernels
-
-        scatter = partial(environment_kernels.scatter, natoms=natoms)
-        return linear(scatter, environment_kernels.gather, slope, order, neighbor)
-    return linear(partial(_scatter, natoms=natoms), _gather, slope, order, neighbor)
-
-
-def _sums_by_kernels(device: torch.device) -> bool:
-    """Return whether kernels may sum over edges, in an order that varies."""
-    return triton_support.usable(device) and not torch.are_deterministic_algorithms_enabled()
-
-
-def _scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
-    # −dE/dR_i gets +dE/dr_ij of the edges that start at i, and −dE/dr_ki of those that end there.
-    flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
-    return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
-
-
-def _gather(cotangent: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
-    """Apply the transpose of `_scatter`; arbitrary in empty slots.
-
-    Their dE/dr_ij is 0 whatever the parameters, so that nothing reads them.
-    """
-    of_neighbor = cotangent.index_select(0, neighbor.clamp(min=0).view(-1))
-    return cotangent.index_select(0, order).unsqueeze(1) - of_neighbor.view(*neighbor.shape, 3)
-
-
-def _virial(structures: Structures, slope: Tensor, edges: Tensor) -> Tensor:
-    """Return −Σ dE/dr_ij ⊗ r_ij `(nframes, 9)` [eV]."""
-    per_atom = torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9)
-    zeros = slope.new_zeros(structures.nframes, 9)
-    return zeros.index_add_(0, structures.sorted_frame, per_atom, alpha=-1)

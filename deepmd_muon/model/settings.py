@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
@@ -11,7 +12,7 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.ener.settings import EnerSettings
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.section import Foreign, Rule, Section, Variants, freeze, section
-from deepmd_muon.setting import InvalidSettingError, setting
+from deepmd_muon.setting import InvalidSettingError, Setting, setting
 
 #: α of the softmin where `smin_alpha` is left out, and in all of deepmd-kit's PyTorch models, which
 #: do not read it [Å].
@@ -217,6 +218,84 @@ class ModelSettings(Section):
         "bridging_r_inner": Foreign("it belongs to bridging_method", (0.5,), inert=True),
         "bridging_r_outer": Foreign("it belongs to bridging_method", (0.8,), inert=True),
     }
+
+
+# ----- models of deepmd-kit ----------------------------------------------------------------------
+
+# Kinds of models and fitting nets that give energies from positions alone.
+_ENERGY_MODELS = frozenset({"standard", "dpa4", "DPA4", "SeZM", "sezm", "linear_ener"})
+_ENERGY_FITTING_NETS = frozenset({"ener", "dpa4_ener", "sezm_ener"})
+# Keys that ask for other labels, or for files of other programs.
+_OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding", "lora", "hessian_mode")
+
+# Keys of a section that say nothing about the model: branches and statistics.
+_NOT_OF_THE_MODEL = ("info", "model_branch_alias", "finetune_head", "shared_dict")
+
+
+def gives_energies(section: Mapping[str, Any]) -> bool:
+    """Return whether deepmd-kit's model of a section maps positions to energies."""
+    parts = [section, *section.get("models", ())]
+    return section.get("type", "standard") in _ENERGY_MODELS and all(
+        isinstance(part, Mapping)
+        and (part.get("fitting_net") or {}).get("type", "ener") in _ENERGY_FITTING_NETS
+        and not any(part.get(key) for key in _OTHER_KEYS)
+        for part in parts
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HostedDescriptorSettings(DescriptorSettings):
+    """The part of a hosted model that describes neighbourhoods, as the trainer sees it.
+
+    The built model knows the neighbour list that it reads (`EnergyModel.neighbors`).
+    """
+
+    type: ClassVar[str] = "hosted"
+    trainable: bool = setting(True, doc="Train its parameters.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostedSettings(ModelSettings):
+    """A model that a module of deepmd-kit computes, with the settings that the trainer reads."""
+
+    descriptor: DescriptorSettings = section(
+        HostedDescriptorSettings(), doc="See `HostedDescriptorSettings`."
+    )
+    section: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={"setting": Setting("The section, as deepmd-kit normalizes it.")},
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("type_map",), _distinct_names),)
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> HostedSettings:
+        """Return the settings of a section `model` that deepmd-kit has normalized.
+
+        Raises
+        ------
+        ModelError
+            If a value that the trainer reads is wrong.
+        """
+        first = (section.get("models") or [section])[0]
+        net = first.get("fitting_net") or {}
+        read = ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd")
+        statistics = ("data_stat_nbatch", "data_stat_protect")
+        try:
+            return cls(
+                type_map=tuple(section.get("type_map") or ()),
+                fitting_net=freeze(
+                    EnerSettings, {key: net[key] for key in read if net.get(key) is not None}
+                ),
+                section={key: section[key] for key in section if key not in _NOT_OF_THE_MODEL},
+                **{key: section[key] for key in statistics if key in section},
+            )
+        except InvalidSettingError as error:
+            raise ModelError(f"model section: {error}") from error
+
+    def plain_form(self) -> dict[str, Any]:
+        """Return the section in deepmd-kit's form."""
+        return {**copy.deepcopy(dict(self.section)), "type_map": list(self.type_map)}
 
 
 T = TypeVar("T", bound=Section)

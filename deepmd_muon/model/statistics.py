@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from deepmd_muon.model.descriptor.interface import Standardised
-from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
+from deepmd_muon.model.edges import edge_vectors
+from deepmd_muon.model.energy_model import DescriptorModel
+from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.structures import Structures
 
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
@@ -27,7 +29,7 @@ _SLOTS_PER_GPU = 1 << 22
 
 @torch.no_grad()
 def environment_statistics(
-    model: EnergyModel, batches: Iterable[Structures]
+    model: DescriptorModel, batches: Iterable[Structures]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the mean and deviation of a descriptor's environment per centre type, as deepmd-kit.
 
@@ -44,7 +46,7 @@ def environment_statistics(
     Returns
     -------
     tuple
-        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `EnergyModel.set_statistics`; 0
+        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `DescriptorModel.set_statistics`; 0
         and 1 for a descriptor that standardises nothing.
     """
     ntypes = model.ntypes
@@ -106,6 +108,8 @@ def descriptor_length(model: EnergyModel, batches: Iterable[Structures]) -> floa
     batches
         Sampled structures on the model's device; 0 without any atom.
     """
+    if not isinstance(model, DescriptorModel):
+        return 0.0  # other models show no descriptor
     squares = 0.0
     count = 0
     for batch in map(model.mark_excluded, batches):

@@ -35,6 +35,7 @@ from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.section import thaw
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.hosted_statistics import fit_hosted_models
 from deepmd_muon.train.ranks.ranks import training_device
 
 if TYPE_CHECKING:
@@ -67,9 +68,12 @@ def set_model_statistics(
     """
     users_of: dict[int, list[RunBranch]] = {}
     for branch in branches.values():
-        descriptor = branch.model.atomic_model.descriptor
+        descriptor = branch.model.statistics_owner
         users_of.setdefault(id(descriptor), []).append(branch)
     for group in users_of.values():
+        if group[0].model.fits_own_statistics:
+            fit_hosted_models(group, _MOST_MEASURED)
+            continue
         stored = [_read_stat_file(branch, group) for branch in group]
         # Statistics of a shared descriptor are those of all its branches: all are stored, or none
         # is used.
@@ -250,7 +254,7 @@ def _sample(branch: RunBranch, sample: DeviceSample | None) -> Iterator[_Sampled
         for frames, structures in sample.batches(measured_frames(model, loader)):
             yield _Sampled(frames, structures)
         return
-    device = model.atomic_model.out_bias.device
+    device = model.out_bias.device
     for batch in loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED):
         structures = Structures.of(batch.frames, batch.neighbors, model.ntypes, device)
         yield _Sampled(batch.frames, structures)
@@ -365,7 +369,7 @@ def fit_energy_bias(
     TrainingError
         If no frame has an energy.
     """
-    bias = model.atomic_model.out_bias
+    bias = model.out_bias
     before = bias[0, :, 0].cpu().numpy().copy()
     counts = []
     errors = []
@@ -443,7 +447,7 @@ def change_bias(
         log.info("energy bias of %s: %s eV", ", ".join(model.type_map), list(values))
         model.set_energy_bias(values)
     name = f"{branch_prefix(content['model'], branch)}atomic_model.out_bias"
-    content["model"] = {**content["model"], name: model.atomic_model.out_bias.cpu()}
+    content["model"] = {**content["model"], name: model.out_bias.cpu()}
     make_folder_of(output)
     with whole_file(output) as file:
         torch.save(content, file)

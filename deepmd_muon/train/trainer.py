@@ -186,7 +186,7 @@ class Trainer:
         users_of: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
         for branch in self.branches.values():
             if branch.model.can_interpolate:
-                users = users_of.setdefault(branch.model.atomic_model.descriptor, [])
+                users = users_of.setdefault(branch.model.statistics_owner, [])
                 users.append((branch.model, branch.data.training))
         return [Tuning(users, self._device) for users in users_of.values()]
 

@@ -132,9 +132,9 @@ class Replicated(SeveralRanks):
         trained = [p for p, count in zip(params, counts, strict=True) if count]
         model = branch or self.model
         assert isinstance(model, EnergyModel)
-        in_net = set(model.atomic_model.fitting_net.parameters())
-        early = [p for p in trained if p in in_net]
-        late = [p for p in trained if p not in in_net]
+        completed_first = model.early_parameters()
+        early = [p for p in trained if p in completed_first]
+        late = [p for p in trained if p not in completed_first]
         # Two sums take longer than one if most elements are late.
         overlaps = sum(p.numel() for p in early) > sum(p.numel() for p in late)
         return GradientSum(

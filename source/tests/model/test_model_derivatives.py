@@ -14,7 +14,7 @@ from deepmd_muon.model.descriptor.se_e2_a.embedding import (
     plan_blocks,
     pull_contraction,
 )
-from deepmd_muon.model.energy_model import edge_vectors, forces_of
+from deepmd_muon.model.edges import edge_vectors, forces_of
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run_with_pullback

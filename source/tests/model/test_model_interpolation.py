@@ -12,7 +12,7 @@ from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.pieces import lengths, uniform
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
-from deepmd_muon.model.energy_model import edge_vectors
+from deepmd_muon.model.edges import edge_vectors
 
 
 def batch(nframes=2, natoms=12):

@@ -23,7 +23,7 @@ from kernel_backends import (
 )
 
 from deepmd_muon.loss import ComparedAtoms, build_loss
-from deepmd_muon.model import energy_model
+from deepmd_muon.model import edges as edges_module
 from deepmd_muon.model.descriptor import environment, environment_kernels
 from deepmd_muon.model.descriptor.dpa1.geometry import geometry as dpa1_geometry
 from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
@@ -187,7 +187,7 @@ def test_force_and_virial_kernel():
     )
     force, virial = environment_kernels.force_and_virial(slope, edges, order, neighbor, 2, 3)
     close(virial, wanted)
-    close(force, energy_model.forces_of(slope, order, neighbor, 6))
+    close(force, edges_module.forces_of(slope, order, neighbor, 6))
 
 
 @on_each_backend
@@ -242,7 +242,7 @@ def test_force_kernels():
     slope = draw.normal(6, 300, 3) * (neighbor >= 0)[..., None]
     found = environment_kernels.scatter(slope, order, neighbor, 8)
     slope.requires_grad_()
-    wanted = energy_model.forces_of(slope, order, neighbor, 8)
+    wanted = edges_module.forces_of(slope, order, neighbor, 8)
     close(found, wanted.detach())
     moved = draw.normal(8, 3)
     (back,) = torch.autograd.grad(wanted, slope, moved)

@@ -1,0 +1,129 @@
+"""Energies of atoms from the modules of deepmd-kit, by their two lower interfaces.
+
+Both take vectors to neighbours instead of positions, so that no ghost atoms are searched, and a
+step never waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.model.hosted.layout import Layout, nearest_first
+
+
+class Form(Protocol):
+    """How one kind of module computes energies."""
+
+    def energies(self, layout: Layout) -> Tensor:
+        """Return the energy of every atom `(nframes · natoms,)` [eV], float64.
+
+        It is differentiable twice with respect to `layout.edges`, and 0 for padding.
+        """
+
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which energies and their first derivatives are computed."""
+
+
+def form_of(module: Any) -> Form:
+    """Return the form of a model of deepmd-kit."""
+    return EdgeForm(module) if hasattr(module, "core_compute") else NeighborListForm(module)
+
+
+class EdgeForm:
+    """DPA-4: a list of edges with a mask."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the module's own context, which may permit TF32."""
+        context: contextlib.AbstractContextManager[None] = self._module.tf32_precision_ctx()
+        return context
+
+    def energies(self, layout: Layout) -> Tensor:
+        """Return the energy of every atom; see `Form`."""
+        nframes, natoms = layout.atype.shape
+        neighbor = nearest_first(layout, self._module.get_rcut(), sort=False).neighbor
+        centre = torch.arange(nframes * natoms, device=neighbor.device).unsqueeze(1)
+        edge_index = torch.stack(
+            [neighbor.clamp(min=0).flatten(), centre.expand_as(neighbor).flatten()]
+        )
+        module = self._module
+        conditions = module.convert_charge_spin(
+            None, nf=nframes, dtype=layout.edges.dtype, device=neighbor.device
+        )
+        output = module.core_compute(
+            coord=layout.edges.new_zeros(nframes, natoms, 3),  # read for device and dtype alone
+            atype=layout.atype,
+            edge_index=edge_index,
+            edge_vec=layout.edges.reshape(-1, 3),
+            edge_scatter_index=edge_index,
+            edge_mask=(neighbor >= 0).flatten(),
+            fparam=layout.fparam,
+            aparam=layout.aparam,
+            charge_spin=conditions,
+            # Forces follow from edges here, without the virials of atoms.
+            atomic_output_only=True,
+        )
+        return output["energy"].double().flatten()
+
+
+class NeighborListForm:
+    """All others: extended coordinates, neighbour list and mapping.
+
+    Every neighbour is a ghost atom of its own, at r_ij from its centre. All centres are at the
+    origin: nothing reads the distance of two centres.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        atomic_model = module.atomic_model
+        self._by_type = not module.mixed_types()
+        self._sel = [int(count) for count in module.get_sel()]
+        self._rcut = float(module.get_rcut())
+        self._sort = not self._by_type and atomic_model.need_sorted_nlist_for_lower()
+
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return contextlib.nullcontext()
+
+    def energies(self, layout: Layout) -> Tensor:
+        """Return the energy of every atom; see `Form`."""
+        nframes, natoms = layout.atype.shape
+        layout = nearest_first(layout, self._rcut, sort=self._sort)
+        neighbor = layout.neighbor.view(nframes, natoms, -1)
+        nnei = neighbor.shape[2]
+        atoms = torch.arange(nframes * natoms, device=neighbor.device).view(nframes, natoms)
+        first_atom = atoms[:, :1]
+        # Neighbours count from the first frame on, the mapping from the first atom of each; empty
+        # slots read that one.
+        owner = (neighbor.flatten(1) - first_atom).clamp(min=0)
+        mapping = torch.cat([atoms - first_atom, owner], dim=1)
+        slot = natoms + torch.arange(natoms * nnei, device=neighbor.device).view(natoms, nnei)
+        nlist = torch.where(neighbor >= 0, slot, -1)
+        coord = torch.nn.functional.pad(
+            layout.edges.reshape(nframes, natoms * nnei, 3), (0, 0, natoms, 0)
+        )
+        output = self._module.atomic_model.forward_common_atomic(
+            coord,
+            layout.atype.gather(1, mapping),
+            self._full_width(nlist, layout.sections),
+            mapping=mapping,
+            fparam=layout.fparam,
+            aparam=layout.aparam,
+        )
+        return output["energy"].double().flatten()
+
+    def _full_width(self, nlist: Tensor, sections: tuple[int, ...]) -> Tensor:
+        """Return the list with as many slots as `sel`, in each section."""
+        limits = self._sel if self._by_type else [sum(self._sel)]
+        parts = nlist.split(list(sections), dim=2)
+        padded = [
+            torch.nn.functional.pad(part, (0, limit - part.shape[2]), value=-1)
+            for part, limit in zip(parts, limits, strict=True)
+        ]
+        return torch.cat(padded, dim=2) if len(padded) > 1 else padded[0]

@@ -1,0 +1,102 @@
+"""A batch in the layout of deepmd-kit's modules: frames of equally many atoms."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.model.structures import Structures
+
+
+class Layout(NamedTuple):
+    """Atoms, neighbours and edges of a batch, frame by frame.
+
+    Only parameters of frames need frames. Otherwise all atoms of the batch form a single one, in
+    the order of `Structures`: an atom reads nothing of its frame but its neighbours, and each
+    neighbour comes with its vector. Then no atom is padding, and nothing has to be moved.
+
+    Attributes
+    ----------
+    atype
+        Types `(nframes, natoms)`, int64, −1 for padding.
+    neighbor
+        Each neighbour as `frame · natoms + atom` `(nframes · natoms, nnei)`; below 0 for none.
+    edges
+        r_ij, like `neighbor`, `(nframes · natoms, nnei, 3)` [Å], float64.
+    sections
+        Widths of the column groups of `neighbor`.
+    fparam, aparam
+        Parameters of frames and atoms; None without.
+    place
+        Where the sorted atoms of `Structures` are `(nreal,)`; None if they are all atoms, in order.
+    """
+
+    atype: Tensor
+    neighbor: Tensor
+    edges: Tensor
+    sections: tuple[int, ...]
+    fparam: Tensor | None
+    aparam: Tensor | None
+    place: Tensor | None
+
+    def sorted_values(self, values: Tensor) -> Tensor:
+        """Return values `(nframes · natoms,)` in the order of the sorted atoms `(nreal,)`."""
+        return values if self.place is None else values.index_select(0, self.place)
+
+
+def lay_out(structures: Structures, edges: Tensor) -> Layout:
+    """Return a batch and its edge vectors `(nreal, nnei, 3)` in deepmd-kit's layout."""
+    if structures.fparam is None:
+        return _single_frame(structures, edges)
+    order = structures.order
+    n_places = structures.atype.numel()
+    neighbor = order.new_full((n_places, structures.neighbor.shape[1]), -1)
+    all_edges = edges.new_zeros(n_places, *edges.shape[1:])
+    return Layout(
+        atype=structures.atype,
+        neighbor=neighbor.index_copy(0, order, structures.neighbor),
+        edges=all_edges.index_copy(0, order, edges),
+        sections=structures.sections,
+        fparam=structures.fparam,
+        aparam=structures.aparam,
+        place=order,
+    )
+
+
+def _single_frame(structures: Structures, edges: Tensor) -> Layout:
+    order = structures.order
+    # Atoms are numbered by frame and place; here they have their rank in the sorted list.
+    rank = order.new_zeros(structures.atype.numel())
+    rank = rank.index_copy(0, order, torch.arange(len(order), device=order.device))
+    neighbor = structures.neighbor
+    in_list = rank.index_select(0, neighbor.clamp(min=0).view(-1)).view_as(neighbor)
+    aparam = structures.aparam
+    if aparam is not None:
+        aparam = aparam.flatten(0, 1).index_select(0, order).unsqueeze(0)
+    return Layout(
+        atype=structures.sorted_type.unsqueeze(0),
+        neighbor=torch.where(neighbor >= 0, in_list, neighbor),
+        edges=edges,
+        sections=structures.sections,
+        fparam=None,
+        aparam=aparam,
+        place=None,
+    )
+
+
+def nearest_first(layout: Layout, rcut: float, *, sort: bool) -> Layout:
+    """Return the batch without neighbours beyond the cut-off, which skin lists have.
+
+    With `sort`, each row of `neighbor` and `edges` begins with the nearest neighbour and ends with
+    the empty slots. Message-passing descriptors of deepmd-kit read only the first columns.
+    """
+    distance = torch.linalg.vector_norm(layout.edges.detach(), dim=2)
+    inside = (layout.neighbor >= 0) & (distance <= rcut)
+    neighbor = torch.where(inside, layout.neighbor, -1)
+    if not sort:
+        return layout._replace(neighbor=neighbor)
+    columns = torch.where(inside, distance, torch.inf).argsort(dim=1, stable=True)
+    edges = layout.edges.gather(1, columns.unsqueeze(2).expand(-1, -1, 3))
+    return layout._replace(neighbor=neighbor.gather(1, columns), edges=edges)

@@ -1,0 +1,151 @@
+"""A model of deepmd-kit as an `EnergyModel`: its module computes energies, we sum forces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.model.descriptor.settings import NeighborRequest
+from deepmd_muon.model.edges import edge_vectors, force_and_virial
+from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.hosted.adapt import make_capturable
+from deepmd_muon.model.hosted.forms import EdgeForm, form_of
+from deepmd_muon.model.hosted.layout import lay_out
+from deepmd_muon.model.interface import EnergyModel
+from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
+from deepmd_muon.model.settings import HostedSettings
+from deepmd_muon.model.structures import Structures
+
+
+class HostedModel(EnergyModel):
+    """Maps structures to energies, forces and virial by a module of deepmd-kit.
+
+    The parts of the module are parts of this one, so that parameters and buffers have deepmd-kit's
+    names.
+
+    Parameters
+    ----------
+    settings
+        The model section as deepmd-kit normalizes it.
+    seed
+        Seed of the weights of parts without a `seed` in the section; None draws fresh entropy.
+
+    Raises
+    ------
+    ModelError
+        If deepmd-kit cannot build the model.
+    """
+
+    fits_own_statistics = True
+    why_foreign = "deepmd-kit's module computes it"
+
+    def __init__(self, settings: HostedSettings, seed: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.type_map = settings.type_map
+        self.ntypes = len(self.type_map)
+        module = _build(settings.plain_form(), seed)
+        # No child: its children are ours.
+        object.__setattr__(self, "hosted", module)
+        for name, part in module.named_children():
+            self.add_module(name, part)
+        for parameter in self.parameters():
+            # Room for the tables of a compressed model.
+            if not parameter.numel():
+                parameter.requires_grad_(False)
+        self.register_buffer("counted", _counted(module, self.ntypes), persistent=False)
+        self.why_not_captured = make_capturable(module)
+        self._form = form_of(module)
+        self.neighbors = _neighbors(module, self._form)
+
+    def train(self, mode: bool = True) -> HostedModel:  # noqa: FBT001, FBT002 - torch's signature
+        """Set the mode of the module, too; see `torch.nn.Module.train`."""
+        self.hosted.train(mode)
+        self.training = mode
+        return self
+
+    def forward(
+        self, structures: Structures, *, force: bool = True, virial: bool = True
+    ) -> dict[str, Tensor]:
+        """Predict a batch; see `EnergyModel`."""
+        self.check_batch(structures)
+        training = torch.is_grad_enabled()
+        edges = edge_vectors(structures)
+        slope = None
+        with torch.set_grad_enabled(training or force), self._form.precision():
+            leaf = edges.detach().requires_grad_(force)
+            layout = lay_out(structures, leaf)
+            energy = layout.sorted_values(self._form.energies(layout))
+            if force:
+                (slope,) = torch.autograd.grad(energy.sum(), leaf, create_graph=training)
+        if not training:
+            energy = energy.detach()
+        shape = structures.atype.shape
+        # From sorted atoms back to (nframes, natoms); padding keeps 0.
+        atom_energy = energy.new_zeros(shape.numel())
+        atom_energy = atom_energy.index_copy(0, structures.order, energy).view(shape)
+        out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
+        if slope is not None:
+            out.update(force_and_virial(structures, edges, slope, virial=virial))
+        return out
+
+    @property
+    def out_bias(self) -> Tensor:
+        """Energy that is added to each atom of a type `(1, ntypes, 1)` [eV]."""
+        bias: Tensor = self.hosted.get_out_bias()
+        return bias
+
+    def fit_statistics(self, samples: Sequence[Mapping[str, Tensor]]) -> None:
+        """Fit all statistics, the energy bias included; see `EnergyModel`."""
+        batches = [dict(sample) for sample in samples]
+        self.hosted.compute_or_load_stat(lambda: batches)
+
+
+def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
+    """Return the module that a section describes."""
+    from deepmd.pt.model.model import get_model
+
+    for part in _parts_with_seed(section):
+        if part.get("seed") is None:
+            part["seed"] = copy.deepcopy(seed)
+    try:
+        return get_model(section)
+    except (ValueError, NotImplementedError, RuntimeError, TypeError, KeyError, OSError) as error:
+        raise ModelError(f"deepmd-kit cannot build the model: {error}") from error
+
+
+def _parts_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the descriptors and fitting nets of a model section."""
+    parts = []
+    for model in (section, *section.get("models", ())):
+        descriptor = model.get("descriptor")
+        for part in (descriptor, *(descriptor or {}).get("list", ()), model.get("fitting_net")):
+            if isinstance(part, dict) and part.get("type") != "hybrid":
+                parts.append(part)
+    return parts
+
+
+def _neighbors(module: Any, form: Any) -> NeighborRequest:
+    """Return the neighbour list that a module reads."""
+    by_type = not module.mixed_types()
+    sel = tuple(int(count) for count in module.get_sel())
+    if isinstance(form, EdgeForm):
+        # DPA-4 reads all neighbours within its cut-off, whatever `sel` says.
+        sel = (MOST_NEIGHBORS,)
+    elif not by_type:
+        sel = (sum(sel),)
+    return NeighborRequest(float(module.get_rcut()), sel, by_type)
+
+
+def _counted(module: Any, ntypes: int) -> Tensor | None:
+    """Return 1 for types whose atoms have an energy, 0 for others; None if all have one."""
+    excluded = list(getattr(module.atomic_model, "atom_exclude_types", ()))
+    if not excluded:
+        return None
+    counted = torch.ones(ntypes, dtype=torch.float64)
+    counted[excluded] = 0.0
+    return counted
