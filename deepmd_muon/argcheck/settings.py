@@ -43,8 +43,11 @@ def _decay_keeps_signs(optimizer: Buildable, start_lr: float) -> str | None:
     """
     if not isinstance(optimizer, HybridMuonConfig | MuonConfig | AdamWConfig):
         return None  # Adam's is a part of the gradient
-    fastest = max(1.0, optimizer.adam_lr_ratio) if isinstance(optimizer, MuonConfig) else 1.0
+    fastest = 1.0
     decay = optimizer.weight_decay
+    if isinstance(optimizer, MuonConfig):
+        fastest = max(1.0, optimizer.for_potentials().adam_lr_ratio or 1.0)
+        decay = max(decay, optimizer.adam_weight_decay or 0.0)
     shrinkage = start_lr * fastest * decay
     if shrinkage < 1.0:
         return None

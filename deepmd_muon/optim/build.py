@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import logging
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_muon.optim.buildable import register_builder
-from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
+from deepmd_muon.optim.config import AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.errors import IdleSettingWarning
+from deepmd_muon.optim.groups.group_settings import CHOSEN
 from deepmd_muon.optim.hybrid_muon import HybridMuon
-from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
+from deepmd_muon.optim.other_configs import (
+    CHOSEN_BY_BUILD,
+    AdamConfig,
+    AdamWConfig,
+    MuonConfig,
+)
 from deepmd_muon.optim.routing.modules import (
-    attention_splits,
     convolutions,
+    declared_routes,
     declared_splits,
+    fused_splits,
+    rates_and_undecayed,
+    stacked_matrices,
     tables_and_heads,
 )
-from deepmd_muon.optim.routing.views import FusedSplit
+from deepmd_muon.optim.routing.routes import RouteTable
+from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
 if TYPE_CHECKING:
@@ -49,18 +60,11 @@ def build_muon(
     qk_clip: QKClip | None = None,
 ) -> HybridMuon:
     """Make a HybridMuon, or a plain Muon with AdamW for the rest, for a model."""
-    splits = [*config.splits, *declared_splits(model)]
     settings = {**vars(config), "qk_clip": qk_clip}
-    if isinstance(config, MuonConfig):
-        settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
-        settings |= {"magma_muon": False, "vector_route": "adamw"}
-        splits += attention_splits(model)
-        if config.adamw_patterns is None:
-            fused = [FusedSplit.parse(split).pattern for split in splits]
-            matrices = (*config.expert_patterns, *config.muon_patterns, *fused)
-            settings["adamw_patterns"] = _patterns_of(model, matrices)
-    else:
-        settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
+    for key, names in _declared_patterns(config, model).items():
+        settings[key] = (*(settings[key] or ()), *names)
+    splits = [*config.splits, *declared_splits(model)]
+    kernels: dict[str, int] = {}
     if config.conv_patterns is None:
         kernels = convolutions(model)
         if kernels:
@@ -69,10 +73,26 @@ def build_muon(
         splits += [
             f"{glob.escape(name)}: rows {groups}" for name, groups in kernels.items() if groups > 1
         ]
+    chosen: list[str] = []
+    if isinstance(config, MuonConfig):
+        fused = fused_splits(model)
+        splits += fused
+        settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
+        settings["magma_muon"] = False
+        choices = _chosen_settings(config, model, settings, splits)
+        rates = {*choices.get("adam_patterns", ())} - {*settings["adam_patterns"]}
+        chosen = [key for key in CHOSEN_BY_BUILD if getattr(config, key) is None]
+        chosen += [*fused, *sorted(rates)]
+        settings |= choices
+    else:
+        settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
     settings["splits"] = tuple(splits)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
+    if chosen:
+        for group in optimizer.param_groups:
+            group[CHOSEN] = chosen
     for warning in caught:  # settings cause them, not code, so they belong in the log
         # `Buildable.build` names these as the configuration does.
         if not issubclass(warning.category, IdleSettingWarning):
@@ -81,18 +101,71 @@ def build_muon(
     return optimizer
 
 
-def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
-    """Return patterns of tables, heads, positions and tokens that are not declared as matrices."""
-    declared = (*matrices, *DEFAULT_ADAMW_PATTERNS)
-    reasons = {
-        name: reason
-        for name, reason in tables_and_heads(model).items()
-        if not any(fnmatchcase(name, pattern) for pattern in declared)
+_PATTERNS_OF_ROUTE = {
+    "muon": "muon_patterns",
+    "adam": "adam_patterns",
+    "adamw": "adamw_patterns",
+}
+
+
+def _declared_patterns(
+    config: HybridMuonConfig | MuonConfig, model: nn.Module
+) -> dict[str, list[str]]:
+    """Return patterns of the routes that the model declares; patterns of the user come first."""
+    patterns = [
+        pattern for key in _PATTERNS_OF_ROUTE.values() for pattern in getattr(config, key) or ()
+    ]
+    declared: dict[str, list[str]] = {}
+    for name, route in declared_routes(model).items():
+        if not _matches(name, patterns):
+            declared.setdefault(_PATTERNS_OF_ROUTE[route], []).append(glob.escape(name))
+    return declared
+
+
+def _chosen_settings(
+    config: MuonConfig, model: nn.Module, settings: Mapping[str, Any], splits: Sequence[str]
+) -> dict[str, Any]:
+    """Return the settings that a `MuonConfig` leaves to the model.
+
+    `settings` have the patterns of convolutions and of declared routes, `splits` all splits.
+    """
+    fused = [FusedSplit.parse(split).pattern for split in splits]
+    adamw_patterns = settings["adamw_patterns"] or ()
+    decided = [*settings["muon_patterns"], *settings["adam_patterns"], *adamw_patterns]
+    chosen: dict[str, Any] = {
+        "vector_route": config.vector_route or "adam",
+        "adam_lr_ratio": config.adam_lr_ratio or 1.0,
+        "expert_patterns": config.expert_patterns or (),
     }
+    if config.adamw_patterns is None:
+        matrices = [*decided, *fused, *(config.expert_patterns or ())]
+        rates = _undecided(rates_and_undecayed(model), matrices)
+        tables = _undecided(tables_and_heads(model), [*matrices, *map(glob.escape, rates)])
+        _log_found("Adam", rates)
+        _log_found("AdamW", tables)
+        chosen["adam_patterns"] = (*settings["adam_patterns"], *map(glob.escape, rates))
+        chosen["adamw_patterns"] = (*adamw_patterns, *map(glob.escape, tables))
+        decided += [*chosen["adam_patterns"], *chosen["adamw_patterns"]]
+    if config.expert_patterns is None and config.muon_mode == "2d":
+        stacks = _undecided(stacked_matrices(model), [*decided, *settings["conv_patterns"]])
+        _log_found("Muon", stacks)
+        chosen["expert_patterns"] = tuple(map(glob.escape, stacks))
+    return chosen
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _undecided(reasons: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """Return the names that no pattern matches, with their reasons."""
+    return {name: reason for name, reason in reasons.items() if not _matches(name, patterns)}
+
+
+def _log_found(route: str, reasons: Mapping[str, str]) -> None:
     if reasons:
         listed = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
-        log.info("AdamW by type of module: %s", listed)
-    return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, reasons))
+        log.info("%s by the model's modules: %s", route, listed)
 
 
 @register_builder(AdamConfig)
@@ -144,6 +217,7 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     )
     if isinstance(optimizer, HybridMuon):
         log.info("%s routing: %s", kind, optimizer.routing.summary())
+        _warn_without_view(optimizer.routing)
         routes = {entry.route for entry in optimizer.routing}
         if "muon" not in routes and routes & {"adam", "adamw"}:
             log.warning(
@@ -154,3 +228,17 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     untrained = [name for name, p in model.named_parameters() if not p.requires_grad]
     if untrained:
         log.info("not trainable: %s", ", ".join(untrained))
+
+
+def _warn_without_view(routing: RouteTable) -> None:
+    """Warn if weights of three or more dimensions that are seen as no matrices are the majority."""
+    sizes = {entry: math.prod(entry.shape) for entry in routing if entry.route != "frozen"}
+    without = [
+        entry for entry in sizes if entry.route != "muon" and len(effective_shape(entry.shape)) > 2
+    ]
+    if sum(sizes[entry] for entry in without) * 2 > sum(sizes.values()):
+        log.warning(
+            "more than half of the weights have no matrix route: %s. Name them in expert_patterns "
+            "(one matrix for each index of the first dimension), in conv_patterns or muon_patterns",
+            ", ".join(f"{entry.name} {entry.shape}" for entry in without),
+        )

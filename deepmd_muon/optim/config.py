@@ -48,7 +48,7 @@ RULES = (
     "master_weights:MasterWeights",
 )
 
-# Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these
+# Parameters that type "Muon" of an input excludes from Muon. No warning is given if one of these
 # matches no name.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
@@ -269,6 +269,14 @@ class ShardedSettings:
 class MuonSettings(RuleSettings):
     """Settings that `HybridMuon` and a plain Muon share; the defaults are HybridMuon's."""
 
+    adam_weight_decay: float | None = setting(
+        None,
+        minimum=0.0,
+        doc=(
+            "Decoupled weight decay of the AdamW route, if it differs from that of the Muon route. "
+            "null: weight_decay."
+        ),
+    )
     adam_eps: float = setting(
         1e-20,
         above=0.0,
@@ -492,6 +500,12 @@ class HybridMuonConfig(
         return dataclasses.replace(
             self, layout="as_stored" if self.layout == "auto" else self.layout
         )
+
+    @property
+    def adamw_decay(self) -> float:
+        """The weight decay of the AdamW route."""
+        own = self.adam_weight_decay
+        return self.weight_decay if own is None else own
 
     def schedule_of(self, shape: Sequence[int]) -> str | Steps:
         """Return the schedule for matrices of a shape (..., rows, columns)."""

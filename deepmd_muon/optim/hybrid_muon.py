@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,12 @@ from deepmd_muon.optim.groups.checks import (
     warn_of_kernels,
     warn_unmatched_patterns,
 )
-from deepmd_muon.optim.groups.group_settings import complete_group, group_defaults, words_of_group
+from deepmd_muon.optim.groups.group_settings import (
+    CHOSEN,
+    complete_group,
+    group_defaults,
+    words_of_group,
+)
 from deepmd_muon.optim.groups.param_groups import Group, Routing, log_parameters, with_names
 from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
 from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, is_local
@@ -29,7 +35,7 @@ from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import drop_unused, load_state
 from deepmd_muon.optim.state.replaced import move_state
-from deepmd_muon.optim.state.restore_groups import restore_groups
+from deepmd_muon.optim.state.restore_groups import restore_groups, settings_of_checkpoint
 from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
@@ -425,8 +431,10 @@ class HybridMuon(QuickOptimizer):
             holder = self._holders.get(p, StateHolder(p, entry))
             return holder.place(key, value, offloaded=offloaded)
 
-        state = load_state(state_dict, self._groups(), self.on_route_change, place)
-        restore_groups(self.param_groups, state_dict["param_groups"])
+        saved_groups = state_dict.get("param_groups", ())
+        with self._settings_of_checkpoint(saved_groups):
+            state = load_state(state_dict, self._groups(), self.on_route_change, place)
+            restore_groups(self.param_groups, saved_groups)
         self.state.clear()
         self.state.update(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -434,6 +442,31 @@ class HybridMuon(QuickOptimizer):
         if self._host_memory is not None:
             self._host_memory.offload_all(self.state, self.param_groups)
         self._route_parameters()
+
+    @contextlib.contextmanager
+    def _settings_of_checkpoint(self, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Take over what `build` had chosen when the state was saved; if the load fails, undo it."""
+        choices = settings_of_checkpoint(self.param_groups, saved_groups)
+        if not any(choices):
+            yield
+            return
+        former = [
+            {key: group[key] for key in values}
+            for group, values in zip(self.param_groups, choices, strict=True)
+        ]
+        try:
+            for group, values in zip(self.param_groups, choices, strict=True):
+                group.update(values)
+            self._route_parameters()
+            yield
+        except Exception:
+            for group, values in zip(self.param_groups, former, strict=True):
+                group.update(values)
+            self._route_parameters()
+            raise
+        keys = sorted({key for values in choices for key in values} - {"constructed", CHOSEN})
+        text = "%s: the checkpoint's values hold, which differ from what build chooses now"
+        log.warning(text, ", ".join(keys))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):

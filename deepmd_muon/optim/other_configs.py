@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from deepmd_muon.optim.buildable import Buildable, MuonBuildable
 from deepmd_muon.optim.config import (
@@ -14,9 +15,13 @@ from deepmd_muon.optim.config import (
     MuonSettings,
     Scaling,
     Steps,
+    VectorRoute,
 )
 from deepmd_muon.optim.words import understand_words
 from deepmd_muon.setting import InvalidSettingError, Needs, setting, setting_like
+
+# Settings of `MuonConfig` that `build` chooses if they are None.
+CHOSEN_BY_BUILD = ("adamw_patterns", "expert_patterns", "vector_route", "adam_lr_ratio")
 
 
 @understand_words
@@ -25,10 +30,10 @@ class MuonConfig(MuonSettings, MuonBuildable):
     """Settings of a plain Muon with AdamW for the rest; it is built as a `HybridMuon`.
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping,
-    two-dimensional weights only, and AdamW for embeddings, the output layer, positions and tokens.
-    They are found by the types of modules (`deepmd_muon.optim.routing.modules`) and by name: names
-    that contain ``embed`` or ``lm_head``, and the weight of a layer ``head``. `adamw_patterns`
-    replaces both searches. Everything that is not a matrix takes AdamW too, with decay.
+    and AdamW for embeddings, the output layer, positions and tokens. `build` finds them, and stacks
+    of matrices such as experts, by the types of modules and the last segments of names
+    (`deepmd_muon.optim.routing.modules`). `adamw_patterns` and `expert_patterns` replace the two
+    searches. Biases, norms and other vectors take Adam, without decay.
     """
 
     own_lr = 0.02
@@ -53,8 +58,12 @@ class MuonConfig(MuonSettings, MuonBuildable):
         doc="Coefficient of the 'match_rms' scaling.",
     )
     schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
-    adam_lr_ratio: float = setting(
-        1.0, above=0.0, doc="Learning rate of the AdamW route divided by that of the Muon route."
+    adam_lr_ratio: float | None = setting(
+        None,
+        above=0.0,
+        doc=(
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null is 1."
+        ),
     )
     adam_betas: tuple[float, float] = setting(
         (0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of AdamW's moments."
@@ -63,12 +72,39 @@ class MuonConfig(MuonSettings, MuonBuildable):
     adamw_patterns: Sequence[str] | None = setting(
         None,
         doc=(
-            "Matrices whose full name matches one of these shell patterns take the AdamW route, "
-            "as all vectors do. null finds embeddings, output layer, positions and tokens by the "
-            "types of modules, "
-            "and by the names " + ", ".join(DEFAULT_ADAMW_PATTERNS) + "."
+            "Matrices whose full name matches one of these shell patterns take the AdamW route. "
+            "null: `build` finds embeddings, output layer, positions and tokens by the types of "
+            "modules and the last segments of names; `dp train` takes those named "
+            + ", ".join(DEFAULT_ADAMW_PATTERNS)
+            + "."
         ),
     )
+    expert_patterns: Sequence[str] | None = setting(
+        None,
+        doc=(
+            "Parameters of three or more dimensions whose full name matches one of these shell "
+            "patterns hold one expert per index of their first dimension; muon_mode applies to "
+            "each expert. null: `build` finds all parameters (b, m, n); `dp train` takes none."
+        ),
+    )
+    vector_route: VectorRoute | None = setting(
+        None,
+        doc=(
+            "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no "
+            "weights, or 'adamw', which does. null: 'adam'; under `dp train` 'adamw'."
+        ),
+    )
+
+    def for_potentials(self) -> MuonConfig:
+        """Return the settings of `dp train`, whose defaults stay those of earlier inputs."""
+        former: dict[str, Any] = {
+            "adamw_patterns": DEFAULT_ADAMW_PATTERNS,
+            "expert_patterns": (),
+            "vector_route": "adamw",
+            "adam_lr_ratio": 1.0,
+        }
+        omitted = {key: value for key, value in former.items() if getattr(self, key) is None}
+        return dataclasses.replace(self, **omitted)
 
 
 @understand_words

@@ -14,7 +14,7 @@ import argparse
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,33 +32,51 @@ BETAS = (0.9, 0.95)
 class Block(nn.Module):
     """Attention and MLP with normalization in front, as in GPT-2."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fc, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.make_mlp(width)
+
+    def make_mlp(self, width: int) -> None:
+        """Make the layers of `mlp`."""
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return what the block adds after the attention, (batch, length, width)."""
+        return self.out(F.gelu(self.fc(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations (batch, length, width)."""
         q, k, v = (
-            y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in self.qkv(self.ln_1(x)).chunk(3, -1)
         )
         x = x + self.proj(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         )
-        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
-    """A GPT with nanoGPT's names, whose output layer shares the embedding."""
+    """A GPT with nanoGPT's names, whose output layer shares the embedding if `tied`."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        width: int = WIDTH,
+        blocks: Sequence[nn.Module] | None = None,
+        vocabulary: int = VOCABULARY,
+        length: int = LENGTH,
+        *,
+        tied: bool = True,
+    ) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.lm_head.weight = self.wte.weight
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.h = nn.ModuleList(blocks or [Block() for _ in range(LAYERS)])
+        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

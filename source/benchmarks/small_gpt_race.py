@@ -9,6 +9,9 @@ three fresh seeds, which choose nothing. A seed decides weights and batches; all
 text are those of `small_gpt.py`. With `--known` the runs of an earlier file are not repeated. On a GPU the steps are
 captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 
+With `--sizes`, models of several sizes (`rate_tasks.py`) train at a grid of rates of AdamW's part instead, beside AdamW
+and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Then `--out` is a JSON file.
+
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
 """
@@ -20,19 +23,22 @@ import contextlib
 import copy
 import csv
 import functools
+import json
 import math
 import multiprocessing
 import multiprocessing.pool
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from measured_optimizers import RULES
+from rate_tasks import TASKS, Images
 from small_gpt import BATCH, BETAS, GPT, LENGTH, text, torch_muon
+from small_vision import torch_muon as torch_muon_of_images
 from torch import Tensor, nn
 
 from deepmd_muon.model.nn.graphs import own_blas_workspaces
@@ -43,6 +49,22 @@ _TAIL = 0.1
 _EAGER = 3  # steps before the capture
 _MOST = 6  # rates that one search tries at most
 Optimizers = list[torch.optim.Optimizer]
+
+
+class Task(Protocol):
+    """A model and its data."""
+
+    def model(self) -> nn.Module:
+        """Return a new model."""
+        ...
+
+    def loss(self, model: nn.Module, at: Tensor) -> Tensor:
+        """Return the loss of batch number `at`, which is read on its device."""
+        ...
+
+    def held_out(self, model: nn.Module) -> list[float]:
+        """Return the losses of two sets that are not trained on."""
+        ...
 
 
 class Contestant(NamedTuple):
@@ -89,23 +111,48 @@ def contestants() -> dict[str, Contestant]:
     return found | {"torch.optim.AdamW": Contestant(adamw, (3e-3,))}
 
 
+class HelpTopics:
+    """The small GPT on the bytes of Python's help topics: the batches of one seed."""
+
+    def __init__(self, seed: int, steps: int, device: str) -> None:
+        data = text().long().to(device)
+        cut = len(data) * 9 // 10
+        draw = torch.Generator().manual_seed(seed)
+        starts = torch.randint(cut - LENGTH - 1, (steps, BATCH, 1), generator=draw)
+        self.starts, self.data = starts.to(device), data[:cut]
+        self.halves = data[cut:].chunk(2)
+
+    def model(self) -> nn.Module:
+        """Return a new model."""
+        return GPT()
+
+    def loss(self, model: nn.Module, at: Tensor) -> Tensor:
+        """Return the loss of batch number `at`, which is read on its device."""
+        starts = self.starts.index_select(0, at)[0]
+        pieces = self.data[starts + torch.arange(LENGTH + 1, device=at.device)]
+        return loss_of(model, pieces)
+
+    def held_out(self, model: nn.Module) -> list[float]:
+        """Return the losses of both halves of the held-out text."""
+        return [held_out_loss(model, half) for half in self.halves]
+
+
 class Run:
     """One training run, whose step is a graph where the device and the optimizer allow it."""
 
     def __init__(
-        self, make: Callable[[nn.Module], Optimizers], seed: int, steps: int, device: str
+        self,
+        make: Callable[[nn.Module], Optimizers],
+        seed: int,
+        steps: int,
+        device: str,
+        task: Callable[[int, int, str], Task] = HelpTopics,
     ) -> None:
-        data = text().long().to(device)
-        cut = len(data) * 9 // 10
+        self.task = task(seed, steps, device)
         torch.manual_seed(seed)
-        self.model = GPT().to(device)
+        self.model = self.task.model().to(device)
         self.optimizers = make(self.model)
         self.capturing = False
-        starts = torch.randint(
-            cut - LENGTH - 1, (steps, BATCH, 1), generator=torch.Generator().manual_seed(seed)
-        )
-        self.starts, self.data = starts.to(device), data[:cut]
-        self.halves = data[cut:].chunk(2)
         warm, falling = (torch.arange(steps, dtype=torch.float64) + k for k in (1, 0))
         factors = (warm / (0.05 * steps)).clamp_max(1.0) * (1.0 - falling / steps)
         self.host_factors, self.factors = factors.tolist(), factors.to(device)
@@ -132,11 +179,7 @@ class Run:
 
     def _gradients(self) -> None:
         """Compute the gradients of the next batch."""
-        pieces = self.data[
-            self.starts.index_select(0, self.at)[0]
-            + torch.arange(LENGTH + 1, device=self.at.device)
-        ]
-        loss = loss_of(self.model, pieces)
+        loss = self.task.loss(self.model, self.at)
         for p in self.model.parameters():
             if p.grad is not None:
                 p.grad.zero_()
@@ -186,15 +229,12 @@ class Run:
     @torch.no_grad()
     def result(self) -> Result:
         """Return the losses after the last step."""
-        found = [
-            self.losses[-20:].mean().item(),
-            *(held_out_loss(self.model, half) for half in self.halves),
-        ]
+        found = [self.losses[-20:].mean().item(), *self.task.held_out(self.model)]
         average = copy.deepcopy(self.model)
         torch._foreach_copy_(
             list(average.parameters()), torch._foreach_div(self.tail, self.averaged)
         )
-        found.append(held_out_loss(average, self.halves[1]))
+        found.append(self.task.held_out(average)[-1])
         return Result(*(x if math.isfinite(x) else math.inf for x in found))
 
 
@@ -331,6 +371,137 @@ def table(rows: Sequence[dict[str, object]]) -> list[str]:
     return [*head, *(line for _, line in sorted(lines))]
 
 
+class Job(NamedTuple):
+    """A run of `--sizes`."""
+
+    task: str
+    optimizer: str
+    rates: tuple[float, ...]
+    seed: int
+
+
+def torch_muon_anywhere(model: nn.Module, lr: float, adamw_lr: float) -> Optimizers:
+    """Return torch.optim.Muon on the matrices that it takes and AdamW on the rest."""
+    kind = torch_muon if hasattr(model, "h") else torch_muon_of_images
+    return kind(lr, adamw_lr)(model)
+
+
+def variants() -> dict[str, Callable[..., Optimizers]]:
+    """Return the optimizers of `--sizes`."""
+    return {
+        "MuonConfig": ours,
+        "MuonConfig, the classifier on Muon": functools.partial(ours, muon_patterns=["head.*"]),
+        "MuonConfig, the patches on AdamW": functools.partial(
+            ours, adamw_patterns=["patch_embed.*", "pos_embed", "head.*"]
+        ),
+        "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
+        "torch.optim.Muon": torch_muon_anywhere,
+        "torch.optim.AdamW": adamw,
+    }
+
+
+def jobs() -> list[Job]:
+    """Return the runs of `--sizes`, the most important first."""
+    first = max(len(task.seeds) for task in TASKS.values())
+    ordered: list[tuple[int, Job]] = []
+    for name, task in TASKS.items():
+        images = isinstance(task.make, functools.partial) and task.make.func is Images
+        for rank, seed in enumerate(task.seeds):
+            others: list[tuple[str, tuple[float, ...]]] = [
+                ("torch.optim.AdamW", (lr,)) for lr in (5e-4, 1e-3, 3e-3, 1e-2)
+            ]
+            if hasattr(torch.optim, "Muon"):
+                others += [("torch.optim.Muon", (0.02, lr)) for lr in (1e-3, 3e-3, 1e-2)]
+            grid = [("MuonConfig", (0.02, 0.04 * 2.0**-k)) for k in range(6)]
+            if name == "GPT, width 1024":
+                grid = grid[1:]
+                others = [run for run in others if run[-1][-1] in (5e-4, 1e-3, 3e-3)]
+            last = [("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04)]
+            last += [("MuonConfig, decaying vectors", (0.02, rate)) for rate in (0.02, 0.005)]
+            if images:
+                last += [
+                    ("MuonConfig, the classifier on Muon", (0.02, rate)) for rate in (0.02, 0.005)
+                ]
+            if name.startswith("ViT"):
+                last += [
+                    ("MuonConfig, the patches on AdamW", (0.02, rate)) for rate in (0.02, 0.005)
+                ]
+            for phase, runs in enumerate((grid, others, last)):
+                ordered += [
+                    (first * phase + rank, Job(name, optimizer, rates, seed))
+                    for optimizer, rates in runs
+                ]
+    return [job for _, job in sorted(ordered, key=lambda each: each[0])]
+
+
+def run_job(job: Job, device: str) -> dict[str, object]:
+    """Train one model; return its losses."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    task = TASKS[job.task]
+    make = variants()[job.optimizer]
+    begun = time.perf_counter()
+    with torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext():
+        run = Run(lambda model: make(model, *job.rates), job.seed, task.steps, device, task.make)
+        for _ in range(task.steps):
+            run.step()
+        result = run.result()
+    count = sum(p.numel() for p in run.model.parameters())
+    seconds = time.perf_counter() - begun
+    return {**job._asdict(), **result._asdict(), "weights": count, "seconds": seconds}
+
+
+def race_of_sizes(out: Path, device: str, processes: int, limit: float, only: str) -> None:
+    """Run all jobs that end within `limit` seconds, write them, and print a table."""
+    begun = time.perf_counter()
+    wanted = [job for job in jobs() if only in job.task]
+    rows: list[dict[str, object]] = []
+    pool = multiprocessing.get_context("spawn").Pool(processes)
+    pending = pool.imap_unordered(functools.partial(run_job, device=device), wanted)
+    for _ in wanted:
+        row = _next_row(pending, begun + limit)
+        if row is None:
+            break
+        rows += [row] if row else []
+    pool.terminate()
+    out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
+    print(f"{len(rows)} of {len(wanted)} runs in {time.perf_counter() - begun:.0f} s")
+    print(*table_of_sizes(rows), sep="\n")
+
+
+def _next_row(pending: Iterator[dict[str, object]], until: float) -> dict[str, object] | None:
+    """Return the row of the next run; none of a failed one, with a message; None after `until`."""
+    try:
+        return pending.next(max(0.1, until - time.perf_counter()))  # type: ignore[attr-defined]
+    except multiprocessing.TimeoutError:
+        return None
+    except Exception as error:  # the others' results are kept
+        print(f"a run failed: {type(error).__name__}: {error}", flush=True)
+        return {}
+
+
+def table_of_sizes(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Return lines: for each task and optimizer the mean loss over the seeds, by rate."""
+    losses: dict[tuple[object, ...], dict[str, list[float]]] = {}
+    for row in rows:
+        *lr, last = row["rates"]
+        lr_text = f" at {lr[0]:g}" if lr else ""
+        by_rate = losses.setdefault(
+            (row["task"], row["weights"], f"{row['optimizer']}{lr_text}"), {}
+        )
+        mean = (float(row["validation"]) + float(row["test"])) / 2
+        by_rate.setdefault(f"{last:g}", []).append(mean)
+    lines = []
+    for (task, count, optimizer), by_rate in sorted(losses.items(), key=str):
+        shown = " ".join(
+            f"{rate}: {statistics.mean(each):.4f}"
+            + (f" ± {statistics.stdev(each):.4f}" if len(each) > 1 else "")
+            for rate, each in sorted(by_rate.items(), key=lambda item: float(item[0]))
+        )
+        lines.append(f"{task} ({count}) | {optimizer} | {shown}")
+    return lines
+
+
 def main() -> None:
     """Race, write all runs, and print the table."""
     parser = argparse.ArgumentParser(
@@ -345,7 +516,17 @@ def main() -> None:
     )
     parser.add_argument("--known", type=Path, help="file of an earlier race")
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
+    parser.add_argument("--sizes", action="store_true", help="models of several sizes")
     arguments = parser.parse_args()
+    if arguments.sizes:
+        race_of_sizes(
+            arguments.out,
+            arguments.device,
+            arguments.processes,
+            arguments.limit,
+            arguments.only,
+        )
+        return
     names = [
         name for name in contestants() if not arguments.only or name in arguments.only.split(";")
     ]

@@ -43,18 +43,18 @@ class ConvNet(nn.Module):
 
 
 class ViT(nn.Module):
-    """Two encoder layers over patches of 4x4, with timm's names."""
+    """Encoder layers over patches of 4x4, with timm's names."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = 2) -> None:
         super().__init__()
-        self.patch_embed = nn.Conv2d(3, WIDTH, PATCH, PATCH)
-        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, WIDTH))
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (SIZE // PATCH) ** 2, WIDTH))
+        self.patch_embed = nn.Conv2d(3, width, PATCH, PATCH)
+        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (SIZE // PATCH) ** 2, width))
         layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+            width, HEADS, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (batch, classes)."""

@@ -135,11 +135,15 @@ SCHEDULED_SETTINGS = (
     "weight_decay",
     "adam_lr_ratio",
     "lr_adjust_coeff",
+    "adam_weight_decay",
     "adam_eps",
 )
+# Key of what `build` has chosen for a model, in groups that it makes: names of settings, and
+# entries of `adam_patterns` and `splits`.
+CHOSEN = "chosen_by_build"
 # Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and
 # `constructed` in a copied group.
-_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
+_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed", CHOSEN)
 _KNOWN_KEYS = {
     *(field.name for field in dataclasses.fields(GroupArguments)),
     *_MORE_KEYS,

@@ -1,4 +1,4 @@
-"""Parameters that are no hidden matrices: tables, output layers, positions and tokens."""
+"""What the modules of a model say about its parameters: tables, output layers, stacks, gates."""
 
 from __future__ import annotations
 
@@ -11,16 +11,33 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from deepmd_muon.optim.errors import InvalidShapeError
-from deepmd_muon.optim.routing.routes import canonical_name, leaf_name
+from deepmd_muon.optim.routing.routes import Route, canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
 
 # Of the weight that makes q, k and v in torch.nn.MultiheadAttention.
 ATTENTION_SPLIT = "rows 3"
+# Of the weights that make the gates of recurrent cells, which torch stores gate by gate.
+_GATE_SPLITS = {"LSTM": "rows 4", "GRU": "rows 3", "LSTMCell": "rows 4", "GRUCell": "rows 3"}
+_GATE_WEIGHT = re.compile(r"weight_[ih]h(?:_l\d+(?:_reverse)?)?$")
 
 # Matches pos, pos_embed, position_ids, cls_token, register_tokens ..., but not `posterior`.
 _ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
+# Matches embed, tok_embeddings, wte, codebook ..., but not `embedder` or `embed_proj`.
+_TABLE = re.compile(r"(?:.*_)?(?:embed(?:ding)?s?|emb|wte|wpe|codebook|table)$")
+_OUTPUT = re.compile(r"(?:lm_)?head$")
+# A state-space model's matrix of decay rates: the logarithms of numbers, not a linear map.
+_RATES = "a_log"
 # torch's modules that define no layers: `Module` itself, Sequential, ModuleList, ParameterList ...
 _NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
+# Attributes of modules with the width of their input.
+_INPUT_WIDTHS = (
+    "in_features",
+    "in_channels",
+    "input_size",
+    "embed_dim",
+    "num_features",
+    "num_channels",
+)
 
 # Parameters from which pruning and the former spectral_norm and weight_norm compute a weight.
 _ORIGINALS = ("weight_orig", "weight_v")
@@ -35,8 +52,11 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
     - Tables: the weight of nn.Embedding, nn.EmbeddingBag, and of every module that has
       `num_embeddings`. A gradient reaches few of their rows. Orthogonalization can move each row
       that has momentum equally far, even if its last gradient is long past; only rows without
-      momentum stay. A tied output layer is the same parameter.
-    - The output layer: the model's last nn.Linear, if its weight has the shape of a table.
+      momentum stay. A tied output layer is the same parameter. So is the matrix of a module that
+      is not one of torch's own layers, if the last segment of its name says so (`tok_emb`,
+      `embed.weight`).
+    - The output layer: an nn.Linear with the shape of a table, if it is the model's last one or no
+      module takes its output; and every nn.Linear named `head` or `lm_head`.
     - Parameters added to activations: held directly by a module that is not one of torch's own
       layers, and either of shape (1, n, ...), which broadcasts over a batch, or named like a
       position or token (`pos...`, `...token`).
@@ -46,25 +66,107 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
     """
     reasons: dict[Tensor, str] = {}
     shapes = set()
-    last: nn.Linear | None = None
-    for module in model.modules():
+    linears: list[tuple[str, nn.Linear]] = []
+    for path, module in model.named_modules():
         if hasattr(module, "num_embeddings"):
             for weight in weights_of(module):
                 reasons[weight] = f"table of {type(module).__name__}"
                 shapes.add(weight.shape)
         if isinstance(module, nn.Linear):
-            last = module
-        reasons.update(
-            (p, f"added to activations by {type(module).__name__}") for p in _added(module)
-        )
-    for weight in () if last is None else weights_of(last):
-        if weight.shape in shapes:
-            reasons.setdefault(weight, "output layer: the last Linear, with the shape of a table")
+            linears.append((path, module))
+        for p, reason in _own_parameters(path, module):
+            reasons.setdefault(p, reason)
+    consumed = _input_widths(model)
+    for path, linear in linears:
+        is_last = linear is linears[-1][1]
+        for weight in weights_of(linear):
+            if _OUTPUT.match(leaf_name(path)):
+                reasons.setdefault(weight, "output layer by its name")
+            elif weight.shape in shapes and (is_last or weight.shape[0] not in consumed):
+                reasons.setdefault(weight, "output layer: a Linear with the shape of a table")
+    return _matrices_among(model, reasons)
+
+
+def _matrices_among(model: nn.Module, reasons: Mapping[Tensor, str]) -> dict[str, str]:
+    """Return reasons by name, of parameters with two dimensions above 1."""
     return {
         canonical_name(name): reasons[p]
         for name, p in model.named_parameters()
         if p in reasons and len(effective_shape(tuple(p.shape))) > 1
     }
+
+
+def rates_and_undecayed(model: nn.Module) -> dict[str, str]:
+    """Return matrices that take Adam without decay, with the reason, by name.
+
+    State-space models keep logarithms of decay rates in a matrix `A_log`, and mark such parameters
+    with the attribute `_no_weight_decay`.
+    """
+    reasons: dict[Tensor, str] = {}
+    for name, p in model.named_parameters():
+        if leaf_name(name) == _RATES:
+            reasons[p] = "rates of a state-space model"
+        elif getattr(p, "_no_weight_decay", False):
+            reasons[p] = "marked _no_weight_decay"
+    return _matrices_among(model, reasons)
+
+
+def stacked_matrices(model: nn.Module) -> dict[str, str]:
+    """Return the parameters (b, m, n) with m, n > 1, which hold b matrices, with that, by name.
+
+    So transformers and torchtitan store experts. Kernels of convolutions are none.
+    """
+    kernels = convolutions(model)
+    stacks = {}
+    for given_name, p in model.named_parameters():
+        name = canonical_name(given_name)
+        shape = tuple(p.shape)
+        is_stack = len(effective_shape(shape)) == 3 and len(effective_shape(shape[1:])) == 2
+        if is_stack and name not in kernels:
+            stacks[name] = f"{shape[0]} matrices"
+    return stacks
+
+
+def declared_routes(model: nn.Module) -> dict[str, Route]:
+    """Return the routes that modules and parameters declare, by name.
+
+    A module declares them in its attribute ``muon_routes``, a mapping from the names of its own
+    parameters to "muon", "adam" or "adamw". A parameter may have the attribute ``use_muon``, or
+    Megatron's ``is_embedding_or_output_parameter``.
+
+    Raises
+    ------
+    InvalidShapeError
+        When a module declares the route of a parameter that it does not have, or another route.
+    """
+    routes: dict[Tensor, Route] = {}
+    for p in model.parameters():
+        marker = getattr(p, "use_muon", None)
+        if marker is not None:
+            routes[p] = "muon" if marker else "adamw"
+        elif getattr(p, "is_embedding_or_output_parameter", False):
+            routes[p] = "adamw"
+    for p, route, place in _declarations(model, "muon_routes"):
+        if route not in ("muon", "adam", "adamw"):
+            raise InvalidShapeError(
+                f"{place}: muon_routes must say 'muon', 'adam' or 'adamw'; found {route!r}"
+            )
+        routes[p] = route
+    return {canonical_name(name): routes[p] for name, p in model.named_parameters() if p in routes}
+
+
+def _declarations(model: nn.Module, attribute: str) -> Iterator[tuple[nn.Parameter, Any, str]]:
+    """Yield parameters, what their modules declare of them, and the modules' places.
+
+    Raises InvalidShapeError for a name that is no parameter of the module.
+    """
+    for path, module in model.named_modules():
+        place = path or type(module).__name__
+        for name, declared in getattr(module, attribute, {}).items():
+            p = getattr(module, name, None)
+            if not isinstance(p, nn.Parameter):
+                raise InvalidShapeError(f"{place}: {attribute} names {name!r}, no parameter of it")
+            yield p, declared, place
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
@@ -90,8 +192,11 @@ def is_computed_from(name: str) -> bool:
     return _COMPUTED_FROM.search(name) is not None
 
 
-def _added(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters that a module holds directly and probably adds to activations."""
+def _own_parameters(path: str, module: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """Yield parameters that a module holds directly: tables, or added to activations.
+
+    torch's layers, and layers like them, hold none.
+    """
     homes = {
         base.__module__
         for base in type(module).__mro__
@@ -99,9 +204,23 @@ def _added(module: nn.Module) -> Iterator[Tensor]:
     }
     if homes.difference(_NOT_LAYERS):
         return
+    kind = type(module).__name__
+    is_linear = hasattr(module, "in_features") or hasattr(module, "in_channels")
     for name, p in module.named_parameters(recurse=False):
-        if (p.ndim > 2 and p.shape[0] == 1) or _ADDED.match(leaf_name(name)):
-            yield p
+        leaf = leaf_name(name)
+        if (p.ndim > 2 and p.shape[0] == 1) or _ADDED.match(leaf):
+            yield p, f"added to activations by {kind}"
+        elif not is_linear and _TABLE.match(leaf_name(path) if leaf == "weight" else leaf):
+            yield p, f"table of {kind} by its name"
+
+
+def _input_widths(model: nn.Module) -> set[int]:
+    """Return the widths of the inputs that layers take."""
+    widths = set()
+    for module in model.modules():
+        widths.update(getattr(module, name, None) for name in _INPUT_WIDTHS)
+        widths.update(tuple(getattr(module, "normalized_shape", None) or ())[-1:])
+    return {width for width in widths if isinstance(width, int)}
 
 
 def convolutions(model: nn.Module) -> dict[str, int]:
@@ -125,27 +244,29 @@ def declared_splits(model: nn.Module) -> list[str]:
     InvalidShapeError
         When a module declares a split of a parameter that it does not have.
     """
-    splits: dict[Tensor, str] = {}
-    for place, module in model.named_modules():
-        for name, split in getattr(module, "muon_splits", {}).items():
-            p = getattr(module, name, None)
-            if not isinstance(p, nn.Parameter):
-                raise InvalidShapeError(
-                    f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter "
-                    "of it"
-                )
-            splits[p] = split
+    splits: dict[Tensor, str] = {p: split for p, split, _ in _declarations(model, "muon_splits")}
     return _entries(model, splits)
 
 
-def attention_splits(model: nn.Module) -> list[str]:
-    """Return entries that split weights of nn.MultiheadAttention into queries, keys and values."""
-    modules = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
-    # There is no such parameter where kdim or vdim differ, and where a parametrization computes it.
-    weights: Iterator[Tensor | None] = (
-        module._parameters.get("in_proj_weight") for module in modules
-    )
-    return _entries(model, {p: ATTENTION_SPLIT for p in weights if p is not None})
+def fused_splits(model: nn.Module) -> list[str]:
+    """Return entries that split the weights that torch's layers fuse.
+
+    They are queries, keys and values of nn.MultiheadAttention, and gates of LSTM and GRU.
+    """
+    splits: dict[Tensor, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            # None if kdim or vdim differ, or if a parametrization computes it.
+            weight = module._parameters.get("in_proj_weight")
+            if weight is not None:
+                splits[weight] = ATTENTION_SPLIT
+        elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and module.hidden_size > 1:
+            kind = getattr(module, "mode", type(module).__name__)
+            if kind in _GATE_SPLITS:
+                for name, p in module.named_parameters(recurse=False):
+                    if _GATE_WEIGHT.match(name):
+                        splits[p] = _GATE_SPLITS[kind]
+    return _entries(model, splits)
 
 
 def _entries(model: nn.Module, splits: Mapping[Tensor, str]) -> list[str]:

@@ -9,14 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.groups.group_settings import (
+    CHOSEN,
     SCHEDULED_SETTINGS,
     SCHEDULER_KEYS,
     current_spelling,
     group_settings,
     own_keys,
 )
+from deepmd_muon.optim.other_configs import CHOSEN_BY_BUILD
+from deepmd_muon.optim.routing.routes import canonical_name
 from deepmd_muon.optim.state.others import is_another_muon
 
 log = logging.getLogger(__name__)
@@ -33,8 +37,63 @@ _NOT_SETTINGS = frozenset(
         "routes",
         "views",
         "shapes",
+        CHOSEN,
     ]
 )
+
+
+def settings_of_checkpoint(
+    param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return, for each group, the values of a checkpoint for settings that `build` has chosen.
+
+    A run that restarts continues with them, so that it stays the same if a later release chooses
+    otherwise. Groups of other parameters than the saved ones keep today's choices.
+    """
+    if len(param_groups) != len(saved_groups):
+        return [{} for _ in param_groups]
+    return [
+        _saved_choices(group, saved)
+        for group, saved in zip(param_groups, saved_groups, strict=True)
+    ]
+
+
+def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a saved group for settings that `build` chose then, and now."""
+    chosen = group.get(CHOSEN, ())
+    if not chosen or not {"routes", "vector_route"} <= saved.keys():
+        return {}
+    if _shapes_by_name(group) != _shapes_by_name(saved):
+        return {}
+    settings = [key for key in chosen if key in CHOSEN_BY_BUILD]
+    chosen_then = saved.get(CHOSEN, ())
+    keys = [key for key in settings if key in chosen_then]
+    if _is_of_first_release(saved):
+        found_then = {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}
+        keys = [key for key in settings if found_then or key != "adamw_patterns"]
+    # Gates and rates that `build` finds today, and did not find then.
+    found_since = {*chosen} - {*settings} - {*chosen_then}
+    keys += [
+        key for key in ("splits", "adam_patterns") if {*group[key]} - {*saved[key]} <= found_since
+    ]
+    values = {key: saved[key] for key in keys if _as_list(saved[key]) != _as_list(group[key])}
+    if values:
+        values[CHOSEN] = [key for key in chosen if key not in found_since]
+    if "adam_lr_ratio" in values:
+        constructed = {**json.loads(group["constructed"]), "adam_lr_ratio": saved["adam_lr_ratio"]}
+        values["constructed"] = json.dumps(constructed)
+    return values
+
+
+def _is_of_first_release(saved: Mapping[str, Any]) -> bool:
+    """Return whether version 0.1.0 has saved the group of a `MuonConfig`."""
+    return "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
+
+
+def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shapes of a manifest by name; {} if the parameters have no names."""
+    names = map(canonical_name, group.get("param_names", ()))
+    return dict(zip(names, map(str, group["shapes"]), strict=False))
 
 
 def restore_groups(

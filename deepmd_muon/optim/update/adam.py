@@ -77,7 +77,7 @@ def adam_(
         "beta1": settings.adam_beta1,
         "beta2": settings.adam_beta2,
         "eps": settings.adam_eps,
-        "weight_decay": settings.weight_decay if decays else 0.0,
+        "weight_decay": settings.adamw_decay if decays else 0.0,
         "found_inf": control.skip,
     }
     if settings.adam_implementation == "fused":

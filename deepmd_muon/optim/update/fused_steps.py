@@ -52,6 +52,7 @@ FUSED_COVERAGE = Coverage(
             *("vector_route", "on_route_change", "on_nonfinite", "offload", "sharded"),
             # Of the other routes.
             *("adam_beta1", "adam_beta2", "adam_eps", "adam_implementation", "adam_lr_ratio"),
+            "adam_weight_decay",
             # These act only through the rules that `matrix_rules` returns, which `fuses` looks at.
             *("normuon", "normuon_beta", "cautious_decay", "master_weights", "rules"),
         }

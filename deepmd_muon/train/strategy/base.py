@@ -243,6 +243,8 @@ def _build_muon(
             key: for_any_name(getattr(config, key), model) for key in _PATTERNS
         }
         config = dataclasses.replace(config, **patterns)
+    if isinstance(config, MuonConfig):
+        config = config.for_potentials()
     if config.layout == "auto":
         config = dataclasses.replace(config, layout="in_out")
     if state_in_parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -139,3 +140,25 @@ def test_rates_and_batches_read_on_the_device_mean_the_same(small_gpt_race):
     torch.testing.assert_close(other.losses, eager.losses, rtol=1e-5, atol=1e-5)
     assert eager.losses[:3].min() > 3.0
     assert eager.losses[3:].max() == 0.0
+
+
+@pytest.mark.parametrize("name", ["experts, width 192", "ViT, width 48"])
+def test_a_task_of_some_size_trains_with_every_optimizer(small_gpt_race, name, monkeypatch):
+    import rate_tasks
+
+    for constant, value in {"BATCH": 2, "HELD_OUT": 4, "IMAGES": 4, "LENGTH": 20}.items():
+        monkeypatch.setattr(rate_tasks, constant, value)
+    monkeypatch.setattr(rate_tasks, "generated_images", rate_tasks.generated_images.__wrapped__)
+    task = rate_tasks.TASKS[name]._replace(steps=2)
+    if name.startswith("experts"):
+        small = functools.partial(rate_tasks.Text, width=16, layers=1, block=rate_tasks.Experts)
+        task = task._replace(make=small)
+    monkeypatch.setitem(rate_tasks.TASKS, name, task)
+    jobs = [job for job in small_gpt_race.jobs() if (job.task, job.seed) == (name, 1)]
+    by_optimizer = {job.optimizer: job for job in jobs}
+    rows = [small_gpt_race.run_job(job, "cpu") for job in by_optimizer.values()]
+    assert len(by_optimizer) >= 3
+    assert all(0.5 < row["validation"] < 12.0 for row in rows)
+    lines = small_gpt_race.table_of_sizes(rows)
+    assert len(lines) == len(rows)
+    assert all(line.startswith(f"{name} ({rows[0]['weights']}) | ") for line in lines)

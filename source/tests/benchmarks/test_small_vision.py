@@ -50,7 +50,8 @@ def test_kernels_are_matrices_and_a_vit_routes_as_it_should(small_vision):
         "linear1.weight",
         "linear2.weight",
     )
-    assert muon == {f"blocks.layers.{i}.{layer}" for i in range(2) for layer in layers}
+    blocks = {f"blocks.layers.{i}.{layer}" for i in range(2) for layer in layers}
+    assert muon == {"patch_embed.weight", *blocks}
 
 
 def test_images_are_the_same_every_time(small_vision):

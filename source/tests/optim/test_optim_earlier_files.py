@@ -113,7 +113,7 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
                 "large_matrix_dim",
                 "constructed",
             ),
-            *("local_patterns", "muon_patterns", "conv_patterns"),
+            *("local_patterns", "muon_patterns", "conv_patterns", "adam_weight_decay"),
             *(field.name for field in dataclasses.fields(RuleSettings)),
         }
         removed = {"lr_adjust", "deepmd_kit_arithmetic", "foreach"}

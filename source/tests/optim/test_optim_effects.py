@@ -28,6 +28,7 @@ VALUES = {
     "adam_beta2": [0.5],
     "weight_decay": [0.0, 0.3],
     "lr_adjust_coeff": [0.7],
+    "adam_weight_decay": [0.2],
     "adam_eps": [0.1],
     "adam_lr_ratio": [1.0, 3.0],
     "schedule": ["muon-fsdp2", ((1.5, -0.5, 0.0),)],
@@ -62,6 +63,7 @@ ELSEWHERE = {
 
 # Settings that only some models need, and the other settings with which the model below is one of them.
 COMPANIONS = {
+    "adam_weight_decay": {"vector_route": "adamw"},
     "large_schedule": {"large_matrix_dim": 4},
     "expert_patterns": {"muon_mode": "flat"},  # mode 'slice' separates the experts, too
 }

@@ -120,7 +120,13 @@ class Sums:
 
 
 def ours(model):
-    words = {"momentum": BETA, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    words = {
+        "momentum": BETA,
+        "betas": BETAS,
+        "eps": EPS,
+        "weight_decay": DECAY,
+        "vector_route": "adamw",
+    }
     return MuonConfig(**words, scaling="match_rms", schedule=EXACT, precision="float64").build(
         model, RATE
     )

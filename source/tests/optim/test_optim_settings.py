@@ -97,12 +97,11 @@ def test_adam_configurations_hand_epsilon_and_implementation_to_torch(config):
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
 def test_vectors_take_the_route_of_the_setting(config):
     model = nn.ModuleDict({"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6)})
-    routes = {entry.name: entry.route for entry in config().build(model).routing}
-    expected = "adam" if config is HybridMuonConfig else "adamw"
-    assert routes == {
-        "body.weight": "muon",
-        **dict.fromkeys(("body.bias", "norm.weight", "norm.bias"), expected),
-    }
+    vectors = ("body.bias", "norm.weight", "norm.bias")
+    for settings, expected in (({}, "adam"), ({"vector_route": "adamw"}, "adamw")):
+        optimizer = config(**settings).build(model)
+        routes = {entry.name: entry.route for entry in optimizer.routing}
+        assert routes == {"body.weight": "muon", **dict.fromkeys(vectors, expected)}
 
 
 def test_large_matrices_take_their_own_schedule():

@@ -1,0 +1,183 @@
+"""What a user gets who sets nothing: routes of experts, embedders, tables, gates and markers; restarts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import ClassVar
+
+import pytest
+import torch
+from optim_builders import through_file
+from torch import nn
+
+from deepmd_muon.optim import HybridMuonConfig, InvalidShapeError, MuonConfig, RoutingMismatchError
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
+
+
+class Experts(nn.Module):
+    """A layer of experts as transformers and torchtitan store them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 12, 8))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 6))
+
+
+class Mixer(nn.Module):
+    """The parameters of a Mamba block."""
+
+    def __init__(self):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.randn(8, 4))
+        self.D = nn.Parameter(torch.ones(8))
+        self.kernel = nn.Parameter(torch.randn(8, 4))
+        self.kernel._no_weight_decay = True
+
+
+class Declared(nn.Linear):
+    muon_routes: ClassVar = {"weight": "adam"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Parameter(torch.randn(11, 8))
+        self.embedder = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+        self.t_embedder = nn.ModuleDict({"mlp": nn.Linear(8, 8)})
+        self.patch_embed = nn.Linear(12, 8)
+        self.mixer = Mixer()
+        self.experts = Experts()
+        self.bilinear = nn.Bilinear(4, 5, 6)
+        self.lstm = nn.LSTM(8, 8, bidirectional=True)
+        self.gru = nn.GRUCell(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+
+
+def placements(model, config=MuonConfig, **settings):
+    return {entry.name: entry.placement for entry in config(**settings).build(model).routing}
+
+
+def random_steps(model, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def test_each_kind_of_parameter_takes_its_route():
+    found = placements(Net())
+    assert found["tok_embeddings"] == found["head.weight"] == "adamw"
+    assert found["embedder.0.weight"] == "muon 1x8x4"
+    assert found["t_embedder.mlp.weight"] == "muon 1x8x8"
+    assert found["patch_embed.weight"] == "muon 1x8x12"
+    assert found["mixer.A_log"] == found["mixer.kernel"] == "adam"
+    assert found["experts.gate_up_proj"] == "muon 3x12x8"
+    assert found["experts.down_proj"] == "muon 3x8x6"
+    assert found["bilinear.weight"] == "muon 6x4x5"
+    assert found["lstm.weight_hh_l0_reverse"] == "muon 1x32x8 rows 8+8+8+8"
+    assert found["gru.weight_ih"] == "muon 1x24x8 rows 8+8+8"
+    vectors = {name for name, placement in found.items() if placement == "adam"}
+    assert {"norm.weight", "norm.bias", "mixer.D", "patch_embed.bias"} <= vectors
+
+
+def test_settings_replace_what_the_modules_say():
+    assert placements(Net(), expert_patterns=[])["experts.down_proj"] == "adamw"
+    found = placements(Net(), muon_mode="flat", adamw_patterns=["patch_embed.*"])
+    assert found["experts.down_proj"] == "muon 1x24x6"
+    assert found["tok_embeddings"] == "muon 1x11x8"
+    assert found["patch_embed.weight"] == "adamw"
+    split = placements(Net(), splits=["experts.gate_up_proj: rows 2"])
+    assert split["experts.gate_up_proj"] == "muon 3x12x8 rows 6+6"
+    whole = placements(Net(), splits=["gru.*: rows 1"])
+    assert whole["gru.weight_hh"] == "muon 1x24x8"
+
+
+@pytest.mark.parametrize("config", [MuonConfig, HybridMuonConfig])
+def test_markers_and_declarations_of_modules_count(config):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Declared(8, 8), nn.Linear(8, 8))
+    model[0].weight.use_muon = False
+    model[1].weight.is_embedding_or_output_parameter = True
+    found = placements(model, config)
+    assert [found[f"{i}.weight"] for i in range(4)] == ["adamw", "adamw", "adam", "muon 1x8x8"]
+    assert placements(model, config, muon_patterns=["*.weight"])["2.weight"] == "muon 1x8x8"
+    table = nn.Embedding(11, 8)
+    table.weight.use_muon = True
+    assert placements(nn.Sequential(table), config) == {"0.weight": "muon 1x11x8"}
+    model[2].muon_routes = {"weight": "sgd"}
+    with pytest.raises(InvalidShapeError, match=r"2: muon_routes must say .*'sgd'"):
+        config().build(model)
+    model[2].muon_routes = {"wieght": "adam"}
+    with pytest.raises(InvalidShapeError, match="2: muon_routes names 'wieght'"):
+        config().build(model)
+
+
+def test_weights_without_a_matrix_route_are_warned_about(caplog):
+    model = nn.ParameterDict({"layers": torch.randn(2, 3, 8, 8), "one": torch.randn(8, 8)})
+    with caplog.at_level(logging.WARNING):
+        MuonConfig().build(model)
+        assert "more than half of the weights have no matrix route: layers" in caplog.text
+        caplog.clear()
+        MuonConfig(muon_patterns=["layers"]).build(model)
+        assert not caplog.text
+
+
+def as_first_release(optimizer):
+    """Give the groups of an optimizer the settings that version 0.1.0 chose."""
+    (group,) = optimizer.param_groups
+    group |= {"adamw_patterns": list(DEFAULT_ADAMW_PATTERNS), "expert_patterns": [], "splits": []}
+    group |= {"adam_patterns": [], "vector_route": "adamw", "adam_lr_ratio": 1.0}
+    return optimizer
+
+
+def as_saved_by_first_release(optimizer):
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["chosen_by_build"], group["adam_weight_decay"]
+    return through_file(saved)
+
+
+def test_a_run_of_an_earlier_release_goes_on_bitwise(caplog):
+    torch.manual_seed(0)
+    whole = Net()
+    first = as_first_release(MuonConfig().build(whole))
+    random_steps(whole, first, 2)
+    assert {entry.placement for entry in first.routing if "embedder" in entry.name} == {"adamw"}
+    restarted = copy.deepcopy(whole)
+    second = MuonConfig().build(restarted)
+    second.load_state_dict(as_saved_by_first_release(first))
+    assert second.routing == first.routing
+    assert "expert_patterns, splits, vector_route" in caplog.text
+    random_steps(whole, first, 2, seed=1)
+    random_steps(restarted, second, 2, seed=1)
+    for p, q in zip(whole.parameters(), restarted.parameters(), strict=True):
+        assert torch.equal(p, q)
+    # The next checkpoint has the choices, too.
+    third = MuonConfig().build(copy.deepcopy(whole))
+    third.load_state_dict(through_file(second.state_dict()))
+    assert third.routing == first.routing
+
+
+def test_settings_of_the_user_are_not_those_of_the_checkpoint():
+    first = as_first_release(MuonConfig().build(Net()))
+    saved = as_saved_by_first_release(first)
+    second = MuonConfig(vector_route="adam").build(Net())
+    before = copy.deepcopy([second.routing, second.param_groups[0]["expert_patterns"]])
+    with pytest.raises(RoutingMismatchError, match=r"norm\.bias"):
+        second.load_state_dict(saved)
+    assert [second.routing, second.param_groups[0]["expert_patterns"]] == before
+
+
+def test_type_muon_of_an_input_keeps_its_routes():
+    from deepmd_muon.train.strategy.base import build_optimizer
+
+    optimizer = build_optimizer(MuonConfig(), Net(), 0.02)
+    (group,) = optimizer.param_groups
+    assert group["adamw_patterns"] == list(DEFAULT_ADAMW_PATTERNS)
+    assert (group["vector_route"], group["adam_lr_ratio"]) == ("adamw", 1.0)
+    routes = {entry.name: entry.route for entry in optimizer.routing}
+    of_names = {name for name, route in routes.items() if route == "adamw" and "embed" in name}
+    assert {"embedder.0.weight", "patch_embed.weight", "tok_embeddings"} <= of_names
+    assert routes["experts.down_proj"] == routes["norm.weight"] == "adamw"
