@@ -82,12 +82,20 @@ class TrainingDataSettings(Section):
             "type.raw is a system."
         ),
     )
+    format: str | None = setting(
+        None,
+        nonempty=True,
+        doc=(
+            "Format of all systems, by its name in ASE (vasp-out) or dpdata (cp2k/output). By "
+            "default the content and the name of each file tell."
+        ),
+    )
     label_keys: LabelKeys = section(LabelKeys(), doc="Names of the labels in files that ASE reads.")
     keep_unconverged: bool = setting(
         False,
         doc=(
-            "Keep frames whose electronic loop did not converge, in files that ASE reads (VASP, "
-            "Gaussian, ORCA). By default they are left out with a warning."
+            "Keep frames whose electronic loop did not converge, in files that ASE or dpdata "
+            "read (VASP, Gaussian, ORCA). By default they are left out with a warning."
         ),
     )
     batch_size: int | str | tuple[int, ...] = setting(

@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         type_map=tuple(options.type_map or ()),
         label_keys=label_keys,
         keep_unconverged=options.keep_unconverged,
+        format=options.format,
         folder=folder,
     )
     proposal = propose(wishes, lambda paths: open_listed(paths, wishes.type_map, options))

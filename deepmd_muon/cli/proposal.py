@@ -79,7 +79,7 @@ class Wishes:
         Length of the run.
     type_map
         Types; empty for those of the data.
-    label_keys, keep_unconverged
+    label_keys, keep_unconverged, format
         As in `training_data` of an input.
     folder
         Folder for systems that a split cuts.
@@ -94,6 +94,7 @@ class Wishes:
     type_map: tuple[str, ...]
     label_keys: dict[str, str]
     keep_unconverged: bool
+    format: str | None
     folder: Path
 
 
@@ -429,7 +430,9 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
             "systems": paths,
             "batch_size": "auto",
         }
-        if not data.to_write:  # written systems have the names of npy folders
+        if not data.to_write:  # written systems are npy folders with their names
+            if wishes.format:
+                section["format"] = wishes.format
             if wishes.label_keys:
                 section["label_keys"] = wishes.label_keys
             if wishes.keep_unconverged:

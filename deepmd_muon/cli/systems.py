@@ -31,7 +31,15 @@ def begin(
 
 
 def add_label_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options about files that ASE reads."""
+    """Declare the options about files that ASE or dpdata read."""
+    parser.add_argument(
+        "--format",
+        metavar="NAME",
+        help=(
+            "format of the data, by its name in ASE (vasp-out) or dpdata (cp2k/output); by default "
+            "their content and name tell"
+        ),
+    )
     keys = parser.add_argument_group(
         "files that ASE reads",
         "by default their usual names are recognized: energy, forces, REF_energy, dft_forces, …",
@@ -61,7 +69,13 @@ def open_listed(
     from deepmd_muon.label_keys import LabelKeys
 
     keys = LabelKeys(options.energy_key, options.force_key, options.virial_key, options.stress_key)
-    return open_systems(paths, type_map, keys, keep_unconverged=options.keep_unconverged)
+    return open_systems(
+        paths,
+        type_map,
+        keys,
+        keep_unconverged=options.keep_unconverged,
+        format=options.format,
+    )
 
 
 def write_systems(systems: list[System], output: Path) -> list[str]:

@@ -10,11 +10,12 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import Parameters
-from deepmd_muon.data.stores.ase_reading import read_ase
+from deepmd_muon.data.stores.foreign import OWN_FORMATS, read_as, read_foreign
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.stores.npy_store import npy_stores, refuse_unlisted
 from deepmd_muon.data.stores.storage import HandleCache, Store
@@ -65,6 +66,7 @@ def open_systems(
     patterns: Sequence[str] | None = None,
     *,
     keep_unconverged: bool = False,
+    format: str | None = None,
 ) -> list[System]:
     """Open systems of any kind.
 
@@ -84,7 +86,11 @@ def open_systems(
         Then each path is a folder, and those folders below it are systems that fit one of the
         patterns, at any depth, and have a ``type.raw``.
     keep_unconverged : bool
-        Keep frames whose electronic loop did not converge, of files that ASE reads.
+        Keep frames whose electronic loop did not converge, of files that ASE or dpdata read.
+    format : str, optional
+        Format of all paths, by ASE's or dpdata's name; by default content and name of each file
+        tell. A path is then a file, a folder or the beginning of several files, as the format
+        needs it.
 
     Returns
     -------
@@ -104,10 +110,13 @@ def open_systems(
     places = _expand(map(os.fspath, paths))
     if patterns is not None:
         places = [place for folder in places for place in _matching_systems(folder, patterns)]
-    read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    systems = [
-        System(store, type_map) for place in places for store in _stores(place, handles, read)
-    ]
+    options: dict[str, Any] = {"keys": keys, "keep_unconverged": keep_unconverged}
+    if format is None or format in OWN_FORMATS:
+        read_other = functools.partial(read_foreign, **options)
+        read = functools.partial(_stores, handles=handles, read_other=read_other)
+    else:
+        read = functools.partial(read_as, name=format, **options)
+    systems = [System(store, type_map) for place in places for store in read(place)]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems

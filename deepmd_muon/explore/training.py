@@ -60,6 +60,11 @@ class BaseInput:
             raise ExploreError(
                 f"{path}: rglob_patterns fit no file of new frames: name the systems instead"
             )
+        if section.format is not None:
+            raise ExploreError(
+                f"{path}: new frames are not in training/training_data/format: convert your data "
+                "to npy folders first (dp convert-data) and leave it out"
+            )
         if section.label_keys != LabelKeys():
             raise ExploreError(
                 f"{path}: training/training_data/label_keys would be looked for in new frames, "

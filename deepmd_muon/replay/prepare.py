@@ -142,6 +142,7 @@ def _starts(settings: Settings, saved_model: ModelSettings) -> Frames:
         training_data.label_keys,
         training_data.rglob_patterns,
         keep_unconverged=training_data.keep_unconverged,
+        format=training_data.format,
     ):
         with contextlib.suppress(TypeMapError):  # raised by a system with another element
             systems.append(system.with_types(saved_model.type_map))

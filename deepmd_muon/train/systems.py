@@ -65,6 +65,7 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
         section.label_keys,
         section.rglob_patterns,
         keep_unconverged=section.keep_unconverged,
+        format=section.format,
     )
 
 

@@ -202,7 +202,7 @@ def _refuse_units(atoms: Atoms, path: str, place: str) -> None:
                 path,
                 place,
                 f"{key} is {value!r}; data are in eV, eV/Å and (stress) eV/Å³: convert the numbers "
-                'and remove the key, or let dpdata convert the file (fmt="extxyz")',
+                "and remove the key, or let dpdata convert them: --format quip/gap/xyz",
             )
 
 

@@ -37,9 +37,13 @@ _MAX_LISTED = 5  # frames that a warning lists
 
 
 def read_ase(
-    path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False
+    path: str,
+    keys: LabelKeys | None = None,
+    kind: str | None = None,
+    *,
+    keep_unconverged: bool = False,
 ) -> list[MemoryStore]:
-    """Read all frames of a file that ASE reads.
+    """Read all frames of a file that ASE reads, in its format `kind` or one that it recognizes.
 
     Frames of the same atoms in the same order are one system. Energies are free energies if ASE has
     them (`free_energy`): their derivatives are the forces. A cell without volume, or no periodic
@@ -65,13 +69,17 @@ def read_ase(
         ) from error
     try:
         _check_size(path)
-        contents = _read_frames(path)
+        contents = _read_frames(path, kind)
     except DataError:
         raise
     except Exception as error:  # ASE's readers let any error of their parsing through
+        problem = "neither a folder, an HDF5 file nor a file that ASE reads"
+        if kind is not None:
+            problem = f"ASE cannot read it as {kind}"
         raise SystemNotFoundError(
-            f"system {path}: neither a folder, an HDF5 file nor a file that ASE reads "
-            f"({type(error).__name__}: {str(error).strip() or 'unknown format'})"
+            f"system {path}: {problem} "
+            f"({type(error).__name__}: {str(error).strip() or 'unknown format'}); name the right "
+            "format if ASE or dpdata reads it: --format, or format beside systems"
         ) from error
     if not contents.frames:
         raise SystemFormatError(path, "", "the file has no frames")
@@ -139,7 +147,7 @@ def _check_size(path: str) -> None:
                 )
 
 
-def _read_frames(path: str) -> _Contents:
+def _read_frames(path: str, kind: str | None) -> _Contents:
     """Return all frames, and whether each converged as far as the format of the file says so.
 
     Raises
@@ -150,7 +158,7 @@ def _read_frames(path: str) -> _Contents:
     from ase.io import read
     from ase.io.formats import filetype, ioformats, open_with_compression
 
-    kind = filetype(path)
+    kind = kind or filetype(path)
     form = ioformats.get(kind)
     if kind == "vasp-out":
         outcar = read_outcar(path)
@@ -174,7 +182,7 @@ def _read_frames(path: str) -> _Contents:
             )
         return _Contents(frames, [])
     # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
-    frames = read(path, index=":", do_not_split_by_at_sign=True)
+    frames = read(path, index=":", format=kind, do_not_split_by_at_sign=True)
     converged: list[bool] = []
     if kind == "vasp-xml":
         converged = vasprun_convergence(path)

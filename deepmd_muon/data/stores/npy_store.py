@@ -13,6 +13,7 @@ from tokenize import TokenError
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
+from deepmd_muon.data.stores.programs import describe_outputs
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile, check_array
 from deepmd_muon.files import real_folders
 
@@ -43,6 +44,7 @@ def npy_stores(path: str, handles: HandleCache) -> Iterator[NpyStore]:
     if not stores:
         raise SystemNotFoundError(
             f"no system found in {path}: neither it nor a folder below has a type.raw"
+            f"{describe_outputs(path)}"
         )
     yield from stores
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 
 PAGE = (Path(__file__).parents[3] / "doc" / "data.md").read_text()
@@ -50,7 +51,7 @@ def outcar(atoms):
     )
 
 
-def test_the_lines_on_dpdata_convert_extended_xyz_and_vasp(tmp_path, monkeypatch):
+def test_the_page_converts_extended_xyz_and_vasp(tmp_path, monkeypatch):
     pytest.importorskip("dpdata", minversion="1.1")  # earlier ones do not read ASE's columns
     pytest.importorskip("ase")
     from ase.build import bulk
@@ -67,8 +68,11 @@ def test_the_lines_on_dpdata_convert_extended_xyz_and_vasp(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write("train.xyz", frames, columns=["symbols", "positions", "forces"])
     Path("OUTCAR").write_text(outcar(frames[0]))
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    exec(compile(code, "data.md", "exec"), {})
+    (commands,) = re.findall(
+        r"^<!-- tested: test_data_page.py -->\n```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
+    )
+    for command in commands.splitlines():
+        assert main(command.split()[1:]) == 0
 
     for folder, expected in (("data/from_xyz", frames), ("data/from_vasp", frames[:1])):
         (system,) = open_systems(folder, ["Ag", "Cu"])

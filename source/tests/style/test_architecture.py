@@ -97,9 +97,10 @@ THIRD_PARTY = {
         "h5py",
         "vesin",
         "ase",
+        "dpdata",
         "lmdb",
         "msgpack",
-    },  # ase, lmdb, msgpack for the files that need them
+    },  # the last four for the files that need them
     "deepmd_kit": {"dargs", "deepmd", "torch"},
     "loss": {"torch", "triton"},
     "model": {"torch", "numpy", "triton", "deepmd"},  # deepmd: in `hosted` only

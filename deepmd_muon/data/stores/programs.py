@@ -1,0 +1,107 @@
+"""Programs whose outputs are recognized by their first lines, whatever the file is called."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from deepmd_muon.files import open_regular
+
+_HEAD = 1 << 16  # searched for a program's name [bytes]
+# Files of a folder that are looked at to say what it holds; a folder of calculations may have
+# thousands.
+_MOST_FILES = 200
+
+
+class Program(NamedTuple):
+    """A program, and the names that ASE and dpdata give the formats of its output."""
+
+    name: str
+    signature: re.Pattern[bytes]  # in the first lines of its output
+    ase: str | None = None
+    dpdata: tuple[str, ...] = ()
+    takes_folder: bool = False  # dpdata reads the calculation's folder, not this file
+
+    @property
+    def options(self) -> str:
+        """The options that read its output with dpdata."""
+        return " or ".join(f"--format {name}" for name in self.dpdata)
+
+
+# ASE recognizes Gaussian, ORCA and others by content, too; VASP's files by their names alone.
+_PROGRAMS = (
+    Program("VASP (OUTCAR)", re.compile(rb"\A\s*vasp\.\d"), "vasp-out", ("vasp/outcar",)),
+    Program(
+        "VASP (vasprun.xml)",
+        re.compile(rb"\A(<\?xml[^>]*>)?\s*<modeling>"),
+        "vasp-xml",
+        ("vasp/xml",),
+    ),
+    Program(
+        "Gaussian",
+        re.compile(rb"Entering Gaussian System"),
+        "gaussian-out",
+        ("gaussian/log", "gaussian/md"),
+    ),
+    Program("ORCA", re.compile(rb"\* O   R   C   A \*"), "orca-output", ("orca/spout",)),
+    Program("Quantum ESPRESSO", re.compile(rb"Program PWSCF"), "espresso-out"),
+    Program(
+        "FHI-aims",
+        re.compile(rb"Invoking FHI-aims"),
+        "aims-output",
+        ("fhi_aims/md", "fhi_aims/scf"),
+    ),
+    Program("CP2K", re.compile(rb"^ (CP2K|DBCSR)\| ", re.MULTILINE), dpdata=("cp2k/output",)),
+    Program("PWmat", re.compile(rb"\A\s*\d+ atoms,\s*Iteration"), dpdata=("pwmat/movement",)),
+    Program("Psi4", re.compile(rb"Psi4: An Open-Source"), dpdata=("psi4/out",)),
+    Program("sqm", re.compile(rb"AMBER SQM VERSION"), dpdata=("sqm/out",)),
+    Program("n2p2", re.compile(rb"\Abegin\s*\n(comment|lattice|atom)\b"), dpdata=("n2p2",)),
+    Program(
+        "SIESTA",
+        re.compile(rb"(?i)^\s*siesta version\b", re.MULTILINE),
+        dpdata=("siesta/output", "siesta/aimd_output"),
+    ),
+    Program(
+        "ABACUS",
+        re.compile(rb"(WELCOME TO ABACUS|\bABACUS v\d)"),
+        dpdata=("abacus/scf", "abacus/md", "abacus/relax"),
+        takes_folder=True,
+    ),
+)
+
+
+def recognize(path: str) -> Program | None:
+    """Return the program that wrote a file, None if its first lines do not tell."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return None
+    return next((program for program in _PROGRAMS if program.signature.search(head)), None)
+
+
+def outputs_below(folder: str) -> Iterator[tuple[str, Program]]:
+    """Yield the outputs of known programs at or below a folder."""
+    n_files = 0
+    for place, subfolders, files in os.walk(folder):
+        subfolders.sort()
+        for name in sorted(files):
+            n_files += 1
+            if n_files > _MOST_FILES:
+                return
+            path = os.path.join(place, name)
+            program = recognize(path)
+            if program is not None:
+                yield path, program
+
+
+def describe_outputs(folder: str) -> str:
+    """Return which output of a program a folder holds and how to read it; empty if none."""
+    path, program = next(outputs_below(folder), (folder, None))
+    if program is None:
+        return ""
+    if program.takes_folder:
+        return f"; {path} looks like {program.name}: {program.options} reads its folder"
+    return f"; {path} looks like {program.name}: give that file, or a pattern of such files"

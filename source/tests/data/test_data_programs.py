@@ -1,0 +1,105 @@
+"""Files of other programs: recognized by their first lines, or read in a named format of ASE or dpdata."""
+
+import sys
+
+import numpy as np
+import pytest
+import vasp_files
+
+from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, open_systems
+
+ase_io = pytest.importorskip("ase.io")
+dpdata = pytest.importorskip("dpdata")
+STEPS = [vasp_files.Step(-3.0, 5, 5e-5), vasp_files.Step(-3.1, 5, 5e-5)]
+
+
+@pytest.fixture
+def labelled():
+    """Two frames of a molecule of three atoms and two elements, as dpdata holds them."""
+    rng = np.random.default_rng(4)
+    data = {
+        "atom_names": ["H", "O"],
+        "atom_numbs": [2, 1],
+        "atom_types": np.array([1, 0, 0]),
+        "orig": np.zeros(3),
+        "cells": np.tile(9.0 * np.eye(3), (2, 1, 1)),
+        "coords": rng.uniform(0.0, 9.0, (2, 3, 3)),
+        "energies": np.array([-1.5, -2.5]),
+        "forces": rng.normal(size=(2, 3, 3)),
+        "virials": rng.normal(size=(2, 3, 3)),
+    }
+    return dpdata.LabeledSystem(data=data)
+
+
+@pytest.mark.parametrize(("text", "name"), [("outcar", "vasp-out"), ("vasprun", "vasp-xml")])
+def test_files_of_vasp_may_have_any_name(tmp_path, text, name):
+    path = tmp_path / "run1"
+    path.write_text(getattr(vasp_files, text)(STEPS))
+    (system,) = open_systems(str(path))
+    expected = ase_io.read(path, format=name, index=":")
+    frames = system.frames([0, 1])
+    np.testing.assert_allclose(frames.energy, [atoms.get_potential_energy() for atoms in expected])
+    np.testing.assert_allclose(frames.force, [atoms.get_forces() for atoms in expected])
+
+
+def test_dpdata_reads_what_ase_does_not(tmp_path, labelled):
+    path = tmp_path / "renamed.txt"
+    labelled.to("n2p2", str(path))
+    expected = dpdata.LabeledSystem(str(path), fmt="n2p2").data
+    for name in (None, "n2p2", "N2P2"):
+        (system,) = open_systems(str(path), ["O", "H"], format=name)
+        frames = system.frames([0, 1])
+        assert frames.atype.tolist() == [[0, 1, 1]] * 2
+        np.testing.assert_array_equal(frames.coord, expected["coords"])
+        np.testing.assert_array_equal(frames.box, expected["cells"])
+        np.testing.assert_array_equal(frames.energy, expected["energies"])
+        np.testing.assert_array_equal(frames.force, expected["forces"])
+
+
+def test_dpdata_converts_units_that_ours_refuses(tmp_path):
+    path = tmp_path / "a.xyz"
+    path.write_text(
+        "2\nenergy=-1.0 energy-unit=hartree Properties=species:S:1:pos:R:3:force:R:3 "
+        'Lattice="9 0 0 0 9 0 0 0 9"\nCu 0 0 0 0.1 0 0\nCu 2.5 0 0 -0.1 0 0\n'
+    )
+    with pytest.raises(DataError, match="--format quip/gap/xyz"):
+        open_systems(str(path))
+    (system,) = open_systems(str(path), format="quip/gap/xyz")
+    assert system.frames([0]).energy.tolist() == pytest.approx([-27.2113862], abs=1e-6)
+
+
+def test_a_named_format_of_ase_overrides_the_name_of_a_file(tmp_path):
+    path = tmp_path / "strange.traj"
+    path.write_text("1\nenergy=-3.5 Properties=species:S:1:pos:R:3\nCu 0 0 0\n")
+    with pytest.raises(SystemNotFoundError, match="--format"):
+        open_systems(str(path))
+    (system,) = open_systems(str(path), format="extxyz")
+    assert system.frames([0]).energy.tolist() == [-3.5]
+
+
+def test_an_unknown_format_names_similar_ones(tmp_path):
+    path = tmp_path / "a.out"
+    path.write_text("text\n")
+    with pytest.raises(DataError, match="cp2k/output"):
+        open_systems(str(path), format="cp2k-output")
+    with pytest.raises(SystemNotFoundError, match=r"pwmat/movement.*formats"):
+        open_systems(str(path), format="pwmat/movement")
+    with pytest.raises(SystemFormatError, match="no frame"):
+        open_systems(str(path), format="cp2k/output")
+    with pytest.raises(SystemNotFoundError, match="does not exist"):
+        open_systems(str(tmp_path / "other"), format="cp2k/output")
+
+
+def test_without_dpdata_the_error_names_format_and_package(tmp_path, labelled, monkeypatch):
+    path = tmp_path / "run.txt"
+    labelled.to("n2p2", str(path))
+    monkeypatch.setitem(sys.modules, "dpdata.format", None)
+    with pytest.raises(DataError, match=r"n2p2.*pip install dpdata"):
+        open_systems(str(path))
+
+
+def test_a_folder_of_outputs_says_what_it_holds(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result").write_text(vasp_files.outcar(STEPS))
+    with pytest.raises(SystemNotFoundError, match=r"run/result looks like VASP"):
+        open_systems(str(tmp_path))
