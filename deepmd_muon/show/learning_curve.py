@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from deepmd_muon.files import regular_text
 from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import colors_of
-from deepmd_muon.show.picture import PANEL, STYLE, check_ending, write
+from deepmd_muon.show.picture import COLUMN, PANEL, STYLE, check_ending, write
 
 Against = Literal["step", "time"]
 Columns = dict[str, np.ndarray]
@@ -124,6 +124,8 @@ def plot_learning_curves(
     picture: str | os.PathLike[str],
     labels: Sequence[str] | None = None,
     against: Against = "step",
+    *,
+    stacked: bool = False,
 ) -> None:
     """Draw learning curves: one panel per quantity, with errors and learning rates.
 
@@ -138,6 +140,8 @@ def plot_learning_curves(
         the same name.
     against
         The horizontal axis; "time" needs logs of JSON lines.
+    stacked
+        Draw panels one below the other, for one column of a page.
 
     Raises
     ------
@@ -169,11 +173,17 @@ def plot_learning_curves(
     if not errors:
         raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
 
-    figure = Figure(figsize=(PANEL * len(errors), 2.2), layout="constrained")
-    panels = figure.subplots(1, len(errors), squeeze=False)[0]
+    if stacked:
+        size = (COLUMN, 2.0 * len(errors) + 0.3 * len(curves))
+        shape = (len(errors), 1)
+    else:
+        size = (PANEL * len(errors), 2.2)
+        shape = (1, len(errors))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(*shape, squeeze=False).ravel()
     for axes, error in zip(panels, errors, strict=True):
-        draw_panel(axes, error, curves, against, label_rates=error == errors[-1])
-    draw_legend(figure, ncols=2 if len(curves) == 1 else len(curves))
+        draw_panel(axes, error, curves, against, label_rates=stacked or error == errors[-1])
+    draw_legend(figure, ncols=2 if stacked or len(curves) == 1 else len(curves))
     write(figure, picture)
 
 

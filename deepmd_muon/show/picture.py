@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.show.errors import PictureError
 
+#: Width of one column of a page [inch].
+COLUMN = 3.4
 #: Width of a panel [inch].
 PANEL = 2.35
 #: One font size for all text. Give it to `matplotlib.rc_context` around drawing and writing: texts
