@@ -153,6 +153,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             default="step",
             help="axis; time needs logs of training.jsonl_file",
         ),
+        curve.add_argument(
+            "--stacked", action="store_true", help="panels one below the other, for one column"
+        ),
     ]
     plan = parser.add_argument_group("plan", "zero_stage and hsdp default to those of the input")
     plan_options = [
@@ -192,7 +195,9 @@ def run(options: argparse.Namespace) -> int:
         picture = options.output or _TOPICS["lcurve"].picture
         curves = {f"the curve {path}": path for path in options.file}
         refuse_clashes(CommandError, {"-o": picture}, curves)
-        plot_learning_curves(options.file, picture, options.label, options.against)
+        plot_learning_curves(
+            options.file, picture, options.label, options.against, stacked=options.stacked
+        )
         print(f"{picture}: drawn")
         return 0
     if len(options.file) != 1:

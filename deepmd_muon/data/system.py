@@ -20,6 +20,7 @@ from deepmd_muon.data.frames import (
     Parameters,
     label_shape,
 )
+from deepmd_muon.data.stores.memory import FrameOrigin, MemoryStore
 from deepmd_muon.data.stores.storage import Store
 
 _PADDING = -1  # type of the atoms that fill up frames of a mixed-type system
@@ -370,6 +371,12 @@ class System:
         for name in PARAMETERS:
             arrays[name] = self.read_parameter(name, numbers)
         return Frames(**arrays)
+
+    def origin(self, number: int) -> FrameOrigin:
+        """Return the file of a frame, its number there and its kind; else name the system."""
+        if isinstance(self._store, MemoryStore) and self._store.origins:
+            return self._store.origins[self._first_frame + number]
+        return FrameOrigin(self.name, self._first_frame + number)
 
     def structures(self, indices: Sequence[int] | np.ndarray) -> Frames:
         """Read types, positions and cells of some frames, numbered as in `frames`, and no label."""

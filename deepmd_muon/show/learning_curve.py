@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -17,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from deepmd_muon.files import regular_text
 from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import colors_of
-from deepmd_muon.show.picture import check_ending, write
+from deepmd_muon.show.picture import COLUMN, PANEL, STYLE, check_ending, write
 
 Against = Literal["step", "time"]
 Columns = dict[str, np.ndarray]
@@ -117,11 +118,14 @@ def _json_row(line: str) -> dict[str, float]:
 # ----- drawing -----------------------------------------------------------------------------------
 
 
+@matplotlib.rc_context(STYLE)
 def plot_learning_curves(
     paths: Sequence[str | os.PathLike[str]],
     picture: str | os.PathLike[str],
     labels: Sequence[str] | None = None,
     against: Against = "step",
+    *,
+    stacked: bool = False,
 ) -> None:
     """Draw learning curves: one panel per quantity, with errors and learning rates.
 
@@ -136,6 +140,8 @@ def plot_learning_curves(
         the same name.
     against
         The horizontal axis; "time" needs logs of JSON lines.
+    stacked
+        Draw panels one below the other, for one column of a page.
 
     Raises
     ------
@@ -162,20 +168,26 @@ def plot_learning_curves(
             )
     curves: list[Curve] = []
     for columns, label in zip(runs, labels, strict=True):
-        curves += _branch_curves(columns, label if len(runs) > 1 else "")
-    errors = [error for error in _ERRORS if any(curve.has(f"{error}_trn") for curve in curves)]
+        curves += branch_curves(columns, label if len(runs) > 1 else "")
+    errors = errors_of(curves)
     if not errors:
         raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
 
-    figure = Figure(figsize=(4.1 * len(errors), 3.5), layout="constrained")
-    panels = figure.subplots(1, len(errors), squeeze=False)[0]
+    if stacked:
+        size = (COLUMN, 2.0 * len(errors) + 0.3 * len(curves))
+        shape = (len(errors), 1)
+    else:
+        size = (PANEL * len(errors), 2.2)
+        shape = (1, len(errors))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(*shape, squeeze=False).ravel()
     for axes, error in zip(panels, errors, strict=True):
-        _draw_panel(axes, error, curves, against, label_rates=error == errors[-1])
-    _draw_legend(figure, ncols=2 if len(curves) == 1 else len(curves))
+        draw_panel(axes, error, curves, against, label_rates=stacked or error == errors[-1])
+    draw_legend(figure, ncols=2 if stacked or len(curves) == 1 else len(curves))
     write(figure, picture)
 
 
-def _branch_curves(columns: Columns, label: str) -> list[Curve]:
+def branch_curves(columns: Columns, label: str) -> list[Curve]:
     """Return the curve of each branch of a multi-task run; of another run, its one curve."""
     common: Columns = {}  # step, time, learning rate
     branches: dict[str, Columns] = {}
@@ -193,7 +205,12 @@ def _branch_curves(columns: Columns, label: str) -> list[Curve]:
     ]
 
 
-def _draw_panel(
+def errors_of(curves: Sequence[Curve]) -> list[str]:
+    """Return the errors that a curve has, such as "rmse_f": each has a panel."""
+    return [error for error in _ERRORS if any(curve.has(f"{error}_trn") for curve in curves)]
+
+
+def draw_panel(
     axes: Any, error: str, curves: Sequence[Curve], against: Against, *, label_rates: bool
 ) -> None:
     """Draw one quantity of all curves, with the learning rates on the right axis."""
@@ -211,9 +228,9 @@ def _draw_panel(
                 continue
             y = curve.columns[column]
             finite = np.isfinite(y)
-            style: dict[str, Any] = {"linewidth": 1.4}
+            style: dict[str, Any] = {"linewidth": 1.2}
             if data == "trn" and is_validated:
-                style = {"linewidth": 0.9, "alpha": 0.4}
+                style = {"linewidth": 0.7, "alpha": 0.45}
             if finite.sum() <= _SPARSE:
                 style |= {"marker": "o", "markersize": 3}
             label = name if alone else f"{curve.label}, {name}"
@@ -223,7 +240,7 @@ def _draw_panel(
             rates = curve.columns["lr"]
             rate_axes.plot(x, rates, color=rate_color, linewidth=0.8, linestyle=":")
     kind, _, quantity = error.partition("_")
-    axes.set_title(_TITLES[quantity], fontsize="medium")
+    axes.set_title(_TITLES[quantity])
     axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
     axes.set_xlabel("step" if against == "step" else "time [s]")
     axes.set_yscale("log")
@@ -236,12 +253,12 @@ def _draw_panel(
     rate_axes.set_yscale("log")
     if label_rates:
         rate_axes.set_ylabel("learning rate (dotted)", color="0.4")
-        rate_axes.tick_params(axis="y", colors="0.4", labelsize="small")
+        rate_axes.tick_params(axis="y", colors="0.4")
     else:
         rate_axes.tick_params(axis="y", which="both", right=False, labelright=False)
 
 
-def _draw_legend(figure: Figure, ncols: int) -> None:
+def draw_legend(figure: Any, ncols: int) -> None:
     """Draw one legend below all panels; of lines with the same label, the first."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
@@ -252,6 +269,4 @@ def _draw_legend(figure: Figure, ncols: int) -> None:
         handles.keys(),
         ncols=ncols,  # matplotlib fills column by column
         loc="outside lower center",
-        frameon=False,
-        fontsize="small",
     )

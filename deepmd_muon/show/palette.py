@@ -1,17 +1,20 @@
-"""One colour for each optimizer in all pictures, and colours for other series."""
+"""One colour for each optimizer in all pictures, and colours for other series.
+
+Their lightness differs, so that a print in grey still tells them apart.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-BLUE = "#1f6fb4"
-ORANGE = "#d1651a"
-GREEN = "#2d8a57"
-PURPLE = "#8a5aa8"
-RED = "#b8323f"
-GRAY = "#6b6b6b"
-BROWN = "#8c6d31"
+PURPLE = "#3c1a5b"
+RED = "#8c1b2c"
+BLUE = "#2467a8"
+GRAY = "#7d7d7d"
+GREEN = "#45a774"
+ORANGE = "#ee9c30"
+BROWN = "#dfc48c"
 #: Colours in the order of series.
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN)
 #: Colours of optimizers by their names in pictures.

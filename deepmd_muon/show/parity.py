@@ -7,31 +7,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 
 from deepmd_muon.data import Frames
 from deepmd_muon.infer.metrics import ErrorSum
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import SERIES
-from deepmd_muon.show.picture import check_ending, write
+from deepmd_muon.show.picture import PANEL, STYLE, check_ending, write
 
 
-class _Panel(NamedTuple):
-    """Words of one column of the picture."""
+class Panel(NamedTuple):
+    """A column of the picture."""
 
     title: str
     unit: str
-    axis: str
+    # By series: reference and prediction (2, npoints).
+    points: dict[str, np.ndarray]
 
 
-_PANELS = {
-    "energy": _Panel("Energy per atom", "eV/atom", "energy − linear fit"),
-    "force": _Panel("Force components", "eV/Å", "force"),
-    "virial": _Panel("Virial per atom", "eV/atom", "virial"),
-}
 # With more points than this, the last series of a panel is shaded by their density.
 _DENSE = 3000
 # With at most this many, points are large.
@@ -40,13 +37,88 @@ _BINS = 120  # of the density, on each axis
 _COLORS = SERIES[:4]
 
 
+class ParityPoints:
+    """Collect energies, forces and virials of frames, with their labels and as predicted.
+
+    Energies are relative to the least-squares energy of each element, fitted to the reference, so
+    that total energies of thousands of eV do not hide errors of a few meV.
+
+    Parameters
+    ----------
+    elements
+        Names of the types; with them, forces have a panel for each element.
+    """
+
+    def __init__(self, elements: Sequence[str] = ()) -> None:
+        self._elements = elements
+        self.series: list[str] = []
+        self._energy: dict[str, list[np.ndarray]] = {}  # by series, as the others
+        self._fractions: dict[str, list[np.ndarray]] = {}
+        self._force: dict[str, list[np.ndarray]] = {}
+        self._types: dict[str, list[np.ndarray]] = {}  # of the components of the forces
+        self._virial: dict[str, list[np.ndarray]] = {}
+
+    def add(self, reference: Frames, prediction: Prediction, series: str = "") -> None:
+        """Add frames; quantities without labels are left out."""
+        if series not in self.series:
+            self.series.append(series)
+        real = reference.atype >= 0
+        natoms = real.sum(axis=1)  # (nframes,)
+        if reference.energy is not None:
+            points = np.stack([reference.energy, prediction.energy]) / natoms
+            self._energy.setdefault(series, []).append(points)
+            counts = reference.type_counts(int(reference.atype.max()) + 1)
+            self._fractions.setdefault(series, []).append(counts / natoms[:, None])
+        if reference.force is not None:
+            points = np.stack([reference.force[real].ravel(), prediction.force[real].ravel()])
+            # There are many forces, and their differences need no further digits.
+            self._force.setdefault(series, []).append(points.astype(np.float32))
+            self._types.setdefault(series, []).append(np.repeat(reference.atype[real], 3))
+        if reference.virial is not None and reference.box is not None:
+            points = np.stack([reference.virial, prediction.virial]) / natoms[:, None]
+            self._virial.setdefault(series, []).append(points.reshape(2, -1))
+
+    def panels(self) -> list[Panel]:
+        """Return a panel for each quantity that has labels.
+
+        Raises
+        ------
+        PictureError
+            When no quantity has any.
+        """
+        panels = []
+        if self._energy:
+            energies = without_offset(_joined(self._energy), self._fractions)
+            panels.append(Panel("Energy per atom, less a linear fit", "eV/atom", energies))
+        forces = _joined(self._force)
+        if forces and not self._elements:
+            panels.append(Panel("Force components", "eV/Å", forces))
+        for kind, element in enumerate(self._elements):
+            of_element = {
+                series: values[:, np.concatenate(self._types[series]) == kind]
+                for series, values in forces.items()
+            }
+            of_element = {name: values for name, values in of_element.items() if values.size}
+            if of_element:
+                panels.append(Panel(f"Force components of {element}", "eV/Å", of_element))
+        if self._virial:
+            panels.append(Panel("Virial per atom", "eV/atom", _joined(self._virial)))
+        if not panels:
+            raise PictureError(
+                "none of the systems has a label to compare with: there is nothing to draw"
+            )
+        return panels
+
+
+def _joined(parts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {series: np.concatenate(points, axis=1) for series, points in parts.items()}
+
+
 @dataclass
 class ParityPicture:
     """Collect points from tests, then draw one column each for energy, force and virial.
 
     The upper panel of a column shows prediction against reference, the lower one their difference.
-    Energies are drawn relative to the least-squares energy of each element, fitted to the
-    reference, so that total energies of thousands of eV do not hide errors of a few meV.
 
     Parameters
     ----------
@@ -64,64 +136,24 @@ class ParityPicture:
 
     paths: Sequence[Path]
     max_points: int = 50_000
-    _points: dict[str, dict[str, list[np.ndarray]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    _fractions: dict[str, list[np.ndarray]] = field(default_factory=dict, init=False, repr=False)
+    _points: ParityPoints = field(default_factory=ParityPoints, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for path in self.paths:
             check_ending(path)
 
     def add(self, reference: Frames, prediction: Prediction, series: str = "") -> None:
-        """Add the points of frames, with their labels and as predicted.
+        """Add the points of frames; every `series`, such as "training", has its own colour."""
+        self._points.add(reference, prediction, series)
 
-        Quantities without labels are left out. Every `series` of data, such as "training", has its
-        own colour and errors.
-        """
-        real = reference.atype >= 0
-        natoms = real.sum(axis=1)  # (nframes,)
-        if reference.energy is not None:
-            self._add_points(
-                "energy", series, reference.energy / natoms, prediction.energy / natoms
-            )
-            counts = reference.type_counts(int(reference.atype.max()) + 1)
-            self._fractions.setdefault(series, []).append(counts / natoms[:, None])
-        if reference.force is not None:
-            self._add_points("force", series, reference.force[real], prediction.force[real])
-        if reference.virial is not None and reference.box is not None:
-            divisor = natoms[:, None]
-            self._add_points(
-                "virial", series, reference.virial / divisor, prediction.virial / divisor
-            )
-
-    def _add_points(
-        self, quantity: str, series: str, reference: np.ndarray, predicted: np.ndarray
-    ) -> None:
-        points = np.stack([reference.ravel(), predicted.ravel()])
-        # There are many forces, and their differences need no further digits.
-        points = points.astype(np.float32 if quantity == "force" else np.float64)
-        self._points.setdefault(quantity, {}).setdefault(series, []).append(points)
-
+    @matplotlib.rc_context(STYLE)
     def save(self) -> None:
         """Draw and write the picture."""
-        panels = {}
-        for quantity in _PANELS:
-            if quantity in self._points:
-                panels[quantity] = {
-                    series: np.concatenate(points, axis=1)
-                    for series, points in self._points[quantity].items()
-                }
-        if not panels:
-            raise PictureError(
-                "none of the systems has a label to compare with: there is nothing to draw"
-            )
-        if "energy" in panels:
-            panels["energy"] = without_offset(panels["energy"], self._fractions)
-        figure = Figure(figsize=(3.9 * len(panels), 5.4), layout="constrained")
-        rows = figure.subplots(2, len(panels), squeeze=False, height_ratios=(3, 1), sharex="col")
-        for upper, lower, (quantity, points) in zip(*rows, panels.items(), strict=True):
-            _draw_column(upper, lower, _PANELS[quantity], points, self.max_points)
+        panels = self._points.panels()
+        figure = Figure(figsize=(PANEL * len(panels), 3.7), layout="constrained")
+        columns = figure.subfigures(1, len(panels), squeeze=False)[0]
+        for column, panel in zip(columns, panels, strict=True):
+            draw_parity(column, panel, self._points.series, self.max_points)
         for path in self.paths:
             write(figure, path)
 
@@ -152,53 +184,46 @@ def without_offset(
     }
 
 
-def _draw_column(
-    upper: Any, lower: Any, panel: _Panel, points: dict[str, np.ndarray], max_points: int
+def draw_parity(
+    figure: FigureBase, panel: Panel, series: Sequence[str], max_points: int = 50_000
 ) -> None:
-    """Draw a column: points with the diagonal above, their differences below.
+    """Draw points with the diagonal above, their differences below; errors are of all points.
 
-    `points` has reference and prediction of every series, (2, npoints). The errors of all points
-    are written in the upper corner.
+    `series` lists the series of the whole picture: each has the same colour in all its panels.
     """
-    low = float(min(series.min() for series in points.values()))
-    high = float(max(series.max() for series in points.values()))
-    largest = max(float(np.abs(series[1] - series[0]).max()) for series in points.values())
+    upper, lower = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
+    low = float(min(values.min() for values in panel.points.values()))
+    high = float(max(values.max() for values in panel.points.values()))
+    largest = max(float(np.abs(values[1] - values[0]).max()) for values in panel.points.values())
     upper.axline((low, low), slope=1, color="0.5", linewidth=0.8, zorder=3)
     lower.axhline(0, color="0.5", linewidth=0.8, zorder=3)
-    for number, (label, (reference, predicted)) in enumerate(points.items()):
-        color = _COLORS[number % len(_COLORS)]
+    last = list(panel.points)[-1]
+    for name, (reference, predicted) in panel.points.items():
+        color = _COLORS[series.index(name) % len(_COLORS)]
         errors = ErrorSum.of((predicted - reference).astype(np.float64))
-        text = f"MAE {errors.mae:.2g}, RMSE {errors.rmse:.2g}"
-        upper.text(
-            0.03,
-            0.97 - 0.06 * number,
-            f"{label}: {text}" if label else text,
-            transform=upper.transAxes,
-            color=color,
-            fontsize="x-small",
-            va="top",
-            zorder=4,
-        )
+        text = f"MAE {errors.mae:.2g}, RMSE {errors.rmse:.2g} {panel.unit}"
+        upper.plot([], [], "o", color=color, label=f"{name}\n{text}" if name else text)
         if len(reference) > max_points:
             drawn = np.random.default_rng(0).choice(len(reference), max_points, replace=False)
             reference = reference[drawn]
             predicted = predicted[drawn]
         # The last series is drawn over the others; only its density is shaded.
-        shaded = number == len(points) - 1
-        _scatter(upper, reference, predicted, color, shaded=shaded)
-        _scatter(lower, reference, predicted - reference, color, shaded=shaded)
+        _scatter(upper, reference, predicted, color, shaded=name == last)
+        _scatter(lower, reference, predicted - reference, color, shaded=name == last)
     margin = 0.04 * ((high - low) or 1.0)
-    upper.set_title(panel.title, fontsize="medium")
+    upper.set_title(panel.title)
     upper.set_xlim(low - margin, high + margin)
     upper.set_ylim(low - margin, high + margin)
-    upper.set_ylabel(f"predicted {panel.axis}\n[{panel.unit}]")
+    upper.set_ylabel(f"predicted [{panel.unit}]")
     upper.set_box_aspect(1)
-    upper.locator_params(nbins=5)
+    upper.locator_params(nbins=4)
     half_height = 1.15 * (largest or 1.0)
     lower.set_ylim(-half_height, half_height)
-    lower.set_ylabel(f"difference\n[{panel.unit}]")
-    lower.set_xlabel(f"reference {panel.axis} [{panel.unit}]")
+    lower.set_ylabel("difference")
+    lower.set_xlabel(f"reference [{panel.unit}]")
     lower.locator_params(axis="y", nbins=3)
+    # Outside: no corner is free of points in every case.
+    figure.legend(loc="outside lower center", handlelength=0.6, labelspacing=0.3)
 
 
 def _scatter(axes: Any, x: np.ndarray, y: np.ndarray, color: str, *, shaded: bool) -> None:

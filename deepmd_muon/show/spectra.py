@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import OPTIMIZERS
-from deepmd_muon.show.picture import check_ending, write
+from deepmd_muon.show.picture import PANEL, STYLE, check_ending, write
 
 #: Singular values above this fraction of the matrix's Frobenius norm count towards the rank;
 #: smaller ones are rounding noise in 16 bits.
@@ -112,6 +113,7 @@ def table(parameters: Sequence[ParameterUpdate]) -> str:
     return "\n".join(lines)
 
 
+@matplotlib.rc_context(STYLE)
 def plot_spectra(
     parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = ""
 ) -> None:
@@ -129,21 +131,21 @@ def plot_spectra(
     matrices = [p for p in parameters if p.weights]
     if not matrices:
         raise PictureError("no parameter is a matrix: there are no spectra to draw")
-    figure = Figure(figsize=(11.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(3 * PANEL, 2.4), layout="constrained")
     weights, momenta, updates = figure.subplots(1, 3, width_ratios=(1, 1, 1))
     _draw_spectra(weights, matrices, "weights", "Weights", "singular value / largest")
     if any(p.momenta for p in matrices):
         _draw_spectra(momenta, matrices, "momenta", "Momenta", "singular value / Frobenius norm")
         momenta.axhline(SHARE, color="0.4", linewidth=0.8, linestyle="--")
     else:
-        momenta.set_title("Momenta", fontsize="medium")
+        momenta.set_title("Momenta")
         momenta.text(
             0.5, 0.5, "no optimizer state", transform=momenta.transAxes, ha="center", color="0.4"
         )
         momenta.set_axis_off()
     _draw_updates(updates, parameters)
     if title:
-        figure.suptitle(title, fontsize="medium")
+        figure.suptitle(title)
     # One legend below all panels.
     routes = list(dict.fromkeys(p.route for p in parameters))
     handles = [
@@ -160,8 +162,6 @@ def plot_spectra(
         labels,
         loc="outside lower center",
         ncols=len(labels),
-        frameon=False,
-        fontsize="small",
     )
     write(figure, picture)
 
@@ -178,7 +178,7 @@ def _draw_spectra(
                 x = np.arange(1, len(values) + 1) / len(values)
                 color = _COLORS.get(parameter.route, "0.3")
                 axes.plot(x, values / norm, color=color, alpha=shade, linewidth=1.1)
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(title)
     axes.set_xlabel("index / number of singular values")
     axes.set_ylabel(label)
     axes.set_yscale("log")
@@ -203,10 +203,8 @@ def _draw_updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
         axes.plot([median] * 2, [row - 0.32, row + 0.32], color=color, linewidth=1.6)
         mantissa, exponent = f"{median:.1e}".split("e")
         number = rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"
-        axes.annotate(
-            number, (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color
-        )
-    axes.set_title("Next update", fontsize="medium")
+        axes.annotate(number, (median, row + 0.34), ha="center", va="bottom")
+    axes.set_title("Next update")
     axes.set_xlabel("RMS of update / RMS of weights")
     axes.set_yticks(range(len(routes)), routes)
     axes.set_ylim(-0.6, len(routes) - 0.4)

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.ase_labels import Labels, parameters_of, values_of
-from deepmd_muon.data.stores.memory import MemoryStore
+from deepmd_muon.data.stores.memory import FrameOrigin, MemoryStore
 from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
@@ -258,6 +258,7 @@ def _stores(
     Within a system, frames with the same labels are a set.
     """
     systems: dict[_Kind, dict[_Sizes, list[Mapping[str, np.ndarray]]]] = {}
+    origins: dict[_Kind, dict[_Sizes, list[FrameOrigin]]] = {}
     labels = Labels.of([frames[number] for number in numbers], path, keys)
     for number in numbers:
         atoms = frames[number]
@@ -269,6 +270,8 @@ def _stores(
         kind = _Kind(tuple(atoms.get_chemical_symbols()), pbc)
         sizes = frozenset((name, array.size) for name, array in arrays.items())
         systems.setdefault(kind, {}).setdefault(sizes, []).append(arrays)
+        origin = FrameOrigin(path, number, str(atoms.info.get("config_type", "")))
+        origins.setdefault(kind, {}).setdefault(sizes, []).append(origin)
 
     stores = []
     for number, (kind, sets) in enumerate(systems.items()):
@@ -280,7 +283,8 @@ def _stores(
             for frames_of_set in sets.values()
         ]
         name = path if len(systems) == 1 else f"{path}#{number}-{_formula(kind.symbols)}"
-        stores.append(MemoryStore(name, kind.symbols, stacked, pbc=kind.pbc))
+        of_kind = [origin for of_set in origins[kind].values() for origin in of_set]
+        stores.append(MemoryStore(name, kind.symbols, stacked, pbc=kind.pbc, origins=of_kind))
     return stores
 
 

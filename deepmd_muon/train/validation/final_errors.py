@@ -42,7 +42,7 @@ def frames_to_compare(frames: Sequence[int], num_steps: int) -> list[int]:
     too many for that, evenly spread ones do.
     """
     budget = max(_FEWEST_FRAMES, num_steps // _STEPS_A_FRAME)
-    return _spread_over(frames, min(_MOST_FRAMES, budget))
+    return spread_over(frames, min(_MOST_FRAMES, budget))
 
 
 def frames_of_sample(frames: Sequence[int], disp_freq: int) -> list[int]:
@@ -51,10 +51,11 @@ def frames_of_sample(frames: Sequence[int], disp_freq: int) -> list[int]:
     A frame costs about a third of a step, so validation takes at most about a tenth of the time of
     the `disp_freq` steps between two rows. Divided among systems as in `frames_to_compare`.
     """
-    return _spread_over(frames, max(_FEWEST_FRAMES, disp_freq // _STEPS_A_FRAME_OF_A_ROW))
+    return spread_over(frames, max(_FEWEST_FRAMES, disp_freq // _STEPS_A_FRAME_OF_A_ROW))
 
 
-def _spread_over(frames: Sequence[int], budget: int) -> list[int]:
+def spread_over(frames: Sequence[int], budget: int) -> list[int]:
+    """Divide a budget of frames among systems as in `frames_to_compare`."""
     total = sum(frames)
     if total <= budget:
         return list(frames)

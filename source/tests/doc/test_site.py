@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import html
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,30 +11,6 @@ from deepmd_muon import optim
 from deepmd_muon.optim import sharded
 
 pytestmark = pytest.mark.slow  # every page is read and every docstring imported
-TOP = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built as CONTRIBUTING.md says."""
-    for needed in ("sphinx", "myst_parser", "furo"):
-        pytest.importorskip(needed, reason="pip install -c constraints.txt '.[docs]' brings it")
-    from sphinx.builders.html import StandaloneHTMLBuilder
-    from sphinx.cmd.build import main
-
-    out, told = tmp_path_factory.mktemp("site"), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
-        patch.chdir(TOP)
-        for variable in ("https_proxy", "http_proxy"):  # no proxy answers
-            patch.setenv(variable, "http://127.0.0.1:9")
-        # Without the index of words and curled quotation marks, which take a quarter of the time and cannot be wrong.
-        patch.setattr(StandaloneHTMLBuilder, "search", False)
-        # In this process, which has imported what the pages describe. The cache of a build lies beside it.
-        status = main(
-            ["-q", "-W", "--keep-going", "-D", "smartquotes=0", "-c", "doc", ".", str(out)]
-        )
-    assert status == 0, told.getvalue()
-    return out
 
 
 def test_every_public_name_of_the_optimizer_is_documented(site):
@@ -66,3 +40,20 @@ def test_readers_fetch_nothing_from_elsewhere(site):
             r'<link[^>]* rel="(?:stylesheet|preload)"[^>]* href="(https?:[^"]*)"', page.read_text()
         )
         assert loaded == [], page.name
+
+
+def test_values_can_be_pasted(site):
+    for page in ("input-reference", "explore-reference", "training"):
+        assert not set("“”‘’") & set((site / "doc" / f"{page}.html").read_text()), page
+
+
+def test_code_fits_beside_the_bars_or_wraps(site):
+    style = (site / "_static" / "site.css").read_text()
+    wrapped = set(re.findall(r"\.highlight-(\w+) pre(?=[^{}]*{ white-space: pre-wrap)", style))
+    assert wrapped == {"sh", "text"}
+    block = re.compile(r'<div class="highlight-(\w+) notranslate">.*?<pre>(.*?)</pre>', re.DOTALL)
+    for page in site.rglob("*.html"):
+        for language, code in block.findall(page.read_text()):
+            lines = html.unescape(re.sub(r"<[^>]*>", "", code)).split("\n")
+            longest = max(lines, key=len)
+            assert language in wrapped or len(longest) <= 100, (page.name, longest)

@@ -196,9 +196,9 @@ def test_parity_picture_shows_energies_without_the_offset_of_the_elements(tmp_pa
     assert np.abs(points).max() < 0.02
     differences = np.concatenate([series.get_offsets()[:, 1] for series in lower.collections])
     np.testing.assert_allclose(differences, [0.002 / 3] * 3 + [0.002 / 4] * 3, rtol=1e-6)
-    assert [text.get_text().split(",")[0] for text in upper.texts] == [
-        "training: MAE 0.00067",
-        "validation: MAE 0.0005",
+    assert upper.get_legend_handles_labels()[1] == [
+        "training\nMAE 0.00067, RMSE 0.00067 eV/atom",
+        "validation\nMAE 0.0005, RMSE 0.0005 eV/atom",
     ]
 
 

@@ -4,6 +4,7 @@ import pytest
 from deepmd_muon.show import learning_curve
 from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.learning_curve import plot_learning_curves, read_learning_curve
+from deepmd_muon.show.picture import COLUMN, PANEL
 from deepmd_muon.train.report import JsonLinesFile, LearningCurveFile
 
 
@@ -38,8 +39,17 @@ def test_picture_has_a_panel_a_quantity(curve, tmp_path):
     from matplotlib.image import imread
 
     image = imread(tmp_path / "pictures" / "lcurve.png")
-    assert image.shape[1] == int(4.1 * 2 * 150)
+    assert image.shape[1] == int(PANEL * 2 * 300)
     assert image.std() > 0.01
+
+
+def test_stacked_panels_fill_one_column(curve, tmp_path):
+    plot_learning_curves([curve], tmp_path / "stacked.png", stacked=True)
+    from matplotlib.image import imread
+
+    height, width, _ = imread(tmp_path / "stacked.png").shape
+    assert width == int(COLUMN * 300)
+    assert height > width
 
 
 def drawn_lines(monkeypatch, *arguments, **options):

@@ -1,5 +1,6 @@
 """One colour for each optimizer in all pictures."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def test_a_second_run_of_an_optimizer_has_another_color():
     assert found[1:3] == [SERIES[0], SERIES[2]]
     assert len({*found}) == len(SERIES)
     assert found[7] == found[1]  # six colours are left beside that of HybridMuon
+
+
+def lightness(color):
+    """CIE L* of an sRGB colour, from 0 for black to 100 for white."""
+    channels = [int(color[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * luminance ** (1 / 3) - 16
+
+
+def test_a_print_in_grey_tells_colors_apart():
+    shades = sorted(map(lightness, SERIES))
+    assert min(b - a for a, b in itertools.pairwise([*shades, 100])) > 8
 
 
 def test_no_other_module_writes_colors_of_series_down():

@@ -1,0 +1,103 @@
+"""Pages in a real browser, at the widths of a phone, a tablet and a screen: nothing scrolls sideways.
+
+Code and wide tables may scroll in their own frame on a phone. Commands never do.
+"""
+
+import functools
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+PAGES = (
+    "doc/index.html",
+    "doc/start.html",
+    "doc/tutorials/own-data.html",
+    "doc/input-reference.html",
+    "doc/stability.html",
+    "doc/benchmarks/race.html",
+)
+WIDTHS = (390, 768, 1400)
+# It opens each page in frames of each width and lists everything that is wider than its place.
+HARNESS = """<!doctype html><pre id="found"></pre><script>
+const jobs = %s, found = [];
+async function look([page, width]) {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${width}px;height:900px;border:0`;
+  frame.src = page;
+  const loaded = new Promise(done => frame.onload = done);
+  document.body.append(frame);
+  await loaded;
+  const root = frame.contentDocument.documentElement;
+  const wide = [...root.querySelectorAll("h1, h2, p, li, img, pre")].filter(
+    node => node.clientWidth && node.scrollWidth > node.clientWidth + 1);
+  found.push({page, width, root: root.scrollWidth,
+    wide: wide.map(node => [node.tagName, node.parentElement.parentElement.className,
+                            node.textContent.slice(0, 60)])});
+  frame.remove();
+}
+(async () => {
+  for (const job of jobs) await look(job);
+  document.getElementById("found").textContent = JSON.stringify(found);
+})();
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def measured(site):
+    """What the browser measures: for each page and width, the page's width and what exceeds its place."""
+    program = (
+        os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    )
+    assert program, "these tests need Chromium: apt-get install chromium, or set CHROMIUM"
+    jobs = [(f"/{page}", width) for page in PAGES for width in WIDTHS]
+    (site / "harness.html").write_text(HARNESS % json.dumps(jobs))
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown = subprocess.run(
+            [
+                *(program, "--headless=new", "--no-sandbox", "--disable-gpu"),
+                *("--virtual-time-budget=60000", "--dump-dom"),
+                f"http://127.0.0.1:{server.server_port}/harness.html",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
+        server.shutdown()
+    found = re.search(r'<pre id="found">(.+?)</pre>', shown, re.DOTALL)
+    assert found, shown[-2000:]
+    rows = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert len(rows) == len(jobs)
+    return rows
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+def test_no_page_scrolls_sideways(measured):
+    assert [(row["page"], row["width"]) for row in measured if row["root"] > row["width"]] == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_exceeds_its_place(measured, width):
+    wide = [
+        (row["page"], text)
+        for row in measured
+        for tag, kind, text in row["wide"]
+        if row["width"] == width
+        # Code and output may scroll in their frame where 100 columns do not fit.
+        and not (width < 1400 and tag == "PRE" and "highlight-sh" not in kind)
+    ]
+    assert wide == []
