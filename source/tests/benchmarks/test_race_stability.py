@@ -15,6 +15,7 @@ import stability_frontier as frontier
 import stability_runs as runs
 import stability_table as table
 import torch
+from first_layer_rate import FirstLayerRate
 from sets import input_of
 from spectral_cap import SpectralCap
 from watched import RATIOS, WATCH, WatchedRun, copies_of
@@ -121,6 +122,11 @@ def test_routed_settings_choose_matrices_and_both_rates(tmp_path):
         "lr_adjust_coeff": 1.44,
         "adam_lr_ratio": 3.0,
     }
+
+
+def test_the_first_layer_alone_gets_the_lower_rate():
+    blocks = [torch.zeros(1, 512, 96), torch.zeros(2, 96, 96), torch.zeros(1, 32, 64)]
+    assert [f.item() for f in FirstLayerRate(factor=0.25).factors(blocks, {})] == [0.25, 1.0, 1.0]
 
 
 def test_parts_of_a_plan_may_have_their_lengths(tmp_path):
