@@ -355,6 +355,15 @@ def test_routes_are_compared_with_the_default_of_the_same_seeds():
     ]
 
 
+def test_the_table_of_a_set_has_settings_with_all_seeds():
+    some = [potential("default", seed, 30000, 0.1, 1, 4) for seed in range(1, 9)]
+    some += [potential("adamw", seed, 30000, 0.1, 1, 4) for seed in range(1, 8)]
+    some += [replace(one, steps=3000, test=0.3) for one in some]
+    header, _, *rows = frontier.set_table(some, "water")
+    assert header.startswith("| water | test")
+    assert rows == ["| default | 0.1000 ± 0.0000 | 0.2000 ± 0.0000 | 8 | 8 | 0.200 ± 0.000 |"]
+
+
 def test_other_limits_of_the_check_are_compared():
     numbers = (0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 4, 1.0)
     bad = table.Potential("dpa3", "water", "default", 1, 10, *numbers, "fails", 16, 2.0, 3, 0.3)
