@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from first_layer_rate import FirstLayerRate
 from sets import SETS, input_of
 from spectral_cap import SpectralCap
 
@@ -106,6 +107,7 @@ SETTINGS = {
         {"optimizer": {"weight_decay": 3.0}}, last={"optimizer": {"weight_decay": 0.001}}, part=0.5
     ),
     "spectral_cap": muon(rules=[SpectralCap.name]),
+    "first_layer_rate": muon(rules=[FirstLayerRate.name]),
 }
 #: The rules of the Muon route that race, and what their rates of matrices are multiplied by beside 1.
 RULES = ("default", "soap", "brake", "normuon")
@@ -122,7 +124,7 @@ SETTINGS |= {
     for rule in RULES
     for factor in FACTORS
 }
-#: Matrices of se_e2_a that may take the AdamW route, by their part of the model.
+#: Matrices that may take the AdamW route, by their part of the model.
 ROUTES = {
     "none": (),
     "embedding": ("*descriptor*filter_layers*matrix",),
@@ -130,11 +132,12 @@ ROUTES = {
     "first": ("*fitting_net*layers.0.matrix",),
     "last": ("*fitting_net*layers.2.matrix",),  # the last hidden layer of three
     "first_last": ("*fitting_net*layers.0.matrix", "*fitting_net*layers.2.matrix"),
+    "types": ("*type_embedding*matrix",),  # of DPA-1 and DPA-3
 }
 #: `lr_adjust_coeff`, which scales the rate of the matrices that stay on the Muon route; long runs take 4.32.
 COEFFICIENTS = (1.44, 4.32, 12.96)
 #: `adam_lr_ratio`: the rate of the Adam and AdamW routes, in units of `RATE`; long runs take 1.
-RATIOS = (1.0, 3.0, 10.0, 30.0)
+RATIOS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 SETTINGS |= {
     f"{part}_c{coefficient:g}_r{ratio:g}": muon(
         adamw_patterns=list(patterns), lr_adjust_coeff=coefficient, adam_lr_ratio=ratio
@@ -143,6 +146,10 @@ SETTINGS |= {
     for coefficient in COEFFICIENTS
     for ratio in RATIOS
 }
+
+
+#: The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
+SETTINGS["first_r1"] = muon(adamw_patterns=list(ROUTES["first"]), adam_lr_ratio=1.0)
 
 
 def input_for(

@@ -30,6 +30,17 @@ LONG = 30_000
 #: A setting that the picture shows next to both optimizers, after `LONG` steps.
 ROUTED = "first_c4.32_r1"
 MODEL = "se_e2_a"
+#: Settings of the table of a set, with their names there.
+TABLE = {
+    "default": "default",
+    "adamw": "AdamW",
+    "first_c4.32_r1": "first layer",
+    "first_c4.32_r0.3": "first layer, ratio 0.3",
+    "fitting_c1.44_r10": "fitting net, coefficient 1.44, ratio 10",
+    "decay_3": "decay 3",
+}
+#: Seeds that a row of that table has.
+SEEDS = 8
 #: Departures a ps below which the axis is linear.
 RARE = 0.01
 
@@ -102,6 +113,26 @@ def frontier_table(potentials: Sequence[Potential]) -> list[str]:
             if any(rows):
                 cells = [cell for row in rows for cell in _cells(row)]
                 lines.append(f"| {name} | {steps:,} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def set_table(potentials: Sequence[Potential], name: str) -> list[str]:
+    """Return what a set's potentials of `TABLE` did after `LONG` steps, as Markdown."""
+    lines = [
+        f"| {name} | test [eV/Å] | out of distribution [eV/Å] | runs blown up | potentials | departures a ps |",
+        "|" + "---|" * 6,
+    ]
+    for setting, label in TABLE.items():
+        rows = [point.row for point in points_of(potentials, name, setting)]
+        lines += [
+            f"| {label} | "
+            f"{shown((row.test, row.test_error))} | "
+            f"{shown((row.out_of_distribution, row.out_of_distribution_error))} | "
+            f"{row.runs_blown_up} | {row.potentials_blown_up} | "
+            f"{shown((row.departures_per_ps, row.departures_error), 3)} |"
+            for row in rows
+            if (row.steps, row.seeds) == (LONG, SEEDS)
+        ]
     return lines
 
 
@@ -237,6 +268,8 @@ def main() -> None:
     potentials, _ = read_results(args.results)
     for table in (frontier_table(potentials), routes_table(potentials)):
         print("\n".join(table), end="\n\n")
+    for name in SETS:
+        print("\n".join(set_table(potentials, name)), end="\n\n")
     if args.picture:
         draw(potentials, args.picture)
 

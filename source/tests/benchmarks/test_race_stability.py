@@ -15,6 +15,7 @@ import stability_frontier as frontier
 import stability_runs as runs
 import stability_table as table
 import torch
+from first_layer_rate import FirstLayerRate
 from sets import input_of
 from spectral_cap import SpectralCap
 from watched import RATIOS, WATCH, WatchedRun, copies_of
@@ -121,6 +122,11 @@ def test_routed_settings_choose_matrices_and_both_rates(tmp_path):
         "lr_adjust_coeff": 1.44,
         "adam_lr_ratio": 3.0,
     }
+
+
+def test_the_first_layer_alone_gets_the_lower_rate():
+    blocks = [torch.zeros(1, 512, 96), torch.zeros(2, 96, 96), torch.zeros(1, 32, 64)]
+    assert [f.item() for f in FirstLayerRate(factor=0.25).factors(blocks, {})] == [0.25, 1.0, 1.0]
 
 
 def test_parts_of_a_plan_may_have_their_lengths(tmp_path):
@@ -347,6 +353,15 @@ def test_routes_are_compared_with_the_default_of_the_same_seeds():
         "| first | 4.32 | 3 | 1.50 ± 0.50, 1.00; 2 (3) of 20 |",
         "| all | – | – | 0.50, 1.00; 2 (10) of 10 |",
     ]
+
+
+def test_the_table_of_a_set_has_settings_with_all_seeds():
+    some = [potential("default", seed, 30000, 0.1, 1, 4) for seed in range(1, 9)]
+    some += [potential("adamw", seed, 30000, 0.1, 1, 4) for seed in range(1, 8)]
+    some += [replace(one, steps=3000, test=0.3) for one in some]
+    header, _, *rows = frontier.set_table(some, "water")
+    assert header.startswith("| water | test")
+    assert rows == ["| default | 0.1000 ± 0.0000 | 0.2000 ± 0.0000 | 8 | 8 | 0.200 ± 0.000 |"]
 
 
 def test_other_limits_of_the_check_are_compared():
