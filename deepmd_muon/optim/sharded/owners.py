@@ -178,7 +178,7 @@ class _Holdings(NamedTuple):
         return {rank: count for rank, count in counts.items() if count}
 
 
-class _HeldLines(NamedTuple):
+class _LineKeepers(NamedTuple):
     """The ranks that keep a rule's state per row (axis 0) or column (axis 1).
 
     `lengths` has the number of values of a line of each part.
@@ -227,12 +227,12 @@ def holders_of_blocks(
     """
     state = _holdings(shape, view, state_layout)
     updates = _holdings(shape, view, update_layout)
-    held_lines = []
+    keepers_by_rule = []
     for tensor in lines:
         of = cast("Axis", tensor.extent)
         holdings = _holdings(shape, view, lines_layout(shape, view, state_layout, of))
         axis = 0 if of == "rows" else 1
-        held_lines.append(_HeldLines(axis, tensor.lengths(view), holdings))
+        keepers_by_rule.append(_LineKeepers(axis, tensor.lengths(view), holdings))
     ranks_of_scores: Sequence[tuple[int, ...]] = [()] * view.blocks
     if scored and any(score_layout(shape, view, layout).placements):
         ranks_of_scores = _ranks_by_index(view.blocks, score_runs_by_rank(shape, view, layout))
@@ -251,13 +251,13 @@ def holders_of_blocks(
             updates.ranks[matrix],
             state.ranks[matrix],
             ranks_of_score,
-            *(lines.holdings.ranks[matrix] for lines in held_lines),
+            *(keepers.holdings.ranks[matrix] for keepers in keepers_by_rule),
         )
         if kind not in by_kind:
             in_state = state.elements(matrix, part_number)
             n_values: Counter[int] = Counter()
-            for lines in held_lines:
-                n_values.update(lines.values(matrix, part_number))
+            for keepers in keepers_by_rule:
+                n_values.update(keepers.values(matrix, part_number))
             # Ranks with rules' state only need no elements.
             needed = dict.fromkeys((*ranks_of_score, *n_values), 0)
             needed.update(updates.elements(matrix, part_number))
