@@ -62,7 +62,7 @@ class HostedModel(EnergyModel):
         self._form = form_of(module)
         self.neighbors = _neighbors(module, self._form)
 
-    def train(self, mode: bool = True) -> HostedModel:  # noqa: FBT001, FBT002 - torch's signature
+    def train(self, mode: bool = True) -> HostedModel:
         """Set the mode of the module, too; see `torch.nn.Module.train`."""
         self.hosted.train(mode)
         self.training = mode
@@ -120,12 +120,11 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
 
 def _parts_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptors and fitting nets of a model section."""
-    parts = []
+    parts: list[dict[str, Any]] = []
     for model in (section, *section.get("models", ())):
-        descriptor = model.get("descriptor")
-        for part in (descriptor, *(descriptor or {}).get("list", ()), model.get("fitting_net")):
-            if isinstance(part, dict) and part.get("type") != "hybrid":
-                parts.append(part)
+        descriptor = model.get("descriptor", {})
+        parts += descriptor.get("list", [descriptor])
+        parts.append(model.get("fitting_net", {}))
     return parts
 
 
