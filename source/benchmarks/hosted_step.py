@@ -55,7 +55,7 @@ DPA4 = {
     "ffn_so3_grid": True,
     "so3_readout": "mlp",
     "grid_mlp": [False, False, False],
-    "grid_branch": [0, 1, 1],
+    "grid_branch": [0, 0, 1],
     "ffn_blocks": 1,
     "message_node_so3": True,
     "use_amp": True,
