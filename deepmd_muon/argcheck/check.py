@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Key, advice_of, foreign_of, rules_of, tree
-from deepmd_muon.section import Foreign
+from deepmd_muon.section import Foreign, Section
 from deepmd_muon.setting import (
     Mismatch,
     Setting,
@@ -245,6 +245,8 @@ class _Walk:
 
     def _check_value(self, key: Key, plain: Any, path: Path) -> Any:
         """Return a value as the field's type, or `_WRONG` after reporting the problem."""
+        if isinstance(plain, Section):
+            return plain  # checked elsewhere; a file holds no such object
         if plain is None and key.value is None:
             return None
         if key.named:
@@ -273,9 +275,11 @@ class _Walk:
                 path, f"must be an object with a section for each name; found {shown(plain)}"
             )
             return _WRONG
-        sections = {}
+        sections: dict[str, Any] = {}
         for name, inner in plain.items():
-            if not _is_comment(name, path):
+            if isinstance(inner, Section):
+                sections[str(name)] = inner
+            elif not _is_comment(name, path):
                 sections[str(name)] = self.check_section(key, inner, (*path, str(name)))
         return _WRONG if None in sections.values() else sections
 

@@ -13,6 +13,7 @@ from deepmd_muon.argcheck.check import Checked, check
 from deepmd_muon.argcheck.elsewhere import only_in_deepmd_kit
 from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.files import read
+from deepmd_muon.argcheck.hosted import can_host, host
 from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.multi_task import Expanded, References, expand, fold, is_multi_task
 from deepmd_muon.argcheck.schema import tree
@@ -20,8 +21,8 @@ from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.argcheck.training import BranchDataSettings
 from deepmd_muon.files import whole_file
 from deepmd_muon.loss.settings import LossSettings
-from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.settings import ModelSettings, changed
+from deepmd_muon.model.branch_settings import SINGLE, HostedBranchSettings
+from deepmd_muon.model.settings import HostedSettings, ModelSettings, changed
 from deepmd_muon.optim.omitted_scales import (
     OmittedScales,
     deepmd_kits_default_scale,
@@ -191,14 +192,18 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     # Today's spelling, every branch in full; then the check. Problems have paths of these forms.
     upgraded = upgrade(dict(data))
     checked: Checked[Settings | MultiTaskSettings]
-    if is_multi_task(upgraded.data):
-        expanded = expand(upgraded.data)
+    multi_task = is_multi_task(upgraded.data)
+    expanded = expand(upgraded.data) if multi_task else Expanded(upgraded.data)
+    whole: type[Settings | MultiTaskSettings] = MultiTaskSettings if multi_task else Settings
+    elsewhere = _only_in_deepmd_kit(expanded)
+    checked = check(whole, expanded.data)
+    model = expanded.data.get("model")
+    if can_host(model, elsewhere or expanded.located(checked.problems)):
+        refused = _host_models(expanded)
+        if refused:
+            raise InputError(refused, source)
         elsewhere = _only_in_deepmd_kit(expanded)
-        checked = check(MultiTaskSettings, expanded.data)
-    else:
-        expanded = Expanded(upgraded.data)
-        elsewhere = only_in_deepmd_kit(expanded.data, tree(Settings))
-        checked = check(Settings, expanded.data)
+        checked = check(whole, expanded.data)
 
     def in_file(problems: Iterable[Problem]) -> list[Problem]:
         """Return problems of the upgraded input with their paths in the file."""
@@ -217,10 +222,13 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     optimizer_keys = upgraded.data.get("optimizer", {})
     start_lr = settings.learning_rate.start_lr
     numb_steps = settings.training.numb_steps
-    small_steps = deepmd_kits_default_scale(
-        settings.optimizer, optimizer_keys, start_lr, numb_steps
-    )
-    scales = omitted_scales(settings.optimizer, optimizer_keys, start_lr, numb_steps)
+    small_steps = scales = None
+    # The scales were measured on our models; deepmd-kit's suit its own.
+    if not isinstance(settings.model, HostedSettings) and not _has_hosted_branch(settings):
+        small_steps = deepmd_kits_default_scale(
+            settings.optimizer, optimizer_keys, start_lr, numb_steps
+        )
+        scales = omitted_scales(settings.optimizer, optimizer_keys, start_lr, numb_steps)
     notices = (*upgraded.notices, *expanded.notices, *checked.notices)
     completed = Input(
         settings=settings,
@@ -235,9 +243,36 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     return completed.with_scales(scales) if scales else completed
 
 
+def _has_hosted_branch(settings: Settings | MultiTaskSettings) -> bool:
+    branches = getattr(settings.model, "model_dict", {})
+    return any(isinstance(branch, HostedSettings) for branch in branches.values())
+
+
+def _host_models(expanded: Expanded) -> list[Problem]:
+    """Replace the models of an input by the settings of deepmd-kit's; return its objections."""
+    model = expanded.data["model"]
+    if "model_dict" not in model:
+        hosted = host(model, "model")
+        if isinstance(hosted, Problem):
+            return [hosted]
+        expanded.data["model"] = hosted
+        return []
+    problems = []
+    for name, branch in model["model_dict"].items():
+        own_keys = ("finetune_head", "model_branch_alias")
+        hosted = host(branch, f"model/model_dict/{name}", own_keys)
+        if isinstance(hosted, Problem):
+            problems.append(hosted)
+        else:
+            model["model_dict"][name] = HostedBranchSettings.around(hosted, branch)
+    return expanded.located(problems) if problems else []
+
+
 def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
-    """Apply `only_in_deepmd_kit` to each model of an input of several models."""
+    """Apply `only_in_deepmd_kit` to each model of an input."""
     data = expanded.data
+    if not is_multi_task(data):
+        return only_in_deepmd_kit(data, tree(Settings))
     branches = data["model"]["model_dict"]
     losses = data.get("loss_dict")
     problems: dict[str, Problem] = {}  # by path: one for a shared part

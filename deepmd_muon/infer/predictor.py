@@ -27,7 +27,7 @@ from deepmd_muon.model import EnergyModel, Structures, build_model
 from deepmd_muon.model.deepmd_kit import (
     from_deepmd_kit,
     min_distance_of,
-    own_parameter_name,
+    naming_of,
     saved_branches,
 )
 from deepmd_muon.model.nn import triton_support
@@ -81,7 +81,8 @@ def _take_averages(
         raise CheckpointError(
             f"{path} has no averaged weights; training.enable_ema was off in that run"
         )
-    averages = {own_parameter_name(name): x for name, x in checkpoint["ema"]["model"].items()}
+    own_name_of = naming_of(model)
+    averages = {own_name_of(name): x for name, x in checkpoint["ema"]["model"].items()}
     branches = saved_branches(checkpoint["model"])
     prefix = f"{branches[head]}." if branches and head else ""
     with torch.no_grad():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from deepmd_muon.model.registry import DESCRIPTORS
-from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.model.settings import HostedSettings, ModelSettings
 from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import setting
 
@@ -82,18 +82,43 @@ class BranchModelSettings(ModelSettings):
     @property
     def alone(self) -> ModelSettings:
         """The model without its settings for a multi-task run."""
-        return ModelSettings(**_of_a_model(self))
+        return ModelSettings(**_values_of(ModelSettings, self))
 
     def with_model(self, model: ModelSettings) -> BranchModelSettings:
         """Return the branch with another model."""
-        return dataclasses.replace(self, **_of_a_model(model))
+        return dataclasses.replace(self, **_values_of(type(self.alone), model))
 
 
-def _of_a_model(settings: ModelSettings) -> dict[str, Any]:
-    """Return the values of all fields that a single model has."""
-    return {
-        field.name: getattr(settings, field.name) for field in dataclasses.fields(ModelSettings)
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostedBranchSettings(HostedSettings, BranchModelSettings):
+    """The model of one branch, which a module of deepmd-kit computes."""
+
+    rules: ClassVar[tuple[Rule, ...]] = HostedSettings.rules
+
+    @classmethod
+    def around(cls, model: HostedSettings, branch: Mapping[str, Any]) -> HostedBranchSettings:
+        """Return a branch with a model, and the branch's own keys of its plain section."""
+        own = {"finetune_head": branch.get("finetune_head")}
+        own["model_branch_alias"] = tuple(branch.get("model_branch_alias") or ())
+        return cls(**_values_of(HostedSettings, model), **own)
+
+    @property
+    def alone(self) -> HostedSettings:
+        """The model without its settings for a multi-task run."""
+        return HostedSettings(**_values_of(HostedSettings, self))
+
+    def plain_form(self) -> dict[str, Any]:
+        """Return the section in deepmd-kit's form, with the keys of the branch."""
+        own = {"model_branch_alias": list(self.model_branch_alias)}
+        if self.finetune_head is not None:
+            own["finetune_head"] = self.finetune_head
+        return {**super().plain_form(), **own}
+
+
+def _values_of(kind: type, settings: Any) -> dict[str, Any]:
+    """Return the values of all fields of a settings class."""
+    declared: Any = kind
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(declared)}
 
 
 def _some_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:

@@ -8,6 +8,7 @@ Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,14 @@ from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
-from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings, changed, model_settings
+from deepmd_muon.model.settings import (
+    DEFAULT_ALPHA,
+    HostedSettings,
+    ModelSettings,
+    changed,
+    gives_energies,
+    model_settings,
+)
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
 
@@ -114,6 +122,8 @@ def check_slots(state: Mapping[str, Tensor], part: str, *names: str) -> None:
 
 def _translations(settings: ModelSettings) -> dict[str, Translation]:
     """Return the translation of each part, by the part's name in the state dict."""
+    if isinstance(settings, HostedSettings):
+        return {}
     return {
         part: registry.translation(getattr(settings, part)) or _SAME_FORM
         for part, registry in _REGISTRIES.items()
@@ -122,6 +132,8 @@ def _translations(settings: ModelSettings) -> dict[str, Translation]:
 
 def ours_only(settings: ModelSettings) -> list[str]:
     """Name the parts of a model that deepmd-kit lacks; empty if it can read the model."""
+    if isinstance(settings, HostedSettings):
+        return []
     reasons = []
     for part, registry in _REGISTRIES.items():
         part_settings = getattr(settings, part)
@@ -168,9 +180,16 @@ def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
 def own_parameter_name(name: str) -> str:
     """Return our name of a parameter in a file of deepmd-kit or ours.
 
-    Names have their branch, but no prefix.
+    Names have their branch, but no prefix. Hosted models have the names of the file; see
+    `naming_of`.
     """
     return _NETWORK_OF_BRANCH.sub(r"\1atomic_model.", name)
+
+
+def naming_of(model: EnergyModel | Branches) -> Callable[[str], str]:
+    """Return the function from names of parameters in files to those of a model's parameters."""
+    hosted = any(one.fits_own_statistics for one in branches_of(model).values())
+    return str if hosted else own_parameter_name
 
 
 def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
@@ -215,6 +234,8 @@ class _DeepmdKitParameter(NamedTuple):
 
 def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
     """Return deepmd-kit's parameters of one model in its order."""
+    if isinstance(model.settings, HostedSettings):
+        return [_DeepmdKitParameter(name, p) for name, p in model.named_parameters()]
     reasons = ours_only(model.settings)
     if reasons:
         raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
@@ -285,6 +306,8 @@ def to_deepmd_kit(
 def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, Tensor]:
     """Return the tensors of one branch under deepmd-kit's names."""
     state = {f"{prefix}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
+    if isinstance(model.settings, HostedSettings):
+        return state | {prefix + name: x.detach() for name, x in model.state_dict().items()}
     has_table = model.short_range is not None
     for own_name, value in model.state_dict().items():
         name = _to_deepmd_kit_name(own_name, has_table=has_table)
@@ -343,6 +366,8 @@ def from_deepmd_kit(
     # Only this package writes models with another smin_alpha, and marks them.
     if OURS_ONLY not in state_dict["_extra_state"]:
         settings = _as_deepmd_kit_computes(settings)
+    if isinstance(settings, HostedSettings):
+        return settings, _hosted_weights(state_dict, selected.name)
     translations = _translations(settings)
     weights = _branch_weights(
         state_dict, selected.name, translations, has_table=settings.use_srtab is not None
@@ -391,6 +416,17 @@ def _branch_weights(
                 )
             continue
         weights[name] = value
+    return weights
+
+
+def _hosted_weights(state_dict: Mapping[str, Any], branch: str) -> dict[str, Tensor]:
+    """Return the tensors of one branch, which a hosted model has under the same names."""
+    prefix = f"model.{branch}."
+    weights = {}
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and name != f"{prefix}min_nbor_dist":
+            _check_real_tensor(name, value)
+            weights[name.removeprefix(prefix)] = value
     return weights
 
 
@@ -498,6 +534,8 @@ def settings_of(params: Mapping[str, Any]) -> ModelSettings:
         If the model is of a kind that we do not have.
     """
     problems = _unsupported_features(params)
+    if problems and gives_energies(params) and importlib.util.find_spec("deepmd"):
+        return HostedSettings.of(params)
     if problems:
         raise ForeignModelError(
             "the checkpoint's model cannot be built here: " + "; ".join(problems)

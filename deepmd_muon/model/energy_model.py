@@ -143,6 +143,11 @@ class DescriptorModel(EnergyModel):
                 excluded[j, i] = mark
         return excluded if excluded.any() else None
 
+    @property
+    def missing_file(self) -> str | None:
+        """The problem with the file of `use_srtab`."""
+        return None if self.short_range is None else self.short_range.problem
+
     # ----- prediction ----------------------------------------------------------------------------
 
     def forward(

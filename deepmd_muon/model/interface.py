@@ -54,6 +54,11 @@ class EnergyModel(torch.nn.Module, ABC):
     why_not_captured: str | None = None
 
     @property
+    def missing_file(self) -> str | None:
+        """The problem with a file that the model reads, unless a checkpoint brings its content."""
+        return None
+
+    @property
     def rcut(self) -> float:
         """Cut-off radius [Å]."""
         return self.neighbors.rcut

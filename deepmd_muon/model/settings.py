@@ -222,6 +222,26 @@ class ModelSettings(Section):
 
 # ----- models of deepmd-kit ----------------------------------------------------------------------
 
+# Kinds of models and fitting nets that give energies from positions alone.
+_ENERGY_MODELS = frozenset({"standard", "dpa4", "DPA4", "SeZM", "sezm", "linear_ener"})
+_ENERGY_FITTING_NETS = frozenset({"ener", "dpa4_ener", "sezm_ener"})
+# Keys that ask for other labels, or for files of other programs.
+_OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding", "lora", "hessian_mode")
+
+# Keys of a section that say nothing about the model: branches and statistics.
+_NOT_OF_THE_MODEL = ("info", "model_branch_alias", "finetune_head", "shared_dict")
+
+
+def gives_energies(section: Mapping[str, Any]) -> bool:
+    """Return whether deepmd-kit's model of a section maps positions to energies."""
+    parts = [section, *section.get("models", ())]
+    return section.get("type", "standard") in _ENERGY_MODELS and all(
+        isinstance(part, Mapping)
+        and (part.get("fitting_net") or {}).get("type", "ener") in _ENERGY_FITTING_NETS
+        and not any(part.get(key) for key in _OTHER_KEYS)
+        for part in parts
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class HostedDescriptorSettings(DescriptorSettings):
@@ -257,8 +277,9 @@ class HostedSettings(ModelSettings):
         ModelError
             If a value that the trainer reads is wrong.
         """
-        net = section.get("fitting_net") or {}
-        read = ("numb_fparam", "numb_aparam", "default_fparam")
+        first = (section.get("models") or [section])[0]
+        net = first.get("fitting_net") or {}
+        read = ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd")
         statistics = ("data_stat_nbatch", "data_stat_protect")
         try:
             return cls(
@@ -266,7 +287,7 @@ class HostedSettings(ModelSettings):
                 fitting_net=freeze(
                     EnerSettings, {key: net[key] for key in read if net.get(key) is not None}
                 ),
-                section=dict(section),
+                section={key: section[key] for key in section if key not in _NOT_OF_THE_MODEL},
                 **{key: section[key] for key in statistics if key in section},
             )
         except InvalidSettingError as error:

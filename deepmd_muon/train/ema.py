@@ -13,7 +13,7 @@ import torch
 
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, all_names, branches_of
-from deepmd_muon.model.deepmd_kit import own_parameter_name
+from deepmd_muon.model.deepmd_kit import naming_of
 from deepmd_muon.train.checkpoint.optimizer_state import parameter_order
 from deepmd_muon.train.ranks.ranks import local_part, shard_like
 
@@ -50,7 +50,7 @@ class Ema:
         self.decay = decay
         self._model = model
         self._parameters: dict[str, torch.Tensor] = {
-            name: p for name, p in model.named_parameters() if p.is_floating_point()
+            name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()
         }
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._first = first
@@ -103,7 +103,7 @@ class Ema:
             names = parameter_order(model) or [name for name, _ in model.named_parameters()]
             for name in names:
                 stored_name = prefix + name
-                own_name = own_parameter_name(stored_name)
+                own_name = naming_of(self._model)(stored_name)
                 # deepmd-kit stores a shared parameter once for each branch. It lists some empty
                 # parameters that we do not have, and refuses a state without them.
                 stored[stored_name] = average.get(
@@ -124,7 +124,8 @@ class Ema:
         EmaError
             If names or shapes are not those of this model.
         """
-        stored = {own_parameter_name(name): x for name, x in state["model"].items() if x.numel()}
+        own_name_of = naming_of(self._model)
+        stored = {own_name_of(name): x for name, x in state["model"].items() if x.numel()}
         missing = self._average.keys() - stored.keys()
         unknown = stored.keys() - self._first_names().keys()
         if missing or unknown:

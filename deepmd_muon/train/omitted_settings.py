@@ -25,6 +25,7 @@ from deepmd_muon.data.checks.close_atoms import distance_problem
 from deepmd_muon.data.neighbors.cache import number_of_types
 from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim.groups.group_settings import current_spelling
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
@@ -153,7 +154,11 @@ def resolve_sel(
     """
     statistics: dict[str, NeighborStatistics] = {}
     for path, names in run_input.descriptor_sections.items():
-        descriptor = run_input.branches[names[0]].model.descriptor
+        present = run_input.branches[names[0]].model
+        if isinstance(present, HostedSettings):
+            run_input = _resolve_hosted_sel(run_input, systems, names, count=count, device=device)
+            continue
+        descriptor = present.descriptor
         if not descriptor.needs_counts:
             continue
         with_sel = [name for name in names if _has_sel_for(run_input, sources, name)]
@@ -179,6 +184,36 @@ def resolve_sel(
         if len(names) == 1 and rcut in counted:
             statistics[names[0]] = counted[rcut]
     return run_input, statistics
+
+
+def _resolve_hosted_sel(
+    run_input: Input,
+    systems: Mapping[str, Systems],
+    names: Sequence[str],
+    *,
+    count: bool,
+    device: torch.device,
+) -> Input:
+    """Replace "auto" in the sections of hosted models; deepmd-kit computes the numbers."""
+    from deepmd_muon.model.hosted.section import with_counts
+
+    training = [system for name in names for system in systems[name].training]
+    counted: dict[float, NeighborStatistics] = {}
+
+    def count_within(rcut: float) -> NeighborStatistics:
+        if not count:
+            raise TrainingError(
+                'sel is "auto", which needs the neighbour statistics, and --skip-neighbor-stat '
+                "turns them off: leave that option out, or give numbers"
+            )
+        return counted.get(rcut) or _count_within(training, device, counted, rcut)
+
+    models = {}
+    for name in names:
+        settings = run_input.branches[name].model
+        assert isinstance(settings, HostedSettings)
+        models[name] = with_counts(settings, count_within)
+    return run_input.with_models(models)
 
 
 def _has_sel_for(run_input: Input, sources: Mapping[str, Source], name: str) -> bool:

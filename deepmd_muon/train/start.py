@@ -222,8 +222,8 @@ def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]
     """Refuse a model whose table of `use_srtab` cannot be read and is in no checkpoint."""
     for name, one in branches_of(model).items():
         carried = name in sources and sources[name].has_table
-        if one.short_range is not None and one.short_range.problem and not carried:
-            raise TrainingError(one.short_range.problem)
+        if one.missing_file and not carried:
+            raise TrainingError(one.missing_file)
 
 
 def _prepare(

@@ -35,6 +35,7 @@ from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.section import thaw
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.hosted_statistics import fit_hosted_models
 from deepmd_muon.train.ranks.ranks import training_device
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def set_model_statistics(
         descriptor = branch.model.statistics_owner
         users_of.setdefault(id(descriptor), []).append(branch)
     for group in users_of.values():
+        if group[0].model.fits_own_statistics:
+            fit_hosted_models(group, _MOST_MEASURED)
+            continue
         stored = [_read_stat_file(branch, group) for branch in group]
         # Statistics of a shared descriptor are those of all its branches: all are stored, or none
         # is used.

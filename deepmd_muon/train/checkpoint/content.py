@@ -18,7 +18,7 @@ from deepmd_muon.data import DataLoader, SamplerStateError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
-from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import naming_of, to_deepmd_kit
 from deepmd_muon.model.descriptor.pieces import uniform
 from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.continued_state import SHARED, shared_names
@@ -69,7 +69,9 @@ class RunState:
             "model": to_deepmd_kit(
                 self.model, train_infos, min_nbor_dist=self._by_branch(distances)
             ),
-            "optimizer": in_deepmd_kits_order(optimizer, parameter_order(self.model)),
+            "optimizer": in_deepmd_kits_order(
+                optimizer, parameter_order(self.model), naming_of(self.model)
+            ),
             OWN_KEY: self._own_content(step),
         }
         if self.ema:

@@ -13,7 +13,7 @@ from deepmd_muon.checkpoint_file.file import OWN_KEY, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches, all_names, branches_of
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, naming_of
 from deepmd_muon.model.type_map import TypeMove, move_weights, type_axes
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.routing.routes import RouteTable, canonical_name
@@ -186,16 +186,19 @@ def _moved_average(
     stored: Mapping[str, torch.Tensor], model: EnergyModel | Branches, former: _FormerNames
 ) -> dict[str, torch.Tensor]:
     """Return the average of the present parameters; a new one begins with its weight."""
-    by_own_name = _with_own_names(stored)
+    by_own_name = _with_own_names(stored, model)
     return {
         name: by_own_name.get(former.name_of(name), parameter.detach())
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
 
-def _with_own_names(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_own_names(
+    stored: Mapping[str, torch.Tensor], model: EnergyModel | Branches
+) -> dict[str, torch.Tensor]:
     """Return an average under the names of this package's models."""
-    return {own_parameter_name(name): x for name, x in stored.items()}
+    own_name_of = naming_of(model)
+    return {own_name_of(name): x for name, x in stored.items()}
 
 
 def _log_moved(saved_names: Mapping[str, str | None], with_state: set[str]) -> None:
@@ -230,7 +233,7 @@ def moved_content(
     if state := content.get("optimizer"):
         rearranged["optimizer"] = _move_state(state, model, optimizer, move)
     if average := content.get("ema"):
-        stored = _with_own_names(average["model"])
+        stored = _with_own_names(average["model"], model)
         rearranged["ema"] = {**average, "model": move_weights(model, stored, move)}
     return rearranged
 
@@ -250,7 +253,7 @@ def _move_state(
     """Move rows of moments; rows of new types are zero, as before a first step."""
     typed = _typed_parameters(model, optimizer)
     # deepmd-kit's own state has no names; it is by position.
-    names_by_position = [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
+    names_by_position = list(map(naming_of(model), deepmd_kit_parameter_names(model)))
     groups = []
     tensors_of = dict(state["state"])
     start = 0  # position of the group's first parameter among those of all groups

@@ -7,7 +7,7 @@ Three forms are read: this package's (parameters by name, in one group), deepmd-
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,11 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
+from deepmd_muon.model.deepmd_kit import (
+    deepmd_kit_parameter_names,
+    naming_of,
+    own_parameter_name,
+)
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
@@ -96,7 +100,7 @@ def _for_hybrid_muon(
 
 def _names_by_position(model: EnergyModel | Branches) -> list[str]:
     """Return our names of the parameters of deepmd-kit's model, in its order."""
-    return [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
+    return list(map(naming_of(model), deepmd_kit_parameter_names(model)))
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -242,7 +246,11 @@ def parameter_order(model: EnergyModel | Branches) -> Sequence[str]:
         return ()
 
 
-def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+def in_deepmd_kits_order(
+    state_dict: Mapping[str, Any],
+    order: Sequence[str],
+    own_name_of: Callable[[str], str] = own_parameter_name,
+) -> dict[str, Any]:
     """Return an optimizer's state dict that deepmd-kit's optimizer of the same kind loads.
 
     It lists the parameters of deepmd-kit's model (`parameter_order`) by its names, empty ones
@@ -253,7 +261,7 @@ def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) ->
     groups = state_dict["param_groups"]
     state = state_dict["state"]
     names = [canonical_name(name) for name in groups[0].get("param_names", ())]
-    own_names = [own_parameter_name(name) for name in order]
+    own_names = list(map(own_name_of, order))
     if len(groups) != 1 or not names or not set(names) <= set(own_names):
         return dict(state_dict)
     group = groups[0]

@@ -18,7 +18,7 @@ from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, u
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
-from deepmd_muon.model.settings import ModelSettings, changed
+from deepmd_muon.model.settings import HostedSettings, ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, check_move, move_weights
 from deepmd_muon.train.checkpoint.optimizer_state import in_own_names
 
@@ -276,8 +276,6 @@ def read_sources(
     path = checkpoint_path(name_of_checkpoint)
     content = read_checkpoint(path)
     with understood(path):
-        if content.get("optimizer"):
-            content["optimizer"] = in_own_names(content["optimizer"])
         if isinstance(run_input.settings, MultiTaskSettings):
             if branch:
                 raise CheckpointError(
@@ -288,6 +286,9 @@ def read_sources(
         else:
             choices = {SINGLE: _choose_for_single(content["model"], way, branch)}
         sources = {name: Source.of(path, content, choice) for name, choice in choices.items()}
+        hosted = any(isinstance(source.model, HostedSettings) for source in sources.values())
+        if content.get("optimizer") and not hosted:
+            content["optimizer"] = in_own_names(content["optimizer"])
     for name, source in sources.items():
         if source.new_fitting:
             of_branch = "" if name == SINGLE else f" of {name}"

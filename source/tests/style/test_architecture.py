@@ -91,7 +91,7 @@ TORCH_FREE = {
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section", "coverage", "registry")
 THIRD_PARTY = {
-    "argcheck": {"dargs", "yaml"},
+    "argcheck": {"dargs", "deepmd", "yaml"},  # deepmd: for hosted models only
     "data": {
         "numpy",
         "h5py",
@@ -102,7 +102,7 @@ THIRD_PARTY = {
     },  # ase, lmdb, msgpack for the files that need them
     "deepmd_kit": {"dargs", "deepmd", "torch"},
     "loss": {"torch", "triton"},
-    "model": {"torch", "numpy", "triton"},
+    "model": {"torch", "numpy", "triton", "deepmd"},  # deepmd: in `hosted` only
     "optim": {"torch", "triton"},
 }
 LAZY = [

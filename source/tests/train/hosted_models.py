@@ -1,0 +1,115 @@
+"""Small models that deepmd-kit's modules compute here, and inputs for them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+from write_systems import write_npy
+
+TYPES = [0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+TYPE_MAP = ["O", "H"]
+_NET = {"neuron": [6, 6], "seed": 2}
+_SMOOTH = {"rcut": 4.0, "rcut_smth": 1.0}
+_SE_E2_R = {"type": "se_e2_r", "sel": [20, 30], **_SMOOTH, "neuron": [4, 8], "seed": 1}
+_ATTEN = {"type": "se_atten_v2", "sel": 40, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8]}
+_ATTEN |= {"axis_neuron": 2, "attn_layer": 0, "seed": 1}
+
+MODELS = {
+    "dpa4": {
+        "type": "dpa4",
+        "descriptor": {
+            "rcut": 4.0,
+            "sel": 60,
+            "channels": 8,
+            "n_radial": 4,
+            "lmax": 1,
+            "mmax": 1,
+            "n_blocks": 1,
+            "random_gamma": False,
+            "use_amp": False,
+            "precision": "float64",
+            "seed": 1,
+        },
+        "fitting_net": {"neuron": [0], "precision": "float64", "seed": 2},
+    },
+    "dpa2": {
+        "descriptor": {
+            "type": "dpa2",
+            "repinit": {"tebd_dim": 4, **_SMOOTH, "nsel": 40, "neuron": [4, 8], "axis_neuron": 2},
+            "repformer": {
+                "rcut": 3.0,
+                "rcut_smth": 1.0,
+                "nsel": 20,
+                "nlayers": 2,
+                "g1_dim": 8,
+                "g2_dim": 4,
+                "attn2_hidden": 4,
+                "attn2_nhead": 2,
+                "attn1_hidden": 4,
+                "attn1_nhead": 2,
+                "axis_neuron": 2,
+                "update_g1_has_attn": False,
+                "update_g2_has_attn": False,
+            },
+            "seed": 1,
+        },
+        "fitting_net": _NET,
+    },
+    "hybrid": {
+        "descriptor": {
+            "type": "hybrid",
+            "list": [
+                {**_SE_E2_R, "type": "se_e2_a", "axis_neuron": 2, "type_one_side": True},
+                _SE_E2_R,
+            ],
+        },
+        "fitting_net": _NET,
+    },
+    "se_e2_r": {"descriptor": _SE_E2_R, "fitting_net": _NET},
+    "se_e3": {
+        "descriptor": {"type": "se_e3", "sel": [6, 8], **_SMOOTH, "neuron": [2, 4], "seed": 1},
+        "fitting_net": _NET,
+    },
+    "linear": {
+        "type": "linear_ener",
+        "weights": "mean",
+        "models": [
+            {"type_map": TYPE_MAP, "descriptor": _ATTEN, "fitting_net": _NET},
+            {"type_map": TYPE_MAP, "descriptor": {**_ATTEN, "seed": 5}, "fitting_net": _NET},
+        ],
+    },
+}
+
+
+def write_data(folder: Path, nframes: int = 1, name: str = "sys") -> str:
+    """Write water-like frames of 12 atoms; return the system's folder."""
+    rng = np.random.default_rng(0)
+    box = np.eye(3) * 7.0 + rng.uniform(-0.2, 0.2, (nframes, 3, 3))
+    grid = np.stack(np.meshgrid(*[np.arange(3)] * 3), -1).reshape(-1, 3)[: len(TYPES)] / 3
+    coord = (grid + rng.uniform(-0.05, 0.05, (nframes, len(TYPES), 3))) @ box
+    arrays = {
+        "coord": coord.reshape(nframes, -1),
+        "box": box.reshape(nframes, 9),
+        "energy": rng.standard_normal(nframes) - 20.0,
+        "force": rng.standard_normal((nframes, 3 * len(TYPES))),
+    }
+    return write_npy(folder / name, TYPES, [arrays], TYPE_MAP)
+
+
+def hosted_input(kind: str, system: str, steps: int, **training: object) -> dict[str, object]:
+    """Return an input of one of `MODELS` with Adam."""
+    return {
+        "model": {"type_map": TYPE_MAP, **copy.deepcopy(MODELS[kind])},
+        "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 2},
+        "loss": {"type": "ener"},
+        "optimizer": {"type": "Adam"},
+        "training": {
+            "training_data": {"systems": [system], "batch_size": 1},
+            "numb_steps": steps,
+            "seed": 3,
+            "disp_freq": 1,
+            **training,
+        },
+    }

@@ -1,0 +1,141 @@
+"""Energy models of deepmd-kit in our trainer, compared with deepmd-kit's own (`pytest -m deepmd_kit`).
+
+They run in an environment in which both packages can be imported.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hosted_models import MODELS, hosted_input, write_data
+
+pytestmark = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepmd") is None, reason="deepmd-kit is not importable here"
+    ),
+]
+JOBS = Path(__file__).with_name("jobs_in_deepmd_kit.py")
+# DPA-4 computes parts of its geometry in float32 whatever its precision.
+TOLERANCE = {"dpa4": 1e-5}
+
+
+def in_deepmd_kit(folder, contents, *words):
+    """Run deepmd-kit's `dp train` on several inputs, each in the folder of its name."""
+    jobs = []
+    for name, content in contents.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "input.json").write_text(json.dumps(content))
+        command = ["train", "input.json", "--skip-neighbor-stat", *words]
+        jobs.append({"folder": str(folder / name), "words": command})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    results = folder / "results.json"
+    subprocess.run([sys.executable, JOBS, folder / "jobs.json", results], check=True)
+    assert json.loads(results.read_text()) == [""] * len(jobs)
+
+
+@pytest.fixture(scope="module")
+def in_both(tmp_path_factory):
+    """The folder with deepmd-kit's runs of five steps of each model, saved after three and five."""
+    folder = tmp_path_factory.mktemp("deepmd_kit")
+    system = write_data(folder)
+    contents = {kind: hosted_input(kind, system, 5, save_freq=3) for kind in MODELS}
+    in_deepmd_kit(folder, contents)
+    return folder
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_close(ours, theirs, tolerance):
+    """Compare the tensors of two models, relative to the largest entry of each."""
+    tensors = {name: x for name, x in theirs.items() if torch.is_tensor(x)}
+    assert tensors.keys() == {name for name, x in ours.items() if torch.is_tensor(x)}
+    for name, x in tensors.items():
+        if x.numel() and x.is_floating_point() and not name.endswith("min_nbor_dist"):
+            atol = tolerance * float(x.abs().max())
+            torch.testing.assert_close(ours[name], x, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_reaches_deepmd_kits_weights(kind, in_both, train, load):
+    """The same seed, frame and optimizer: five steps of Adam from the same weights."""
+    content = hosted_input(kind, str(in_both / "sys"), 5)
+    assert train(content, skip_neighbor_stat=True) == 0
+    theirs = read(in_both / kind / "model.ckpt-5.pt")
+    # Adam divides small gradients by their size: rounding grows.
+    assert_close(load("model.ckpt-5.pt")["model"], theirs["model"], TOLERANCE.get(kind, 1e-6))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoint_of_deepmd_kit_continues_here(kind, in_both, train, load):
+    content = hosted_input(kind, str(in_both / "sys"), 5)
+    options = {"restart": str(in_both / kind / "model.ckpt-3.pt"), "skip_neighbor_stat": True}
+    assert train(content, **options) == 0
+    theirs = read(in_both / kind / "model.ckpt-5.pt")
+    assert_close(load("model.ckpt-5.pt")["model"], theirs["model"], TOLERANCE.get(kind, 1e-6))
+    steps = {int(state["step"]) for state in load("model.ckpt-5.pt")["optimizer"]["state"].values()}
+    assert steps == {5}
+
+
+@pytest.mark.parametrize("kind", ["dpa4", "hybrid"])
+def test_a_restart_continues_bitwise(kind, tmp_path, train, load):
+    """With HybridMuon, an average and random numbers of the model."""
+    system = write_data(tmp_path, nframes=5)
+    content = hosted_input(kind, system, 4, save_freq=2, enable_ema=True)
+    content["optimizer"] = {"type": "HybridMuon"}
+    content["training"]["validation_data"] = {"systems": [system], "batch_size": 1}
+    if kind == "dpa4":
+        content["model"]["descriptor"] |= {"random_gamma": True, "precision": "float32"}
+    assert train(content, skip_neighbor_stat=True) == 0
+    whole = load("model.ckpt-4.pt")
+    Path("model.ckpt-4.pt").unlink()
+    assert train(content, skip_neighbor_stat=True, restart="model.ckpt-2.pt") == 0
+    continued = load("model.ckpt-4.pt")
+    for name, x in whole["model"].items():
+        if torch.is_tensor(x):
+            torch.testing.assert_close(continued["model"][name], x, rtol=0, atol=0)
+    for name, x in whole["ema"]["model"].items():
+        torch.testing.assert_close(continued["ema"]["model"][name], x, rtol=0, atol=0)
+
+
+def test_deepmd_kit_continues_our_checkpoints(tmp_path, train):
+    system = write_data(tmp_path)
+    contents = {}
+    for kind in MODELS:
+        content = hosted_input(kind, system, 3, save_ckpt=f"{kind}/ours")
+        if kind == "dpa4":
+            content["optimizer"] = {"type": "HybridMuon"}
+            for part in ("descriptor", "fitting_net"):
+                content["model"][part]["precision"] = "float32"
+        assert train(content, skip_neighbor_stat=True) == 0
+        content["training"] |= {"numb_steps": 6, "save_ckpt": "model.ckpt"}
+        contents[kind] = content
+    in_deepmd_kit(tmp_path, contents, "--restart", "ours-3.pt")
+    for kind in MODELS:
+        optimizer = read(tmp_path / kind / "model.ckpt-6.pt")["optimizer"]
+        steps = {int(state["step"]) for state in optimizer["state"].values() if "step" in state}
+        assert steps == (set() if kind == "dpa4" else {7})  # it repeats the last step
+
+
+def test_fine_tuning_fits_the_bias(in_both, train, load):
+    """The rate is too small to move the weights; deepmd-kit's checkpoint, other energies."""
+    content = hosted_input("hybrid", str(in_both / "sys"), 1)
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    checkpoint = str(in_both / "hybrid" / "model.ckpt-5.pt")
+    assert train(content, skip_neighbor_stat=True, init_model=checkpoint) == 0
+    before = load("model.ckpt-1.pt")["model"]
+    assert_close(before, read(checkpoint)["model"], 1e-12)
+    assert train(content, skip_neighbor_stat=True, finetune=checkpoint) == 0
+    after = load("model.ckpt-1.pt")["model"]
+    name = "model.Default.atomic_model.out_bias"
+    assert not torch.equal(after[name], before[name])
+    for other in ("atomic_model.fitting_net.filter_layers.networks.0.layers.0.matrix",):
+        torch.testing.assert_close(
+            after[f"model.Default.{other}"], before[f"model.Default.{other}"]
+        )
