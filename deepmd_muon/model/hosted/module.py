@@ -139,12 +139,12 @@ def _declared_adamw(module: Any) -> tuple[str, ...]:
 
 def _parts_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptors and fitting nets of a model section."""
-    parts = []
+    parts: list[dict[str, Any]] = []
     for model in (section, *section.get("models", ())):
-        descriptor = model.get("descriptor")
-        listed = (descriptor or {}).get("list", ())
-        parts += [descriptor, *listed, model.get("fitting_net")]
-    return [part for part in parts if isinstance(part, dict) and part.get("type") != "hybrid"]
+        descriptor = model.get("descriptor", {})
+        parts += descriptor.get("list", [descriptor])
+        parts.append(model.get("fitting_net", {}))
+    return parts
 
 
 def _neighbors(module: Any, form: Any) -> NeighborRequest:
