@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import PurePath
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
@@ -46,6 +47,7 @@ _FIRST_DEFAULTS: dict[str, Any] = {
 
 OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (", ".join(_DATA_KEYS), "in training", "The same keys in training/training_data."),
+    ("save_dir", "in training", "The folder of save_ckpt."),
     ("numb_test", "in training", "Left out: it has had no effect since DeePMD-kit 2.0."),
     (", ".join(_WARMUP_KEYS), "in training", "The same keys in learning_rate."),
     (
@@ -141,6 +143,7 @@ def upgrade(data: dict[str, Any]) -> Upgrade:
     training = upgraded.section("training")
     if training is not None:
         _drop_numb_test(upgraded, training)
+        _join_save_dir(upgraded, training)
         _nest_training_data(upgraded, training)
         _move_warmup(upgraded, training)
         _move_optimizer(upgraded, training)
@@ -160,6 +163,27 @@ def _drop_numb_test(upgraded: Upgrade, training: dict[str, Any]) -> None:
             "training/numb_test has no effect and is left out; validation takes "
             "training/validation_data/batch_size and numb_btch"
         )
+
+
+def _join_save_dir(upgraded: Upgrade, training: dict[str, Any]) -> None:
+    """Make deepmd-kit's `save_dir` the folder of `save_ckpt`."""
+    if "save_dir" not in training:
+        return
+    folder = training.pop("save_dir")
+    prefix = training.get("save_ckpt", "model.ckpt")
+    if folder is None or not isinstance(prefix, str):
+        return  # the check judges save_ckpt
+    if not isinstance(folder, str):
+        found = shown(folder)
+        upgraded.problems.append(
+            Problem("training/save_dir", f"must be the name of a folder; found {found}")
+        )
+        return
+    training["save_ckpt"] = str(PurePath(folder, prefix))
+    upgraded.origins["training/save_ckpt"] = "training/save_dir"
+    upgraded.notices.append(
+        f"training/save_dir is the folder of save_ckpt: {_json(training['save_ckpt'])}"
+    )
 
 
 def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:

@@ -398,16 +398,15 @@ class RunSettings(Section):
         Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
-        "save_dir": Foreign(
-            "a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"
-        ),
         "checkpoint_format": Foreign(
             "all checkpoints are files save_ckpt-N.pt; version 0.1.0 writes no directories (.dcp)",
             ("file",),
             inert=True,
         ),
         "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),
-        "ema_ckpt_keep": Foreign("a separate number of averaged checkpoints (see max_ckpt_keep)"),
+        "ema_ckpt_keep": Foreign(
+            "averages are in the checkpoints that max_ckpt_keep counts", inert=True
+        ),
         "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
         "acc_freq": Foreign(

@@ -14,6 +14,7 @@ from deepmd_muon.deepmd_kit.checkpoint import laid_out, with_names
 from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
 from deepmd_muon.deepmd_kit.settings import further_settings
 from deepmd_muon.deepmd_kit.zero_redundancy import ZeroRedundancyHybridMuon
+from deepmd_muon.optim.routing.routes import adamw_patterns_of
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,12 @@ class HybridMuonTrainer(_Trainer):
         # `_further` has the two settings that it stands for.
         settings.pop("lr_adjust", None)
         named_parameters = list(self.wrapper.named_parameters())
+        # deepmd-kit after 3.2.0: substrings of names that its models leave to AdamW. Our setting of
+        # this name has shell patterns for Adam without decay.
+        if substrings := settings.pop("adam_patterns", None):
+            shapes = {name: p.shape for name, p in named_parameters}
+            declared = adamw_patterns_of(substrings, shapes, settings["muon_mode"])
+            self._further["adamw_patterns"] = (*self._further["adamw_patterns"], *declared)
         if self.sharding.stage == 1:
             sharded = ZeroRedundancyHybridMuon(named_parameters, **settings, **self._further)
             optimizer = sharded

@@ -40,6 +40,8 @@ class EnergyModel(torch.nn.Module, ABC):
         Whether `fit_statistics` replaces the statistics that the trainer measures.
     why_foreign
         Why the model has no form of ours, which a frozen file needs; None if it has one.
+    adamw_substrings
+        Parts of names of matrices that HybridMuon leaves to AdamW.
     why_not_captured
         Why a CUDA graph cannot hold its steps; None if one can.
     """
@@ -51,6 +53,7 @@ class EnergyModel(torch.nn.Module, ABC):
     counted: Tensor | None
     fits_own_statistics: bool = False
     why_foreign: str | None = None
+    adamw_substrings: tuple[str, ...] = ()
     why_not_captured: str | None = None
 
     @property

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.argcheck.differences import unlike_deepmd_kit
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
@@ -269,6 +271,8 @@ def _prepare(
     seed = run_input.settings.training.seed
     if seed is None:
         seed = ranks.run_on_rank0("drawing a seed", new_seed)
+    if any(one.fits_own_statistics for one in branches_of(model).values()):
+        torch.manual_seed(seed)  # some hosted models draw numbers in a step
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 

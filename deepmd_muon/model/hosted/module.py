@@ -59,10 +59,11 @@ class HostedModel(EnergyModel):
                 parameter.requires_grad_(False)
         self.register_buffer("counted", _counted(module, self.ntypes), persistent=False)
         self.why_not_captured = make_capturable(module)
+        self.adamw_substrings = _declared_adamw(module)
         self._form = form_of(module)
         self.neighbors = _neighbors(module, self._form)
 
-    def train(self, mode: bool = True) -> HostedModel:  # noqa: FBT001, FBT002 - torch's signature
+    def train(self, mode: bool = True) -> HostedModel:
         """Set the mode of the module, too; see `torch.nn.Module.train`."""
         self.hosted.train(mode)
         self.training = mode
@@ -94,6 +95,16 @@ class HostedModel(EnergyModel):
         return out
 
     @property
+    def statistics_owner(self) -> object:
+        """The descriptor, which branches may share; the model itself if it has several."""
+        return getattr(self.hosted.atomic_model, "descriptor", self)
+
+    def early_parameters(self) -> set[torch.nn.Parameter]:
+        """Return the parameters of the fitting net, if there is one."""
+        net = getattr(self.hosted.atomic_model, "fitting_net", None)
+        return set() if net is None else set(net.parameters())
+
+    @property
     def out_bias(self) -> Tensor:
         """Energy that is added to each atom of a type `(1, ntypes, 1)` [eV]."""
         bias: Tensor = self.hosted.get_out_bias()
@@ -118,14 +129,21 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
         raise ModelError(f"deepmd-kit cannot build the model: {error}") from error
 
 
+def _declared_adamw(module: Any) -> tuple[str, ...]:
+    """Return the parts of names that the module leaves to AdamW; deepmd-kit 3.2.0 has none."""
+    from deepmd.pt.optimizer import hybrid_muon
+
+    declared = getattr(hybrid_muon, "adam_route_patterns", None)
+    return () if declared is None else tuple(declared([module]))
+
+
 def _parts_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptors and fitting nets of a model section."""
-    parts = []
+    parts: list[dict[str, Any]] = []
     for model in (section, *section.get("models", ())):
-        descriptor = model.get("descriptor")
-        for part in (descriptor, *(descriptor or {}).get("list", ()), model.get("fitting_net")):
-            if isinstance(part, dict) and part.get("type") != "hybrid":
-                parts.append(part)
+        descriptor = model.get("descriptor", {})
+        parts += descriptor.get("list", [descriptor])
+        parts.append(model.get("fitting_net", {}))
     return parts
 
 

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any, Literal, NamedTuple
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
@@ -297,6 +298,31 @@ def _decide_by_name(name: str, rules: RoutingRules) -> _Decision | None:
     if leaf.startswith("adamw_"):
         return _Decision("adamw", f"leaf {leaf!r} selects AdamW")
     return None
+
+
+def adamw_patterns_of(
+    substrings: Sequence[str], shapes: Mapping[str, Sequence[int]], muon_mode: MuonMode
+) -> tuple[str, ...]:
+    """Return `adamw_patterns` for matrices whose names contain one of some substrings.
+
+    So a model of deepmd-kit declares which matrices of the Muon route AdamW steps.
+
+    Parameters
+    ----------
+    substrings
+        The parts of names.
+    shapes
+        Shape of every parameter by name.
+    muon_mode
+        The setting.
+    """
+    rules = RoutingRules(muon_mode)
+    return tuple(
+        escape(canonical_name(name))
+        for name, shape in shapes.items()
+        if any(part in name for part in substrings)
+        and choose_route(name, tuple(shape), rules).route == "muon"
+    )
 
 
 def _matching(name: str, patterns: Sequence[str]) -> str | None:

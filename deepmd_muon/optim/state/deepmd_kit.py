@@ -219,12 +219,17 @@ def _explained(
 
 
 def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """Return the number of steps, computed from the powers of the decays."""
-    beta1, beta2 = group["adam_betas"]
-    for key, beta in (("beta2_pow", beta2), ("beta1_pow", beta1)):
-        power = float(values.get(key, 0.0))
+    """Return the number of steps, computed from the powers of the decays.
+
+    They are in the parameter's state, up to 3.2.0 as numbers `beta1_pow`, since then as
+    `bias_correction1` = 1 − β₁^t; or for all parameters in the group, as `beta1_pow_device`.
+    """
+    for number, beta in zip("21", reversed(group["adam_betas"]), strict=True):
+        power = float(values.get(f"beta{number}_pow", group.get(f"beta{number}_pow_device", 0.0)))
+        if (correction := values.get(f"bias_correction{number}")) is not None:
+            power = 1.0 - float(correction)
         if _LEAST_POWER < power <= 1.0 and 0.0 < beta < 1.0:
             return torch.tensor(float(round(math.log(power) / math.log(beta))), device="cpu")
     # So many steps that no bias is left to correct.
-    many = math.ceil(math.log(_LEAST_POWER) / math.log(max(beta1, beta2, 0.5)))
+    many = math.ceil(math.log(_LEAST_POWER) / math.log(max(*group["adam_betas"], 0.5)))
     return torch.tensor(float(values.get("steps_taken") or many), device="cpu")

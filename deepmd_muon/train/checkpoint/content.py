@@ -93,6 +93,8 @@ class RunState:
             "step": step,
             "settings": json.dumps(self.run_input.normalized),
             "torch_rng": torch.get_rng_state(),
+            # Some hosted models draw numbers in a step.
+            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
             "pieces": self._by_branch(pieces),
             "training_data": self._by_branch(training),
             "validation_data": self._by_branch(validation),
@@ -139,6 +141,8 @@ class RunState:
         else:
             step = int(ours["step"])
             torch.set_rng_state(ours["torch_rng"])
+            if torch.cuda.is_initialized() and ours.get("cuda_rng") is not None:
+                torch.cuda.set_rng_state(ours["cuda_rng"])
             report_changes(json.loads(ours["settings"]), self.run_input.normalized, path)
             self._restore_order(ours, path)
             self._restore_branches(ours, path)

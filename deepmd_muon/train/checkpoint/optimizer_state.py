@@ -255,7 +255,8 @@ def in_deepmd_kits_order(
 
     It lists the parameters of deepmd-kit's model (`parameter_order`) by its names, empty ones
     included, because deepmd-kit loads by position. HybridMuon's Adam state gets the powers of the
-    decays from which deepmd-kit corrects its bias. This package reads by name (`in_own_names`) and
+    decays from which deepmd-kit corrects its bias, and its group the setting `lr_adjust`. This
+    package reads by name (`in_own_names`) and
     ignores both. State of several groups, or without names, comes back as it is.
     """
     groups = state_dict["param_groups"]
@@ -266,12 +267,15 @@ def in_deepmd_kits_order(
         return dict(state_dict)
     group = groups[0]
     position = {name: i for i, name in enumerate(names)}
-    lists: dict[str, list[Any]] = {"params": list(range(len(order))), "param_names": list(order)}
+    lists: dict[str, Any] = {"params": list(range(len(order))), "param_names": list(order)}
     for key, empty in _EMPTY_ENTRY.items():
         if key in group:
             lists[key] = [
                 group[key][position[name]] if name in position else empty for name in own_names
             ]
+    if "scaling" in group:
+        rectangular = group["scaling"] == "rectangular"
+        lists["lr_adjust"] = 1.0 / group["adam_lr_ratio"] if rectangular else 0.0
     reordered = {}
     for i, name in enumerate(own_names):
         if name in position:  # deepmd-kit's empty parameters have no state

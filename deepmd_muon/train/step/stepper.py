@@ -97,6 +97,11 @@ def build_stepper(
     parts = parts or DeviceParts()
     device = strategy.ranks.device
     obstacle = _why_on_host(strategy, training)
+    capture = training.capture != "off"
+    stepped = model or strategy.model
+    if not obstacle and capture and isinstance(stepped, EnergyModel) and stepped.why_not_captured:
+        capture = False
+        _log_uncaptured(stepped.why_not_captured, training)
     step = TrainingStep(
         strategy=strategy,
         loss=loss,
@@ -114,7 +119,7 @@ def build_stepper(
         step,
         scalars,
         device,
-        capture=training.capture != "off",
+        capture=capture,
         keep_metrics=training.disp_avg,
         parts=parts,
     )
@@ -127,6 +132,19 @@ def _why_on_host(strategy: Strategy, training: RunSettings) -> str | None:
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     return obstacle
+
+
+def _log_uncaptured(reason: str, training: RunSettings) -> None:
+    """Say why the steps of a model are launched one kernel at a time.
+
+    Raises
+    ------
+    TrainingError
+        When `capture` is 'on'.
+    """
+    if training.capture == "on":
+        raise TrainingError(f'training/capture is "on", but {reason}: use "auto"')
+    log.info("training steps are launched one kernel at a time: %s", reason)
 
 
 def _build_guard(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
+from deepmd_muon.model.branches import branches_of
+from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.strategy.base import Alone, Reduced, Strategy
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Br
         from deepmd_muon.train.strategy.replicated import Replicated
 
         return Replicated(ranks, model, state_in_parts=stage == 1, stratified=stratified)
+    for one in branches_of(model).values():
+        if one.why_foreign:
+            raise TrainingError(
+                f"training/zero_stage {stage} cannot cut this model ({one.why_foreign}): use 0 or 1"
+            )
     from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
 
     mesh = sharding_mesh(ranks, training.data_parallel_replicate_degree)

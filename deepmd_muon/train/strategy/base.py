@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.branches import Branches, for_any_name
+from deepmd_muon.model.branches import Branches, branches_of, for_any_name
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.errors import IdleSettingWarning
 from deepmd_muon.optim.other_configs import MuonConfig
+from deepmd_muon.optim.routing.routes import adamw_patterns_of
 from deepmd_muon.setting import InvalidSettingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.ranks.ranks import Ranks
@@ -245,6 +246,9 @@ def _build_muon(
         config = dataclasses.replace(config, **patterns)
     if isinstance(config, MuonConfig):
         config = config.for_potentials()
+    if isinstance(config, HybridMuonConfig):
+        declared = _declared_adamw(model, config)
+        config = dataclasses.replace(config, adamw_patterns=(*config.adamw_patterns, *declared))
     if config.layout == "auto":
         config = dataclasses.replace(config, layout="in_out")
     if state_in_parts:
@@ -254,3 +258,11 @@ def _build_muon(
         # The input check has named idle settings in the words of the input; `layout` is not in it.
         warnings.simplefilter("ignore", IdleSettingWarning)
         return config.build(model, lr, replicas)
+
+
+def _declared_adamw(model: nn.Module, config: HybridMuonConfig) -> tuple[str, ...]:
+    """Return patterns for the matrices that models leave to AdamW, see `adamw_substrings`."""
+    models = branches_of(model).values() if isinstance(model, EnergyModel | Branches) else ()
+    substrings = [part for one in models for part in one.adamw_substrings]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    return adamw_patterns_of(substrings, shapes, config.muon_mode) if substrings else ()

@@ -118,9 +118,14 @@ def test_deepmd_kit_continues_our_checkpoints(tmp_path, train):
         contents[kind] = content
     in_deepmd_kit(tmp_path, contents, "--restart", "ours-3.pt")
     for kind in MODELS:
-        optimizer = read(tmp_path / kind / "model.ckpt-6.pt")["optimizer"]
-        steps = {int(state["step"]) for state in optimizer["state"].values() if "step" in state}
-        assert steps == (set() if kind == "dpa4" else {7})  # it repeats the last step
+        states = read(tmp_path / kind / "model.ckpt-6.pt")["optimizer"]["state"].values()
+        # It repeats the last step. Its HybridMuon keeps powers of the decay instead of steps.
+        if kind == "dpa4":
+            powers = [state["beta1_pow"] for state in states if "beta1_pow" in state]
+            assert powers == pytest.approx([0.9**7] * len(powers))
+            assert powers
+        else:
+            assert {int(state["step"]) for state in states} == {7}
 
 
 def test_fine_tuning_fits_the_bias(in_both, train, load):
@@ -139,3 +144,49 @@ def test_fine_tuning_fits_the_bias(in_both, train, load):
         torch.testing.assert_close(
             after[f"model.Default.{other}"], before[f"model.Default.{other}"]
         )
+
+
+def two_branches(system, steps, **training):
+    """Return an input of two DPA-4 models with one descriptor."""
+    content = hosted_input("dpa4", system, steps, save_freq=2, **training)
+    model = content["model"]
+    branches = {}
+    for name in ("first", "second"):
+        branches[name] = {
+            "type": "dpa4",
+            "type_map": "types",
+            "descriptor": "shared",
+            "fitting_net": {**model["fitting_net"], "seed": len(branches)},
+        }
+    content["model"] = {
+        "shared_dict": {
+            "types": model["type_map"],
+            "shared": {"type": "dpa4", **model["descriptor"]},
+        },
+        "model_dict": branches,
+    }
+    data = content["training"].pop("training_data")
+    content["training"]["data_dict"] = dict.fromkeys(branches, {"training_data": data})
+    content["loss_dict"] = dict.fromkeys(branches, content.pop("loss"))
+    content["optimizer"] = {"type": "HybridMuon"}
+    return content
+
+
+def test_branches_share_a_descriptor_and_restart_bitwise(tmp_path, train, load):
+    content = two_branches(write_data(tmp_path, nframes=3), 4)
+    assert train(content, skip_neighbor_stat=True) == 0
+    whole = load("model.ckpt-4.pt")["model"]
+    shared = [name for name in whole if name.startswith("model.first.atomic_model.descriptor.")]
+    assert shared
+    for name in shared:
+        assert torch.equal(whole[name], whole[name.replace("first", "second", 1)])
+    assert train(content, skip_neighbor_stat=True, restart="model.ckpt-2.pt") == 0
+    for name, x in load("model.ckpt-4.pt")["model"].items():
+        if torch.is_tensor(x):
+            torch.testing.assert_close(x, whole[name], rtol=0, atol=0)
+    # One branch of it becomes a model of its own.
+    one = hosted_input("dpa4", content["training"]["data_dict"]["first"]["training_data"], 1)
+    one["training"]["training_data"] = content["training"]["data_dict"]["first"]["training_data"]
+    one["model"]["descriptor"]["type"] = "dpa4"
+    options = {"finetune": "model.ckpt-4.pt", "model_branch": "second"}
+    assert train(one, skip_neighbor_stat=True, use_pretrain_script=True, **options) == 0

@@ -89,11 +89,12 @@ def write_data(folder: Path, nframes: int = 1, name: str = "sys") -> str:
     box = np.eye(3) * 7.0 + rng.uniform(-0.2, 0.2, (nframes, 3, 3))
     grid = np.stack(np.meshgrid(*[np.arange(3)] * 3), -1).reshape(-1, 3)[: len(TYPES)] / 3
     coord = (grid + rng.uniform(-0.05, 0.05, (nframes, len(TYPES), 3))) @ box
+    force = rng.standard_normal((nframes, len(TYPES), 3))
     arrays = {
         "coord": coord.reshape(nframes, -1),
         "box": box.reshape(nframes, 9),
         "energy": rng.standard_normal(nframes) - 20.0,
-        "force": rng.standard_normal((nframes, 3 * len(TYPES))),
+        "force": (force - force.mean(1, keepdims=True)).reshape(nframes, -1),
     }
     return write_npy(folder / name, TYPES, [arrays], TYPE_MAP)
 

@@ -1,0 +1,39 @@
+"""Models of deepmd-kit on two ranks reach what one process reaches (`pytest -m deepmd_kit`)."""
+
+import importlib.util
+
+import pytest
+import torch
+from hosted_models import hosted_input, write_data
+from train_ranks import Job, run_jobs
+
+pytestmark = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepmd") is None, reason="deepmd-kit is not importable here"
+    ),
+]
+
+
+def test_two_ranks_reach_the_weights_of_one_process(tmp_path):
+    """All batches are one frame, so that the mean gradient of the ranks is that of one process."""
+    system = write_data(tmp_path)
+    jobs = {}
+    for name, stage in (("alone", 0), ("stage_0", 0), ("stage_1", 1), ("stage_2", 2)):
+        content = hosted_input("dpa4", system, 3, zero_stage=stage)
+        content["optimizer"] = {"type": "HybridMuon"}
+        jobs[name] = Job(tmp_path / name, content, {"skip_neighbor_stat": True})
+    assert run_jobs(1, [jobs["alone"]]) == [["0"]]
+    *ends, refused = run_jobs(2, [jobs["stage_0"], jobs["stage_1"], jobs["stage_2"]])
+    assert ends == [["0", "0"]] * 2
+    assert all("zero_stage" in end for end in refused)
+
+    def weights_of(name):
+        path = tmp_path / name / "model.ckpt-3.pt"
+        return torch.load(path, weights_only=True)["model"]
+
+    alone = weights_of("alone")
+    for name in ("stage_0", "stage_1"):
+        for key, x in weights_of(name).items():
+            if torch.is_tensor(x) and x.is_floating_point():
+                torch.testing.assert_close(x, alone[key], rtol=0, atol=1e-9)
