@@ -364,7 +364,8 @@ class HybridMuon(QuickOptimizer):
 
     def _step(self, qk_logits: Logits | None) -> None:
         compiled = self._compiled
-        if not compiled.holds(self.param_groups, self.state, self.workspace):
+        holds = compiled.holds(self.param_groups, self.state, self.workspace)
+        if not holds or not compiled.follow_schedules():
             self._reroute_if_changed()
             compiled.prepare(self._groups(), self.state)
         logits = checked_logits(self._clipper, qk_logits)

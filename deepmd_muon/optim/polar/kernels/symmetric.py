@@ -343,8 +343,7 @@ def update(
     targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
     damping,
     rate,
-    decay_high,
-    decay_low,
+    decay,
     skip,
     READ: tl.constexpr,  # PRESENT, INPUT or TRANSPOSED_INPUT
     WRITE: tl.constexpr,  # one of the constants above
@@ -371,8 +370,7 @@ def update(
         targets=targets,
         factors=damping,
         rate=rate,
-        decay_high=decay_high,
-        decay_low=decay_low,
+        decay=decay,
         skip=skip,
     )
     iterate = Iterate(
