@@ -16,6 +16,7 @@ from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
 from deepmd_muon.optim.groups.checks import (
     check_parameters,
+    refuse_partitions,
     warn_idle_master_weights,
     warn_idle_settings,
     warn_of_kernels,
@@ -165,6 +166,7 @@ class HybridMuon(QuickOptimizer):
         The state of replaced parameters moves to the new ones of the same names.
         """
         self._raise_deferred()
+        refuse_partitions(self.param_groups, self._routing.routes)
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups, moves=self.replicas is None)
         groups = routing.groups(self.param_groups)
