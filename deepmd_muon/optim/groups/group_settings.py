@@ -148,7 +148,7 @@ _KNOWN_KEYS = {
 # The settings of a group as its dict stores them, without and with those that a scheduler may
 # change; comparing these is faster than comparing dataclasses.
 _STRUCTURE = [key for key in _PLAIN_SETTINGS if key not in SCHEDULED_SETTINGS]
-raw_structure = itemgetter(*("muon_mode", *_SCHEDULES, *LISTS, *_STRUCTURE))
+raw_structure = itemgetter(*(*_SCHEDULES, *LISTS, *_STRUCTURE))
 raw_numbers = itemgetter(*SCHEDULED_SETTINGS)
 
 

@@ -152,9 +152,8 @@ def _values(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Te
             buffer = buffer * (1 - group["momentum"])
         return {"momentum_buffer": buffer}
     if "moment1" in values:
-        return _adam(
-            group, {"exp_avg": values["moment1"], "exp_avg_sq": values["moment2"]} | values
-        )
+        moments = {"exp_avg": values["moment1"], "exp_avg_sq": values["moment2"]}
+        return _adam(group, {**values, **moments})
     return _adam(group, values)
 
 
