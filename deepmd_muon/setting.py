@@ -259,15 +259,17 @@ def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting
     return declared
 
 
-def check_settings(settings: Any, of: str = "") -> None:
+def check_settings(settings: Any, of: str = "", only: Collection[str] | None = None) -> None:
     """Raise `InvalidSettingError` if a field of a settings dataclass has a wrong type or value.
 
     Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's
-    name.
+    name. `only` names the fields to check; None means all.
     """
     settings_class: Any = type(settings)
     problems = []
     for name, annotation, setting in _declared(settings_class):
+        if only is not None and name not in only:
+            continue
         value = getattr(settings, name)
         fitted = convert(value, annotation, exact=True)
         if not isinstance(fitted, Mismatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,10 @@ IMPORT_BUILDERS.append(lambda: import_module(f"{__name__}.build"))
 
 
 def __getattr__(name: str) -> Any:
+    if name == "HybridMuonOptimizer":  # of deepmd-kit
+        text = "HybridMuonOptimizer is called HybridMuon in deepmd_muon.optim"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        name = "HybridMuon"
     # The input checker reads settings and must not import torch.
     if name in _MODULES:
         module, _, inside = _MODULES[name].partition(":")

@@ -6,10 +6,11 @@ it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from deepmd_muon.optim.buildable import MuonBuildable
@@ -486,6 +487,19 @@ class FurtherSettings(MuonSettings):
     )
 
 
+# Numbers that a scheduler may change from step to step: those that do not decide routes.
+SCHEDULED_NUMBERS = (
+    "momentum",
+    "adam_beta1",
+    "adam_beta2",
+    "weight_decay",
+    "adam_weight_decay",
+    "adam_lr_ratio",
+    "lr_adjust_coeff",
+    "adam_eps",
+)
+
+
 @understand_words
 @dataclasses.dataclass(frozen=True)
 class HybridMuonConfig(
@@ -502,6 +516,21 @@ class HybridMuonConfig(
         )
 
     @property
+    def structure(self) -> HybridMuonConfig:
+        """These settings with the defaults of all numbers that a scheduler may change."""
+        return self.with_numbers(_DEFAULT_NUMBERS)
+
+    def with_numbers(self, numbers: Mapping[str, float | None]) -> HybridMuonConfig:
+        """Return these settings with other `SCHEDULED_NUMBERS`; the caller checks them.
+
+        `dataclasses.replace` would check all settings, in every step of a schedule.
+        """
+        changed = copy.copy(self)
+        for key, value in numbers.items():
+            object.__setattr__(changed, key, value)
+        return changed
+
+    @property
     def adamw_decay(self) -> float:
         """The weight decay of the AdamW route."""
         own = self.adam_weight_decay
@@ -513,6 +542,9 @@ class HybridMuonConfig(
             return "8+2"  # of its square matrices; `polar_factors` has the others
         large = min(shape[-2:]) >= self.large_matrix_dim
         return self.large_schedule if large and self.large_schedule is not None else self.schedule
+
+
+_DEFAULT_NUMBERS = {key: getattr(HybridMuonConfig, key) for key in SCHEDULED_NUMBERS}
 
 
 def update_scale(shape: tuple[int, int], settings: HybridMuonConfig) -> float:

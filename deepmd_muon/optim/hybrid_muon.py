@@ -16,6 +16,7 @@ from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
 from deepmd_muon.optim.groups.checks import (
     check_parameters,
+    refuse_partitions,
     warn_idle_master_weights,
     warn_idle_settings,
     warn_of_kernels,
@@ -165,6 +166,7 @@ class HybridMuon(QuickOptimizer):
         The state of replaced parameters moves to the new ones of the same names.
         """
         self._raise_deferred()
+        refuse_partitions(self.param_groups, self._routing.routes)
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups, moves=self.replicas is None)
         groups = routing.groups(self.param_groups)
@@ -364,7 +366,8 @@ class HybridMuon(QuickOptimizer):
 
     def _step(self, qk_logits: Logits | None) -> None:
         compiled = self._compiled
-        if not compiled.holds(self.param_groups, self.state, self.workspace):
+        holds = compiled.holds(self.param_groups, self.state, self.workspace)
+        if not holds or not compiled.follow_schedules():
             self._reroute_if_changed()
             compiled.prepare(self._groups(), self.state)
         logits = checked_logits(self._clipper, qk_logits)

@@ -58,7 +58,7 @@ class MuonConfig(MuonSettings, MuonBuildable):
         doc="Coefficient of the 'match_rms' scaling.",
     )
     schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
-    adam_lr_ratio: float | None = setting(
+    adam_lr_ratio: float | None = setting(  # type: ignore[assignment]  # of the base
         None,
         above=0.0,
         doc=(
@@ -79,7 +79,7 @@ class MuonConfig(MuonSettings, MuonBuildable):
             + "."
         ),
     )
-    expert_patterns: Sequence[str] | None = setting(
+    expert_patterns: Sequence[str] | None = setting(  # type: ignore[assignment]  # of the base
         None,
         doc=(
             "Parameters of three or more dimensions whose full name matches one of these shell "

@@ -20,10 +20,12 @@ from deepmd_muon.optim.config import DEEPMD_KIT, HybridMuonConfig, NonFinite
 from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import InvalidGradientError, NonFiniteGradientError
-from deepmd_muon.optim.groups.group_settings import raw_settings
+from deepmd_muon.optim.groups.group_settings import raw_numbers, raw_structure
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.routing.routes import Route, RouteEntry
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, StateHolder, known_tensors
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite_flags, waves
@@ -58,7 +60,7 @@ class Snapshot:
     ) -> None:
         self._groups = list(param_groups)
         self._workspace = workspace
-        self._settings = copy.deepcopy([raw_settings(group) for group in param_groups])
+        self._settings = copy.deepcopy([raw_structure(group) for group in param_groups])
         self._sizes = [len(group["params"]) for group in param_groups]
         self._params = [p for group in param_groups for p in group["params"]]
         self._kinds = _kinds(self._params)
@@ -85,7 +87,7 @@ class Snapshot:
             [len(group["params"]) for group in param_groups] == self._sizes
             and all(map(is_, param_groups, self._groups))
             and workspace == self._workspace
-            and all(map(eq, map(raw_settings, param_groups), self._settings))
+            and all(map(eq, map(raw_structure, param_groups), self._settings))
             and self.same_tensors(param_groups, state)
             and _layouts(self._params) == self._gradients
             and _kinds(self._params) == self._kinds
@@ -163,6 +165,8 @@ class CompiledStep:
         self.side_stream: SideStream | None = None
         self.wave_streams: tuple[SideStream, ...] = ()
         self._groups: Sequence[Group] = ()
+        self._numbers: list[Any] = []  # of the groups, that schedulers may change
+        self._rules: list[tuple[MatrixRule, ...]] = []  # of the groups
         self._with_gradients: list[RoutedParams] = []  # for each group
         self._waves: list[Wave] | None = None
         self._snapshot: Snapshot | None = None
@@ -175,6 +179,23 @@ class CompiledStep:
         """Return whether the compiled step is still valid."""
         return self._snapshot is not None and self._snapshot.holds(param_groups, state, workspace)
 
+    def follow_schedules(self) -> bool:
+        """Take over numbers that schedulers have changed in groups; the compiled step reads them.
+
+        Return False if rules depend on them, so that the step must be prepared again.
+        """
+        numbers = [raw_numbers(group.values) for group in self._groups]
+        if numbers == self._numbers:
+            return True
+        for group in self._groups:
+            group.follow_schedules()
+        if [matrix_rules(group.settings) for group in self._groups] != self._rules:
+            return False
+        self._numbers = numbers
+        if self.sharded is not None:
+            self.sharded.follow_schedules()
+        return True
+
     def prepare(self, groups: Sequence[Group], state: State) -> None:
         """Collect the parameters that have a gradient; `run` compiles the step itself.
 
@@ -183,13 +204,27 @@ class CompiledStep:
         former = self._snapshot
         self._snapshot = None
         self._waves = None
-        self._groups = groups
+        self._groups = groups = self._known_objects(groups)
+        self._numbers = [raw_numbers(group.values) for group in groups]
+        self._rules = [matrix_rules(group.settings) for group in groups]
         self._with_gradients = [_with_gradient(group) for group in groups]
         self.params = [p for routed in self._with_gradients for p, _ in routed]
         if self.sharded is not None:
             param_groups = [group.values for group in groups]
             same = former is not None and former.same_tensors(param_groups, state)
             self.sharded.prepare(groups, state, same_tensors=same)
+
+    def _known_objects(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return the objects of the former step for the same groups: parts of the step hold them.
+
+        After a change of routes `reset` has released them.
+        """
+        former = self._groups
+        if [id(group.values) for group in former] != [id(group.values) for group in groups]:
+            return groups
+        for group, present in zip(former, groups, strict=True):
+            group.settings = present.settings
+        return former
 
     def decide(
         self,
@@ -293,6 +328,7 @@ class CompiledStep:
         self._snapshot = None
         self._waves = None
         self._groups = ()
+        self._numbers = []
         self._with_gradients = []
         self.params = []
         self.sharded = sharded

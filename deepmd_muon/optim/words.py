@@ -64,6 +64,17 @@ _HINTS = {
     ),
     "no_weight_decay": "use a group with weight_decay=0.0",
 }
+# Arguments of other optimizers' constructors that nothing here takes. A group may have such keys of
+# its own.
+_HINTS_OF_ARGUMENTS = {
+    "warmup_step": "give sharded=ShardedSettings(slots=...), the number of buckets in flight",
+    "chunk_size": "give sharded=ShardedSettings(bucket_bytes=...)",
+    "debug": "set the logger 'deepmd_muon' to DEBUG, or print(optimizer.routing)",
+    "clip_config": "give qk_clip=QKClip(...)",
+    "use_distributed_muon": "leave it out: DTensors carry their mesh; for DDP give replicas=",
+    "none_grad": "leave it out, or give sharded=ShardedSettings(free_gradients=True)",
+    "max_grad_norm": "call clip_adam_grad_norm_(optimizer, ...) of deepmd_muon.optim before the step",
+}
 # Words that a section of an input may contain by mistake; code has these arguments elsewhere.
 _RATE = "the rate of every step is in the section learning_rate: write learning_rate/start_lr"
 _KIND = 'the kind of optimizer is the key "type"'
@@ -166,6 +177,7 @@ _TRANSLATIONS: dict[str, Translation] = {
     ),
     "use_muon": _one_of({True: _ALL_MUON, False: _ALL_ADAMW}),
     "algorithm": _one_of({"muon": _ALL_MUON, "adamw": _ALL_ADAMW}),
+    "expert_keys": lambda keys: {"expert_patterns": [f"*{key}*" for key in keys or ()]},
     "flatten": _one_of({True: {"conv_patterns": ["*"]}, False: {"muon_mode": "slice"}}),
 }
 _SCHEDULE_WORDS = ("ns_steps", "ns_coefficients")
@@ -267,6 +279,8 @@ def advice(key: str, section: Mapping[str, Any], settings: Collection[str]) -> s
     """
     if key in _HINTS_OF_INPUTS:
         return f"is not a setting of an optimizer here; {_HINTS_OF_INPUTS[key]}"
+    if key in _HINTS_OF_ARGUMENTS:
+        return f"is another optimizer's word: {_HINTS_OF_ARGUMENTS[key]}"
     if key in REMOVED_SETTINGS:
         return f"is no longer a setting; {REMOVED_SETTINGS[key]}"
     if key not in WORDS and key not in _HINTS:
@@ -301,8 +315,8 @@ def understand_words(cls: type[T]) -> type[T]:
     InvalidSettingError
         In the constructor: a word cannot be translated (`translated`), or a key was renamed.
     TypeError
-        In the constructor: a keyword is neither a setting nor a word; the message names the nearest
-        setting, or the method `build` for the `lr` of a configuration.
+        In the constructor: keywords are neither settings nor words; the message names each, with the
+        nearest setting, or the method `build` for the `lr` of a configuration.
     """
     init = cls.__init__
     settings = tuple(inspect.signature(init).parameters)[1:]
@@ -310,12 +324,15 @@ def understand_words(cls: type[T]) -> type[T]:
     @functools.wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= set(settings):
+            unknown = _unexpected_keywords(cls, kwargs, settings)
             try:
                 kwargs = translated(kwargs, settings)
             except InvalidSettingError as error:
-                raise InvalidSettingError(f"{cls.__name__}: {error}", error.problems) from None
-            for key in kwargs.keys() - set(settings):
-                raise _unexpected_keyword(cls, key, settings)
+                problems = [*error.problems, *unknown]
+                text = f"{cls.__name__}: {'; '.join(problems)}"
+                raise InvalidSettingError(text, problems) from None
+            if unknown:
+                raise TypeError(f"{cls.__name__}.__init__() got {'; '.join(unknown)}")
         init(self, *args, **kwargs)
 
     advise = staticmethod(functools.partial(advice, settings=settings))
@@ -324,9 +341,18 @@ def understand_words(cls: type[T]) -> type[T]:
     return cls
 
 
-def _unexpected_keyword(cls: type, key: str, settings: Collection[str]) -> TypeError:
-    if key == "lr":  # HybridMuon has it, so this is a configuration
-        return TypeError(f"{cls.__name__} has no 'lr'; write {cls.__name__}().build(model, lr=...)")
-    near = difflib.get_close_matches(key, (*settings, *sorted(WORDS)), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}")
+def _unexpected_keywords(cls: type, keys: Iterable[str], settings: Collection[str]) -> list[str]:
+    """Describe the keywords that are neither settings nor words."""
+    known = {*settings, *WORDS, *_HINTS, *RENAMED_SETTINGS, *REMOVED_SETTINGS}
+    problems = []
+    for key in keys:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(key, (*settings, *sorted(WORDS)), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if key == "lr":  # HybridMuon has it, so this is a configuration
+            hint = f": write {cls.__name__}().build(model, lr=...)"
+        elif key in _HINTS_OF_ARGUMENTS:
+            hint = f": {_HINTS_OF_ARGUMENTS[key]}"
+        problems.append(f"an unexpected keyword argument {key!r}{hint}")
+    return problems

@@ -152,23 +152,26 @@ class SizedTask(NamedTuple):
     make: Callable[[int, int, str], Text | Images]
     steps: int
     seeds: Sequence[int] = (1, 2)
+    is_text: bool = True
 
 
 def _text(width: int, layers: int, **options: object) -> Callable[[int, int, str], Text]:
     return functools.partial(Text, width=width, layers=layers, **options)
 
 
+def _images(make: Callable[[], nn.Module]) -> SizedTask:
+    return SizedTask(functools.partial(Images, make=make), steps=400, is_text=False)
+
+
 TASKS = {
     "GPT, width 64": SizedTask(_text(64, 4), 500),
     "GPT, width 128": SizedTask(_text(128, 4), 500),
     "GPT, width 256": SizedTask(_text(256, 4), 500),
-    "GPT, width 512": SizedTask(_text(512, 4), 500),
+    "GPT, width 512": SizedTask(_text(512, 4), 400),
     "GPT, width 768": SizedTask(_text(768, 4), 400),
     "GPT, width 1024": SizedTask(_text(1024, 8), 250, (1,)),
     "experts, width 192": SizedTask(_text(192, 4, block=Experts), 500),
-    "ViT, width 48": SizedTask(functools.partial(Images, make=small_vision.ViT), 400),
-    "ViT, width 192": SizedTask(
-        functools.partial(Images, make=functools.partial(small_vision.ViT, 192, 4)), 400
-    ),
-    "ConvNet": SizedTask(functools.partial(Images, make=small_vision.ConvNet), 400),
+    "ViT, width 48": _images(small_vision.ViT),
+    "ViT, width 192": _images(functools.partial(small_vision.ViT, 192, 4)),
+    "ConvNet": _images(small_vision.ConvNet),
 }

@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from measured_optimizers import RULES
-from rate_tasks import TASKS, Images
+from rate_tasks import TASKS
 from small_gpt import BATCH, BETAS, GPT, LENGTH, text, torch_muon
 from small_vision import torch_muon as torch_muon_of_images
 from torch import Tensor, nn
@@ -400,38 +400,49 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
     }
 
 
+class Phases(NamedTuple):
+    """Runs of a task, in phases: optimizer and rates."""
+
+    grid: list[tuple[str, tuple[float, ...]]]
+    others: list[tuple[str, tuple[float, ...]]]
+    variants: list[tuple[str, tuple[float, ...]]]
+
+
+# Phase and seed (0 is a task's first) of the runs, the most important first.
+ORDER = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1))
+
+
+def phases_of(name: str) -> Phases:
+    """Return the runs of a task: rates of AdamW's part, other optimizers, other settings."""
+    is_largest = name == "GPT, width 1024"
+    rates = [0.04 * 2.0**-k for k in range(6)]
+    grid = [("MuonConfig", (0.02, rate)) for rate in (rates[1:] if is_largest else rates)]
+    others: list[tuple[str, tuple[float, ...]]] = []
+    if name not in ("GPT, width 128", "GPT, width 512"):
+        adamw_rates = (5e-4, 1e-3, 3e-3) if is_largest else (5e-4, 1e-3, 3e-3, 1e-2)
+        others += [("torch.optim.AdamW", (rate,)) for rate in adamw_rates]
+        if hasattr(torch.optim, "Muon"):
+            others += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+    settings = ["MuonConfig, decaying vectors"]
+    if not TASKS[name].is_text:
+        settings.append("MuonConfig, the classifier on Muon")
+    if name.startswith("ViT"):
+        settings.append("MuonConfig, the patches on AdamW")
+    variants = [(setting, (0.02, rate)) for setting in settings for rate in (0.02, 0.005)]
+    variants += [("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04)]
+    return Phases(grid, others, variants)
+
+
 def jobs() -> list[Job]:
     """Return the runs of `--sizes`, the most important first."""
-    first = max(len(task.seeds) for task in TASKS.values())
-    ordered: list[tuple[int, Job]] = []
-    for name, task in TASKS.items():
-        images = isinstance(task.make, functools.partial) and task.make.func is Images
-        for rank, seed in enumerate(task.seeds):
-            others: list[tuple[str, tuple[float, ...]]] = [
-                ("torch.optim.AdamW", (lr,)) for lr in (5e-4, 1e-3, 3e-3, 1e-2)
-            ]
-            if hasattr(torch.optim, "Muon"):
-                others += [("torch.optim.Muon", (0.02, lr)) for lr in (1e-3, 3e-3, 1e-2)]
-            grid = [("MuonConfig", (0.02, 0.04 * 2.0**-k)) for k in range(6)]
-            if name == "GPT, width 1024":
-                grid = grid[1:]
-                others = [run for run in others if run[-1][-1] in (5e-4, 1e-3, 3e-3)]
-            last = [("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04)]
-            last += [("MuonConfig, decaying vectors", (0.02, rate)) for rate in (0.02, 0.005)]
-            if images:
-                last += [
-                    ("MuonConfig, the classifier on Muon", (0.02, rate)) for rate in (0.02, 0.005)
-                ]
-            if name.startswith("ViT"):
-                last += [
-                    ("MuonConfig, the patches on AdamW", (0.02, rate)) for rate in (0.02, 0.005)
-                ]
-            for phase, runs in enumerate((grid, others, last)):
-                ordered += [
-                    (first * phase + rank, Job(name, optimizer, rates, seed))
-                    for optimizer, rates in runs
-                ]
-    return [job for _, job in sorted(ordered, key=lambda each: each[0])]
+    phases = {name: phases_of(name) for name in TASKS}
+    return [
+        Job(name, optimizer, rates, seed)
+        for phase, rank in ORDER
+        for name, task in TASKS.items()
+        for seed in task.seeds[rank : rank + 1]
+        for optimizer, rates in phases[name][phase]
+    ]
 
 
 def run_job(job: Job, device: str) -> dict[str, object]:

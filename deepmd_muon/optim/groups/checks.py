@@ -15,7 +15,7 @@ from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError
 from deepmd_muon.optim.groups.group_settings import PATTERNS, arguments_of, as_tuple
 from deepmd_muon.optim.groups.param_groups import CONSTRUCTOR_CALLER, Group
-from deepmd_muon.optim.routing.routes import canonical_name, unnamed
+from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
 from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.setting import idle_settings
@@ -60,14 +60,44 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
             given_names[name] = given_name
 
 
+def refuse_partitions(
+    groups: Sequence[dict[str, Any]], former: Sequence[Sequence[RouteEntry]]
+) -> None:
+    """Raise InvalidParameterError if flat tensors have replaced the matrices of a group.
+
+    DeepSpeed's ZeRO puts this rank's part of all parameters of a group, one-dimensional, in their
+    place. `former` has the earlier routes of each group.
+    """
+    for number, (group, entries) in enumerate(zip(groups, former, strict=False)):
+        params = group["params"]
+        were_matrices = any(len(entry.shape) > 1 for entry in entries)
+        if params and were_matrices and all(p.ndim == 1 for p in params):
+            raise InvalidParameterError(
+                f"the {len(entries)} parameters of param_groups[{number}] were replaced by flat "
+                f"tensors of shapes {[tuple(p.shape) for p in params]}, as DeepSpeed's ZeRO does: "
+                f"matrices cannot be recognized in them. {_WHOLE}"
+            )
+
+
+# What to use instead of flattened parameters.
+_WHOLE = (
+    "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead, or keep it whole "
+    "with DistributedDataParallel and replicas="
+)
+
+
 def _problem_of(name: str, p: Tensor) -> str | None:
     """Return why no step can update a parameter; None if one can."""
+    if hasattr(p, "ds_shape"):
+        return (
+            f"{name!r} is partitioned by DeepSpeed's ZeRO stage 3, of which this rank has "
+            f"{p.numel()} elements: matrices cannot be recognized in it. {_WHOLE}"
+        )
     if getattr(p, "_fsdp_flattened", False):
         return (
             f"{name!r} is a part of a parameter that FullyShardedDataParallel (FSDP1) has "
             f"flattened, of shape {tuple(p.shape)} on this rank: matrices cannot be recognized in "
-            "it. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead, or keep "
-            "it whole with DistributedDataParallel and replicas="
+            f"it. {_WHOLE}"
         )
     if p.is_complex():
         return f"HybridMuon needs real parameters; {name!r} is {p.dtype}"

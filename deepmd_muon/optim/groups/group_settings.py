@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import (
     DEEPMD_KIT,
+    SCHEDULED_NUMBERS,
     DeePMDSettings,
     FurtherSettings,
     HybridMuonConfig,
@@ -128,15 +129,10 @@ PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Keys that torch's schedulers add to groups.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-# Numbers that a scheduler may change from step to step: those that do not decide routes.
+# `SCHEDULED_NUMBERS` as groups store them.
 SCHEDULED_SETTINGS = (
-    "momentum",
     "adam_betas",
-    "weight_decay",
-    "adam_lr_ratio",
-    "lr_adjust_coeff",
-    "adam_weight_decay",
-    "adam_eps",
+    *(key for key in SCHEDULED_NUMBERS if key not in ("adam_beta1", "adam_beta2")),
 )
 # Key of what `build` has chosen for a model, in groups that it makes: names of settings, and
 # entries of `adam_patterns` and `splits`.
@@ -149,9 +145,11 @@ _KNOWN_KEYS = {
     *_MORE_KEYS,
     *RouteTable(()).manifest(),
 }
-# The settings of a group as its dict stores them; comparing these is faster than comparing
-# dataclasses.
-raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
+# The settings of a group as its dict stores them, without and with those that a scheduler may
+# change; comparing these is faster than comparing dataclasses.
+_STRUCTURE = [key for key in _PLAIN_SETTINGS if key not in SCHEDULED_SETTINGS]
+raw_structure = itemgetter(*(*_SCHEDULES, *LISTS, *_STRUCTURE))
+raw_numbers = itemgetter(*SCHEDULED_SETTINGS)
 
 
 def checked_arguments(
@@ -313,12 +311,8 @@ def as_tuple(patterns: Any) -> Any:
 
 def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return a parameter group's settings, checked and explicit; equal settings are one object."""
-    betas = group["adam_betas"]
-    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-        raise InvalidSettingError(f"adam_betas: must be a list of 2 numbers; found {betas!r}")
     values = {
-        "adam_beta1": betas[0],
-        "adam_beta2": betas[1],
+        **_betas(group),
         **{key: frozen_schedule(group[key], key) for key in _SCHEDULES},
         **{key: as_tuple(group[key]) for key in LISTS},
         **{key: group[key] for key in _PLAIN_SETTINGS},
@@ -327,6 +321,23 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
         return _settings(**values)
     except TypeError:  # an unhashable value has the wrong type; the check names the setting
         return HybridMuonConfig(**values)
+
+
+def with_numbers_of(group: Mapping[str, Any], settings: HybridMuonConfig) -> HybridMuonConfig:
+    """Return settings with the numbers of a group that a scheduler may have changed, checked."""
+    numbers = _betas(group)
+    numbers |= {key: group[key] for key in SCHEDULED_SETTINGS if key != "adam_betas"}
+    changed = settings.with_numbers(numbers)
+    check_settings(changed, only=SCHEDULED_NUMBERS)
+    return changed
+
+
+def _betas(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both decays of Adam's moments."""
+    betas = group["adam_betas"]
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise InvalidSettingError(f"adam_betas: must be a list of 2 numbers; found {betas!r}")
+    return {"adam_beta1": betas[0], "adam_beta2": betas[1]}
 
 
 @functools.lru_cache(maxsize=256, typed=True)

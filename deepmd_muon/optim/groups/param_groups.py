@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError
-from deepmd_muon.optim.groups.group_settings import Params, as_tuple, group_settings
+from deepmd_muon.optim.groups.group_settings import (
+    Params,
+    as_tuple,
+    group_settings,
+    with_numbers_of,
+)
 from deepmd_muon.optim.routing.routes import (
     RouteEntry,
     RouteTable,
@@ -32,11 +37,13 @@ log = logging.getLogger(__name__)
 CONSTRUCTOR_CALLER = 5
 
 
-class Group(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Group:
     """A parameter group as a step reads it.
 
     A step reads the learning rate and `maximize` from `values`, because they may change between
-    steps.
+    steps. If a scheduler changes numbers in `settings`, `follow_schedules` replaces them here, where
+    all parts of a compiled step read them.
     """
 
     values: dict[str, Any]  # the group in `param_groups`
@@ -50,6 +57,13 @@ class Group(NamedTuple):
         if isinstance(lr, Tensor):
             return float(lr) if lr.device.type == "cpu" else lr.view(())
         return lr
+
+    def follow_schedules(self) -> None:
+        """Take over the numbers that a scheduler has changed in the group.
+
+        Raises InvalidSettingError for a number out of its range.
+        """
+        self.settings = with_numbers_of(self.values, self.settings)
 
 
 def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | None) -> list[Any]:

@@ -201,7 +201,7 @@ _TYPES = {  # of parameters
 }
 # The arguments of `update` without parameters to update.
 NO_APPLICATION: dict[str, Any] = dict.fromkeys(
-    ("targets", "damping", "rate", "decay_high", "decay_low", "skip", "TYPE")
+    ("targets", "damping", "rate", "decay", "skip", "TYPE")
 )
 
 # Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time,
@@ -639,13 +639,11 @@ class _Iteration:
             return NO_APPLICATION
         # Only matrices in tiles are applied, and each span of them has a launch.
         assert span is not None
-        decay_high, decay_low = application.decay
         return {
             "targets": application.targets[span.tensor],
             "damping": application.factors,
             "rate": application.rate,
-            "decay_high": decay_high,
-            "decay_low": decay_low,
+            "decay": application.decay,
             "skip": application.skip,
             "TYPE": _TYPES[application.dtype],
         }

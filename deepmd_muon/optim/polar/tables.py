@@ -201,7 +201,7 @@ class Application(NamedTuple):
     rate
         Learning rate, float64 ().
     decay
-        Weight decay, split by `split_float64`.
+        Weight decay, float64 ().
     skip
         float32 (); if above 0, the parameters stay unchanged.
     """
@@ -211,7 +211,7 @@ class Application(NamedTuple):
     dtype: torch.dtype
     factors: Tensor
     rate: Tensor
-    decay: tuple[float, float]
+    decay: Tensor
     skip: Tensor
 
 

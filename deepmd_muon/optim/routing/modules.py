@@ -216,7 +216,7 @@ def _own_parameters(path: str, module: nn.Module) -> Iterator[tuple[Tensor, str]
 
 def _input_widths(model: nn.Module) -> set[int]:
     """Return the widths of the inputs that layers take."""
-    widths = set()
+    widths: set[Any] = set()
     for module in model.modules():
         widths.update(getattr(module, name, None) for name in _INPUT_WIDTHS)
         widths.update(tuple(getattr(module, "normalized_shape", None) or ())[-1:])

@@ -50,13 +50,14 @@ class NorMuon(MatrixRule):
         return cls(neurons="rows"), cls(neurons="columns")
 
     @property
-    def _key(self) -> str:
+    def key(self) -> str:
+        """Key of the second moment in the state."""
         # Moments of rows mean nothing for columns, so another layout starts with new ones.
         return f"second_moment_of_{self.neurons}"
 
     def tensors(self) -> Mapping[str, StateTensor]:
         """Return the second moment."""
-        return {self._key: StateTensor(self.neurons, "moment")}
+        return {self.key: StateTensor(self.neurons, "moment")}
 
     @property
     def _dim_of_elements(self) -> int:
@@ -73,15 +74,15 @@ class NorMuon(MatrixRule):
     ) -> BlockState:
         """Move the second moments towards the mean squares of the neurons."""
         advanced = []
-        for v, sums, o in zip(state[self._key], self._sums(polar), polar, strict=True):
+        for v, sums, o in zip(state[self.key], self._sums(polar), polar, strict=True):
             means = sums / o.shape[self._dim_of_elements]
             advanced.append(v.double().lerp(means, 1.0 - self.beta).to(v.dtype))
-        return {self._key: advanced}
+        return {self.key: advanced}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
         """Return the factor of every neuron: it divides by √v and keeps the norm of the matrix."""
         factors = []
-        for o, sums, v in zip(polar, self._sums(polar), state[self._key], strict=True):
+        for o, sums, v in zip(polar, self._sums(polar), state[self.key], strict=True):
             inverse = 1.0 / (v.double().sqrt() + EPSILON)
             norm = sums.sum(dim=1, keepdim=True).sqrt()
             changed_norm = (sums * inverse.square()).sum(dim=1, keepdim=True).sqrt()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepmd_muon.optim.config import ShardedSettings
+from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream, is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.groups.param_groups import Group
@@ -133,6 +133,7 @@ class ShardedStep:
         self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
         self._columns = GroupColumns(sharded_params)
         self._prepared: tuple[Sequence[Group], State] = ((), {})
+        self._structures: list[HybridMuonConfig] = []
         self._error: ShardingError | None = None
         self._agreed = False
         self._presence: GradientPresence | None = None
@@ -187,10 +188,19 @@ class ShardedStep:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
         self._with_gradient.update(param.p for param in self._matrices if param.p.grad is not None)
         self._error = layout_error(state, self._sharded_params)
+        # The parts of the step read the numbers of groups when they run; other settings are bound.
+        structures = [group.settings.structure for group in groups]
+        same_structures = structures == self._structures
+        self._structures = structures
         self._prepared = groups, state
         self._columns.watch(groups)
         self._compiled = False
-        self._bound = self._bound and same_tensors
+        self._bound = self._bound and same_tensors and same_structures
+
+    def follow_schedules(self) -> None:
+        """Compare the groups with those of other ranks in this step: schedulers have changed them."""
+        groups, _ = self._prepared
+        self._columns.watch(groups)
 
     def agree(self, flags: Tensor | None) -> Tensor | None:
         """Agree with the other ranks to take a step; return the maximum of all ranks' flags.

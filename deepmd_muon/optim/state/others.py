@@ -1,4 +1,4 @@
-"""Read the states of other Muons: torch's, K. Jordan's, Moonlight's and dion's.
+"""Read the states of other Muons: torch's, K. Jordan's, Moonlight's, dion's and their successors.
 
 Their momenta follow one of two conventions, m ← β m + (1 − β) g as here, or m ← β m + g, which is
 1/(1 − β) times larger. The keys of a parameter group identify the optimizer:
@@ -8,8 +8,11 @@ Their momenta follow one of two conventions, m ← β m + (1 − β) g as here, 
 | torch.optim.Muon (2.13): ``adjust_lr_fn`` | ``momentum_buffer`` | yes | |
 | K. Jordan: ``use_muon`` | ``momentum_buffer`` | yes | ``exp_avg``, ``exp_avg_sq``, ``step`` |
 | K. Jordan, without AdamW: lr, weight_decay, momentum alone | ``momentum_buffer`` | yes | |
-| Moonlight, early K. Jordan: ``ns_steps`` | ``momentum_buffer`` | no | ``moment1/2``, ``step`` |
-| dion: ``algorithm`` | ``momentum`` | no | ``momentum``, ``variance``; ``step`` in the group |
+| Moonlight, early K. Jordan, pytorch_optimizer: ``ns_steps`` | ``momentum_buffer`` | no |
+  ``moment1/2``; ``step``, also in the group |
+| Motif: ``names`` | ``momentum_buffer`` | no | ``moment1/2``, ``step`` |
+| dion, xtuner: ``algorithm`` | ``momentum`` | no | ``momentum``, ``variance``; ``step`` in the
+  group |
 | torch.optim.Adam, AdamW: ``betas`` | | | ``exp_avg``, ``exp_avg_sq``, ``step`` |
 """
 
@@ -25,11 +28,13 @@ from torch import Tensor
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.routes import Route, RouteEntry, RouteTable, canonical_name
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
+from deepmd_muon.optim.rules.normuon import NorMuon
 from deepmd_muon.optim.state.migrate import SavedParameter
 
 # Optimizers by a key of their groups; the first that matches counts.
 _KINDS = {
     "algorithm": "dion",
+    "names": "moonlight",
     "adjust_lr_fn": "torch",
     "use_muon": "jordan",
     "ns_steps": "moonlight",
@@ -93,8 +98,8 @@ def import_state(
             stop = start + len(group["params"])
             if all_names is not None:
                 group_names = all_names[start:stop]
-            elif "param_names" in group:
-                group_names = list(group["param_names"])
+            elif "param_names" in group or "names" in group:
+                group_names = _names_of(group)
             else:
                 raise ForeignStateError("a state dict has no names of its parameters; give names=")
             numbers = list(range(start, stop))
@@ -117,18 +122,23 @@ def read_another_muon(
     present_entries = {entry.name: entry for entry in present}
     parameters: dict[str, SavedParameter] = {}
     for group in groups:
-        if "param_names" not in group:
+        if not {"param_names", "names"} & group.keys():
             raise ForeignStateError(
                 "the state of another Muon has no names of its parameters, and its groups have "
                 "other sizes than here; attach names with deepmd_muon.optim.import_state"
             )
-        names = map(canonical_name, group["param_names"])
+        names = map(canonical_name, _names_of(group))
         for name, key in zip(names, group["params"], strict=True):
             values = _values(group, state.get(key, {}))
             entry = _entry(name, values, present_entries.get(name))
             if entry is not None:
                 parameters[name] = SavedParameter(entry, values if entry.route != "frozen" else {})
     return parameters
+
+
+def _names_of(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters, which Motif's Muon stores under another key."""
+    return list(group["param_names"] if "param_names" in group else group["names"])
 
 
 def _values(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -142,29 +152,39 @@ def _values(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Te
             buffer = buffer * (1 - group["momentum"])
         return {"momentum_buffer": buffer}
     if "moment1" in values:
-        return _adam(
-            {"exp_avg": values["moment1"], "exp_avg_sq": values["moment2"], "step": values["step"]}
-        )
-    return _adam(values)
+        moments = {"exp_avg": values["moment1"], "exp_avg_sq": values["moment2"]}
+        return _adam(group, {**values, **moments})
+    return _adam(group, values)
 
 
 def _values_of_dion(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
     if group["algorithm"] == "adamw":
         names = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
         moments = {names[key]: value for key, value in values.items() if key in names}
-        return _adam({**moments, "step": group["step"]})
-    if group["algorithm"] != "muon":
+        return _adam(group, moments)
+    if group["algorithm"] not in ("muon", "normuon"):
         raise ForeignStateError(f"a state of dion's {group['algorithm']!r} has no counterpart here")
     if "momentum" not in values:
         return {}
-    return {"momentum_buffer": values["momentum"] * (1 - group["mu"])}
+    state = {"momentum_buffer": values["momentum"] * (1 - group["mu"])}
+    if "variance_neuron" in values:
+        state[NorMuon(neurons="rows").key] = values["variance_neuron"]
+    return state
 
 
-def _adam(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return Adam's state with the step as a tensor; {} if the parameter was never stepped."""
+def _adam(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return Adam's state with the step as a tensor; {} if the parameter was never stepped.
+
+    Raises ForeignStateError if neither the parameter nor its group has counted steps.
+    """
     if "exp_avg" not in values:
         return {}
-    step = torch.tensor(float(values["step"]), device="cpu")
+    count = values.get("step", group.get("step"))
+    if count is None:
+        raise ForeignStateError(
+            "a state of AdamW has moments and no number of steps: add 'step' to its group"
+        )
+    step = torch.tensor(float(count), device="cpu")
     return {"step": step, "exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
 
 

@@ -7,6 +7,7 @@ parameters, shards the model with FSDP2, and puts the DTensors of the same names
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -123,10 +124,11 @@ def _groups_to_compare(after: Sequence[Group], table: RouteTable) -> list[Group]
         return before if frozen and before.shape == entry.shape else entry
 
     return [
-        group._replace(
+        dataclasses.replace(
+            group,
             routed=tuple(
                 (p, route_to_compare(entry)) for p, entry in group.routed if entry.name in former
-            )
+            ),
         )
         for group in after
     ]

@@ -86,16 +86,13 @@ class AppliedGroups:
     """Groups of one wave; their last products update parameters of one dtype.
 
     `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16
-    bytes. `decay` is the weight decay, split by `split_float64`.
+    bytes.
     """
 
-    def __init__(
-        self, groups: Sequence[MatrixGroup], dtype: torch.dtype, decay: tuple[float, float]
-    ) -> None:
+    def __init__(self, groups: Sequence[MatrixGroup], dtype: torch.dtype) -> None:
         self.groups = groups
         self.numbers = [group.number for group in groups]
         self._dtype = dtype
-        self._decay = decay
         self._targets = [torch.stack([group.addresses, group.factors], dim=1) for group in groups]
         blocks = [torch.stack([group.first_chunks, group.chunks], dim=1) for group in groups]
         self._blocks = torch.cat(blocks)
@@ -107,7 +104,14 @@ class AppliedGroups:
         self._schedules = list(dict.fromkeys(group.schedule for group in groups))
 
     def run(
-        self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor, skip: Tensor
+        self,
+        matrices: Sequence[Tensor],
+        *,
+        sums: Tensor,
+        factors: Tensor,
+        rate: Tensor,
+        decay: Tensor,
+        skip: Tensor,
     ) -> None:
         """Orthogonalize the groups' directions and update the parameters.
 
@@ -119,8 +123,8 @@ class AppliedGroups:
             Of the chunks, as `fused_kernels.advance` writes them.
         factors
             Scale and damping of each block.
-        rate
-            Learning rate, float64 ().
+        rate, decay
+            Learning rate and weight decay, float64 ().
         skip
             If above 0, the parameters stay unchanged.
         """
@@ -135,7 +139,7 @@ class AppliedGroups:
                 dtype=self._dtype,
                 factors=factors,
                 rate=rate,
-                decay=self._decay,
+                decay=decay,
                 skip=skip,
             )
             apply_by_products([matrices[i] for i in members], schedule, application)
@@ -144,7 +148,13 @@ class AppliedGroups:
             dispatch.COUNTS["symmetric", m, n] += len(group.addresses)
 
     def usable(
-        self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor
+        self,
+        matrices: Sequence[Tensor],
+        *,
+        sums: Tensor,
+        factors: Tensor,
+        rate: Tensor,
+        decay: Tensor,
     ) -> bool:
         """Run all launches once without changing the parameters.
 
@@ -163,7 +173,7 @@ class AppliedGroups:
         skip = torch.ones((), dtype=torch.float32, device=device)
         try:
             check(device, self._dtype)
-            self.run(matrices, sums, factors, rate, skip)
+            self.run(matrices, sums=sums, factors=factors, rate=rate, decay=decay, skip=skip)
         except Exception as error:  # an error of the compiler or driver must not end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _LOG.warning(
@@ -199,7 +209,7 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
             dtype=dtype,
             factors=factors,
             rate=torch.full((), lr, dtype=torch.float64, device=device),
-            decay=(decay, 0.0),
+            decay=torch.full((), decay, dtype=torch.float64, device=device),
             skip=torch.zeros((), dtype=torch.float32, device=device),
         )
         apply_by_products([x], coefficients, application)

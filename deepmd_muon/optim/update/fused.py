@@ -15,7 +15,6 @@ parameters. The last product of large matrices updates their parameters itself (
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 from collections import defaultdict
@@ -229,41 +228,39 @@ def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
 # ----- a step ------------------------------------------------------------------------------------
 
 
-class SplitFloat64(NamedTuple):
-    """A float64 number as the sum of two float32 numbers, because kernel arguments are float32."""
-
-    high: float
-    low: float
-
-
-@functools.lru_cache(maxsize=64)
-def split_float64(x: float) -> SplitFloat64:
-    """Split a float64 number into two float32 numbers."""
-    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
-    return SplitFloat64(high, x - high)
-
-
 class StepScalars:
-    """Learning rate, skip predicate and gradients' scale, where recorded launches read them."""
+    """Numbers that may change from step to step, where recorded launches read them.
+
+    `pace` is 1 − β of the momentum, `decay` the weight decay.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.rate = torch.zeros((), dtype=torch.float64, device=device)
+        self.pace = torch.zeros((), dtype=torch.float64, device=device)
+        self.decay = torch.zeros((), dtype=torch.float64, device=device)
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
         self.scale = torch.zeros((), dtype=torch.float32, device=device)
-        self._rate: float | None = None
+        self._written: dict[str, float] = {}
 
-    def write(self, lr: float | Tensor, control: StepControl) -> None:
+    def write(self, lr: float | Tensor, settings: HybridMuonConfig, control: StepControl) -> None:
         """Write the present values without synchronizing."""
         if isinstance(lr, Tensor):
             self.rate.copy_(lr)
-            self._rate = None
-        elif lr != self._rate:
-            self.rate.fill_(lr)
-            self._rate = lr
+            self._written.pop("rate", None)
+        else:
+            self._fill("rate", lr)
+        self._fill("pace", 1.0 - settings.momentum)
+        self._fill("decay", settings.weight_decay)
         if control.skip is not None:
             self.skip.copy_(control.skip)
         if control.scale is not None:
             self.scale.copy_(control.scale)
+
+    def _fill(self, name: str, value: float) -> None:
+        """Write a number of the host, unless it is there."""
+        if self._written.get(name) != value:
+            getattr(self, name).fill_(value)
+            self._written[name] = value
 
 
 class Directions(NamedTuple):
@@ -298,8 +295,6 @@ class FusedMuon:
         self._peaks = self._wide == torch.float64  # their squares can overflow
         self._is_small = sum(p.numel() for p in params) <= SMALL
         self._width = _SHORT if self._is_small else _LONG
-        self._weight = split_float64(1.0 - settings.momentum)
-        self._decay = split_float64(settings.weight_decay)
 
         blocks = [block for i, view in enumerate(views) for block in block_locations(i, view)]
         self._groups = group_blocks(blocks)
@@ -307,8 +302,8 @@ class FusedMuon:
         chunks = divide_into_chunks(rows, self._width)
         self._chunks = chunks.table.to(self._device)
         self._directions: Directions | None = None
-        scales = [update_scale((block.rows, block.columns), settings) for block in blocks]
-        self._scales = torch.tensor(scales, dtype=torch.float32, device=self._device)
+        self._block_shapes = [(block.rows, block.columns) for block in blocks]
+        self._scales = self._scales_of(settings).to(self._device)
         self._gradients = AddressTable(len(params), self._device)
         self._results = AddressTable(len(self._groups), self._device)
         self._scalars = StepScalars(self._device)
@@ -370,7 +365,7 @@ class FusedMuon:
                     chunks=chunks.counts[group.blocks].to(self._device),
                 )
             )
-        return AppliedGroups(groups, self._dtype, self._decay) if groups else None
+        return AppliedGroups(groups, self._dtype) if groups else None
 
     def _try_applied(self, applied: AppliedGroups) -> None:
         """Exclude the groups' matrices from the launches for all others.
@@ -380,7 +375,11 @@ class FusedMuon:
         self._never_skip = torch.zeros((), dtype=torch.float32, device=self._device)
         matrices = self._direction_buffers().matrices
         if not applied.usable(
-            [matrices[i] for i in applied.numbers], self._sums, self._scales, self._scalars.rate
+            [matrices[i] for i in applied.numbers],
+            sums=self._sums,
+            factors=self._scales,
+            rate=self._scalars.rate,
+            decay=self._scalars.decay,
         ):
             self._applied = None
             return
@@ -417,13 +416,35 @@ class FusedMuon:
         scores: Sequence[Tensor],
         settings: HybridMuonConfig,
     ) -> bool:
-        """Return whether the tables are valid for these tensors and settings."""
-        return settings is self._settings and _addresses(params, buffers, scores) == self._fixed
+        """Return whether the tables are valid for these tensors and settings.
+
+        Numbers that a scheduler changes are no part of them.
+        """
+        fits = settings is self._settings or settings.structure == self._settings.structure
+        return fits and _addresses(params, buffers, scores) == self._fixed
+
+    def _scales_of(self, settings: HybridMuonConfig) -> Tensor:
+        """Return the scales of the blocks, in host memory."""
+        scales = [update_scale(shape, settings) for shape in self._block_shapes]
+        return torch.tensor(scales, dtype=torch.float32, device="cpu")
 
     def step(
-        self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool
+        self,
+        grads: Sequence[Tensor],
+        lr: float | Tensor,
+        control: StepControl,
+        *,
+        maximize: bool,
+        settings: HybridMuonConfig | None = None,
     ) -> None:
-        """Take one step with contiguous gradients of one dtype."""
+        """Take one step with contiguous gradients of one dtype.
+
+        `settings` are those of the constructor, unless a scheduler has changed numbers in them.
+        """
+        if settings is not None and settings is not self._settings:
+            if settings.lr_adjust_coeff != self._settings.lr_adjust_coeff:
+                self._scales.copy_(self._scales_of(settings))
+            self._settings = settings
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = captured_addresses(grads) if capturing else self._gradients.of(grads)
         variant = Variant(
@@ -432,7 +453,7 @@ class FusedMuon:
             skip=control.skip is not None,
             scale=control.scale is not None,
         )
-        self._scalars.write(lr, control)
+        self._scalars.write(lr, self._settings, control)
         graph = None if capturing else self._recorded.get(variant)
         if graph is not None:
             graph.replay()
@@ -470,6 +491,7 @@ class FusedMuon:
                     sums=self._sums,
                     factors=factors,
                     rate=self._scalars.rate,
+                    decay=self._scalars.decay,
                     skip=self._never_skip if skip is None else skip,
                 )
         if len(self._separate):
@@ -485,8 +507,7 @@ class FusedMuon:
                 gradients=table,
                 directions=directions,
                 sums=self._sums,
-                weight_high=self._weight.high,
-                weight_low=self._weight.low,
+                pace=self._scalars.pace,
                 skip=skip,
                 scale=self._scalars.scale if variant.scale else None,
                 DTYPE=TYPES[self._dtype],
@@ -536,8 +557,7 @@ class FusedMuon:
                 results=results,
                 factors=factors,
                 rate=self._scalars.rate,
-                decay_high=self._decay.high,
-                decay_low=self._decay.low,
+                decay=self._scalars.decay,
                 skip=skip,
                 DTYPE=TYPES[self._dtype],
                 POLAR=TYPES[dtype],

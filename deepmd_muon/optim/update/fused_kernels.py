@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.application import aligned, apply_part, join_float64
+from deepmd_muon.optim.polar.kernels.application import aligned, apply_part
 from deepmd_muon.optim.rules import magma
 
 # Columns of a chunk's row, int64; `fused.ChunkRow` explains them.
@@ -132,8 +132,7 @@ def advance(
     gradients,  # int64 addresses by number of the tensor
     directions,  # of all blocks, written
     sums,  # float64 (chunks, SUMS), written with MAGMA or SQUARES
-    weight_high,  # 1 − β is the sum of both
-    weight_low,
+    pace,  # 1 − β, float64 ()
     skip,  # float32 () or None
     scale,  # float32 (): the gradients were multiplied by it; or None
     DTYPE: tl.constexpr,  # of parameters and momenta
@@ -157,7 +156,7 @@ def advance(
         PEAKS=PEAKS,
         SQUARES=SQUARES,
     )
-    weight = join_float64(weight_high, weight_low).to(WIDE)
+    weight = tl.load(pace).to(WIDE)
     factor = None
     if scale is not None:
         factor = (1.0 / tl.load(scale).to(tl.float64)).to(WIDE)
@@ -318,8 +317,7 @@ def apply(
     results,  # int64 addresses of the polar factors by number of the group
     factors,  # float32 (blocks,)
     rate,  # learning rate, float64 ()
-    decay_high,  # λ is the sum of both
-    decay_low,
+    decay,  # λ, float64 ()
     skip,  # float32 () or None
     DTYPE: tl.constexpr,  # of the parameters
     POLAR: tl.constexpr,  # dtype of the polar factors
@@ -330,7 +328,7 @@ def apply(
     row = chunks + tl.program_id(0).to(tl.int64) * ROW
     size = chunk_size(row, skip)
     lr = tl.load(rate)
-    shrink = (1.0 - lr * join_float64(decay_high, decay_low)).to(WIDE)
+    shrink = (1.0 - lr * tl.load(decay)).to(WIDE)
     step = (lr * tl.load(factors + tl.load(row + BLOCK))).to(WIDE)
     parameter = tl.load(row + PARAMETER)
     result = tl.load(results + tl.load(row + GROUP))

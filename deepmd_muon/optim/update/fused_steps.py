@@ -113,7 +113,11 @@ class FusedStepCache:
                     control=control,
                     maximize=maximize,
                 )
-        if not fuses(settings, dtype):
+        scores = state.get(SCORE, [])
+        key = tuple(map(id, params))
+        fused = self._known.get(key)
+        fits = fused is not None and fused.fits(params, buffers, scores, settings)
+        if not fits and not fuses(settings.structure, dtype):
             return False
         grads = gradients_of(params)
         grad_dtype = grads[0].dtype
@@ -125,14 +129,11 @@ class FusedStepCache:
             skip=control.skip is not None,
             scale=control.scale is not None,
         )
-        scores = state.get(SCORE, [])
-        key = tuple(map(id, params))
-        fused = self._known.get(key)
         if fused is None:
             compile_kernels(tuple(views), device, dtype, variant, settings)
         if not _works(device, dtype, variant, bool(scores), settings.nesterov):
             return False
-        if fused is None or not fused.fits(params, buffers, scores, settings):
+        if fused is None or not fits:
             if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
                 return False
             fused = self._known[key] = self._make(params, buffers, scores, views, settings)
@@ -142,7 +143,8 @@ class FusedStepCache:
             self._captured.append(fused)
         if isinstance(lr, Tensor) and not lr.is_cuda:
             lr = float(lr)  # does not synchronize
-        fused.step([g.contiguous() for g in grads], lr, control, maximize=maximize)
+        contiguous = [g.contiguous() for g in grads]
+        fused.step(contiguous, lr, control, maximize=maximize, settings=settings)
         return True
 
     def _make(

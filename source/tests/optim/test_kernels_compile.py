@@ -193,7 +193,7 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
         )
         rate, skip = torch.zeros((), dtype=torch.float64), torch.zeros(())
         given = Application(
-            [targets], [squares], torch.float32, torch.zeros(3), rate, (0.1, 0.0), skip
+            [targets], [squares], torch.float32, torch.zeros(3), rate, rate + 0.1, skip
         )
         symmetric_launch.apply_by_products(
             [torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given

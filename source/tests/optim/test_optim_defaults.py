@@ -11,7 +11,14 @@ import torch
 from optim_builders import through_file
 from torch import nn
 
-from deepmd_muon.optim import HybridMuonConfig, InvalidShapeError, MuonConfig, RoutingMismatchError
+from deepmd_muon.optim import (
+    HybridMuon,
+    HybridMuonConfig,
+    InvalidParameterError,
+    InvalidShapeError,
+    MuonConfig,
+    RoutingMismatchError,
+)
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
 
 
@@ -181,3 +188,25 @@ def test_type_muon_of_an_input_keeps_its_routes():
     of_names = {name for name, route in routes.items() if route == "adamw" and "embed" in name}
     assert {"embedder.0.weight", "patch_embed.weight", "tok_embeddings"} <= of_names
     assert routes["experts.down_proj"] == routes["norm.weight"] == "adamw"
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.filterwarnings("ignore:HybridMuon got parameters without names")
+def test_flat_partitions_in_place_of_matrices_are_refused(named):
+    """As DeepSpeed's ZeRO 1 and 2 replace the parameters of a group."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    optimizer = HybridMuon(model.named_parameters() if named else model.parameters())
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])[:40].requires_grad_()
+    flat.grad = torch.ones_like(flat)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(InvalidParameterError, match="ZeRO"):
+        optimizer.step()
+    assert flat.grad.sum() == 40
+
+
+def test_partitions_of_zero_3_are_refused():
+    model = nn.Linear(4, 8)
+    model.weight.data = torch.empty(0)
+    model.weight.ds_shape = torch.Size((8, 4))
+    with pytest.raises(InvalidParameterError, match=r"'weight' is partitioned .* stage 3"):
+        MuonConfig().build(model)

@@ -360,6 +360,25 @@ def test_tables_are_made_anew_when_state_moves():
     assert all(torch.equal(a, b) for a, b in zip(job.tensors, other.tensors, strict=True))
 
 
+def test_a_schedule_keeps_tables_and_graphs():
+    settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
+    (job, other), steps = (Job(), Job()), FusedStepCache()
+    with torch.no_grad():
+        for k, momentum in enumerate((0.95, 0.85, 0.9, 0.9)):
+            scheduled = settings.with_numbers(
+                {"momentum": momentum, "weight_decay": 0.4 * k, "lr_adjust_coeff": momentum}
+            )
+            for each in (job, other):
+                each.give(k)
+            assert steps.step(*job.lists, lr=0.1, settings=scheduled, control=StepControl())
+            muon_(*other.lists, lr=0.1, settings=scheduled, control=StepControl())
+    assert steps._made[job.params[0]] == 1
+    (step,) = steps._known.values()
+    assert len(step._recorded) == torch.cuda.is_available()
+    for x, expected in zip(job.tensors, other.tensors, strict=True):
+        torch.testing.assert_close(x, expected, rtol=2e-5, atol=2e-5)
+
+
 def test_steps_of_few_lists_of_parameters_are_kept(monkeypatch):
     """As where another expert has gradients in every step."""
     monkeypatch.setattr(fused_steps, "_MOST_LISTS", 2)

@@ -229,3 +229,67 @@ def test_what_does_not_fit_is_an_error():
     optimizer = MuonConfig(adamw_patterns=["0.*"], on_route_change="migrate").build(model)
     optimizer.load_state_dict(state)
     assert {"exp_avg", "exp_avg_sq", "step"} == optimizer.state[model[0].weight].keys()
+
+
+def as_saved(kind, model, steps=3):
+    """Return a state as a successor of Moonlight's or dion's Muon saves it, and the sums in it."""
+    peer = Sums(model)
+    for step in range(steps):
+        gradients(model, step)
+        peer.step()
+    matrices, rest = SORTED[:2], SORTED[2:]
+    if kind == "pytorch_optimizer":  # it counts steps in the group
+        saved = peer.moonlight()
+        (group,) = saved["param_groups"]
+        group["step"] = steps
+        for values in saved["state"].values():
+            values.pop("step", None)
+        group["param_names"] = SORTED
+    elif kind == "Motif":  # it has names under another key
+        saved = peer.moonlight()
+        (group,) = saved["param_groups"]
+        common = {key: group[key] for key in group if key != "params"}
+        saved["param_groups"] = [
+            {**common, "use_muon": True, "names": matrices, "params": [0, 1]},
+            {**common, "use_muon": False, "names": rest, "params": [2, 3]},
+        ]
+    else:
+        saved = peer.dion()
+        for group in saved["param_groups"]:
+            group["param_names"] = [SORTED[i] for i in group["params"]]
+        if kind == "normuon":
+            for group in saved["param_groups"]:
+                group["algorithm"] = group["algorithm"].replace("muon", "normuon")
+            for i in (0, 1):
+                rows = len(saved["state"][i]["momentum"])
+                saved["state"][i]["variance_neuron"] = torch.arange(1.0, rows + 1).view(-1, 1)
+    return saved, peer
+
+
+@pytest.mark.parametrize("kind", ["pytorch_optimizer", "Motif", "normuon"])
+def test_states_of_successors_load_by_what_they_are(kind):
+    model = make_model()
+    saved, peer = as_saved(kind, model)
+    optimizer = MuonConfig(momentum=BETA, normuon=kind == "normuon").build(model)
+    optimizer.load_state_dict(saved)
+    for i, (name, p) in enumerate(zip(SORTED, peer.params, strict=True)):
+        state = optimizer.state[p]
+        if p.ndim == 2:
+            expected = (1 - BETA) * peer.state[i]["m"]
+            torch.testing.assert_close(state["momentum_buffer"], expected, msg=name)
+            if kind == "normuon":
+                rows = torch.arange(1.0, len(p) + 1).view(-1, 1)
+                assert torch.equal(state["second_moment_of_rows"].float(), rows)
+        else:
+            assert float(state["step"]) == 3
+            assert torch.equal(state["exp_avg_sq"], peer.state[i]["v"])
+    gradients(model, 4)
+    optimizer.step()
+
+
+def test_moments_without_a_number_of_steps_are_refused():
+    model = make_model()
+    saved, _ = as_saved("pytorch_optimizer", model)
+    del saved["param_groups"][0]["step"]
+    with pytest.raises(ForeignStateError, match="no number of steps"):
+        MuonConfig().build(model).load_state_dict(saved)

@@ -74,6 +74,7 @@ def train(model, optimizer, steps=3):
         ({"use_muon": True}, {"muon_patterns": ["*"]}),
         ({"algorithm": "adamw"}, {"adamw_patterns": ["*"]}),
         ({"flatten": True}, {"conv_patterns": ["*"]}),
+        ({"expert_keys": ["experts", "moe"]}, {"expert_patterns": ["*experts*", "*moe*"]}),
     ],
 )
 def test_words_become_settings(words, settings):
@@ -106,9 +107,34 @@ def test_all_words_that_have_no_counterpart_are_named_at_once():
         MuonConfig(nonsense_of_mine=1)
 
 
+def test_arguments_of_motifs_and_other_muons_are_answered_at_once():
+    words = ("warmup_step", "chunk_size", "debug", "clip_config", "use_distributed_muon")
+    words += ("none_grad", "max_grad_norm")
+    with pytest.raises(TypeError) as error:
+        HybridMuon(make_model().named_parameters(), **dict.fromkeys(words), momentun=0.9)
+    for word in words:
+        assert f"{word!r}: " in str(error.value)
+    assert "'momentun'; did you mean 'momentum'?" in str(error.value)
+    with pytest.raises(InvalidSettingError) as both:
+        MuonConfig(debug=True, amsgrad=True)
+    assert [("amsgrad" in text, "debug" in text) for text in both.value.problems] == [
+        (True, False),
+        (False, True),
+    ]
+    model = make_model()
+    groups = [{"params": list(model.named_parameters()), "max_grad_norm": 1.0}]
+    assert HybridMuon(groups).param_groups[0]["max_grad_norm"] == 1.0
+
+
+def test_the_name_of_deepmd_kits_class_is_an_alias_that_says_so():
+    with pytest.warns(DeprecationWarning, match="HybridMuonOptimizer is called HybridMuon"):
+        from deepmd_muon.optim import HybridMuonOptimizer
+    assert HybridMuonOptimizer is HybridMuon
+
+
 @pytest.mark.parametrize("config", [MuonConfig, HybridMuonConfig, AdamConfig])
 def test_configuration_with_a_learning_rate_names_build(config):
-    with pytest.raises(TypeError, match=r"'lr'; write \w+Config\(\)\.build\(model, lr=\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"'lr': write \w+Config\(\)\.build\(model, lr=\.\.\.\)"):
         config(lr=0.02)
 
 
@@ -318,7 +344,7 @@ def test_the_lines_of_the_page_make_optimizers():
     ]
     names["groups"] = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
     rows = re.findall(r"^\| [^|]* \| `((?:MuonConfig|HybridMuon)\(.*?)` \|$", text, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 8
     for line in rows:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "HybridMuon got parameters without names")

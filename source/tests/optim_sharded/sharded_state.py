@@ -170,6 +170,20 @@ def cut_state():
     replicas.assert_equal(2**-8)
 
 
+def schedules():
+    """Numbers that schedulers change reach all parts of the step."""
+    mesh = mesh_of((dist.get_world_size(),))
+    for replication in ("repeat", "spread"):
+        shapes = [*SHAPES["even"], (16,)]
+        replicas = Replicas(shapes, mesh, {"replication": replication}, vector_route="adamw")
+        for number in (0.95, 0.85, 0.9):
+            for optimizer in replicas.optimizers:
+                (group,) = optimizer.param_groups
+                group |= {"momentum": number, "weight_decay": number, "adam_betas": (number, 0.99)}
+            replicas.step()
+        replicas.assert_equal(1e-6)
+
+
 def momenta_gathered_early():
     """`prefetch` changes no bit, whatever lies between it and the step, and saves no gather that a step needs."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -576,6 +590,7 @@ CASES = [
     ("order of a step", order_of_a_step),
     ("offloaded", offloaded),
     ("cut state", cut_state),
+    ("schedules", schedules),
     ("momenta gathered early", momenta_gathered_early),
     ("memory of cut state", cut_state_takes_a_part_of_the_memory),
     ("collectives of cut state", cut_state_collectives),

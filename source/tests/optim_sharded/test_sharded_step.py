@@ -76,6 +76,7 @@ NOT_FOR_FOUR = {
     "gradient scaler",
     "order of a step",
     "cut state",
+    "schedules",
     "momenta gathered early",
     "memory of cut state",
     "collectives of cut state",

@@ -26,8 +26,7 @@ class ParameterUpdate(NamedTuple):
     targets: Any  # int64 (matrices, TARGET_ROW)
     factors: Any  # scale times damping, float32
     rate: Any  # learning rate, float64 ()
-    decay_high: Any  # λ is the sum of both
-    decay_low: Any
+    decay: Any  # λ, float64 ()
     skip: Any  # float32 (); if above 0, the parameters stay unchanged
 
 
@@ -41,12 +40,6 @@ def aligned(address, anchor, TYPE: tl.constexpr):
     BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
     distance = (address - anchor.to(tl.int64)) // 16 * (16 // BYTES)
     return anchor.to(tl.pointer_type(TYPE), bitcast=True) + distance
-
-
-@triton.jit
-def join_float64(high, low):
-    """Return the float64 number that the host split into two float32 numbers."""
-    return tl.zeros((), tl.float64) + high + low
 
 
 @triton.jit
@@ -70,8 +63,7 @@ def apply_tile(
     """
     target = parameters.targets + tl.program_id(1) * TARGET_ROW
     lr = tl.load(parameters.rate)
-    decay = join_float64(parameters.decay_high, parameters.decay_low)
-    shrink = (1.0 - lr * decay).to(tl.float32)
+    shrink = (1.0 - lr * tl.load(parameters.decay)).to(tl.float32)
     step = (lr * tl.load(parameters.factors + tl.load(target + 1))).to(tl.float32)
     offsets = row_offsets[:, None] + column_offsets[None, :]
     # Compared after the broadcast: Triton 3.9's interpreter makes a float of a broadcast comparison.

@@ -383,8 +383,7 @@ def update(
     targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
     damping,
     rate,
-    decay_high,
-    decay_low,
+    decay,
     skip,
     READ: tl.constexpr,  # PRESENT, INPUT or TRANSPOSED_INPUT
     WRITE: tl.constexpr,  # one of the constants above
@@ -411,8 +410,7 @@ def update(
         targets=targets,
         factors=damping,
         rate=rate,
-        decay_high=decay_high,
-        decay_low=decay_low,
+        decay=decay,
         skip=skip,
     )
     iterate = Iterate(

@@ -1,0 +1,101 @@
+"""Schedules of momentum, decay and betas change numbers, and compile nothing again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import InvalidSettingError, MuonConfig
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.step import CompiledStep
+
+SCHEDULED = {
+    "momentum": [0.85, 0.9, 0.95],
+    "weight_decay": [0.0, 0.1, 0.3],
+    "adam_betas": [(0.8, 0.9), (0.9, 0.95), [0.95, 0.99]],
+    "adam_lr_ratio": [1.0, 0.5, 0.25],
+    "lr_adjust_coeff": [0.2, 0.1, 0.4],
+    "adam_weight_decay": [None, 0.2, 0.1],
+    "adam_eps": [1e-8, 1e-4, 1e-2],
+}
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Embedding(6, 4))
+    config = MuonConfig(scaling="match_rms", vector_route="adamw", **settings)
+    optimizer = config.build(model, 0.05)
+    return model, optimizer
+
+
+def step(model, optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+
+
+@pytest.fixture
+def preparations(monkeypatch):
+    """Count how often a step is compiled."""
+    counts = []
+    prepare = CompiledStep.prepare
+
+    def counting(self, *args):
+        counts.append(1)
+        prepare(self, *args)
+
+    monkeypatch.setattr(CompiledStep, "prepare", counting)
+    return counts
+
+
+@pytest.mark.parametrize("key", SCHEDULED)
+@pytest.mark.parametrize("settings", [{}, {"cautious_decay": True, "normuon": True}])
+def test_a_schedule_steps_as_an_optimizer_of_each_value_and_compiles_once(
+    key, settings, preparations
+):
+    model, optimizer = make(**settings)
+    step(model, optimizer, 0)
+    compiled = len(preparations)
+    for number, value in enumerate(SCHEDULED[key], start=1):
+        twin, fresh = copy.deepcopy((model, optimizer))
+        for group in (*optimizer.param_groups, *fresh.param_groups):
+            group[key] = value
+        preparations.clear()
+        step(model, optimizer, number)
+        assert not preparations
+        step(twin, fresh, number)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+    assert compiled == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("momentum", 1.5), ("adam_betas", (0.9, -1.0)), ("weight_decay", "0.1")]
+)
+def test_a_wrong_value_of_a_schedule_is_refused(key, value):
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    optimizer.param_groups[0][key] = value
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InvalidSettingError, match=r"momentum|adam_beta2|weight_decay"):
+        step(model, optimizer, 1)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_switch_still_compiles_the_step_again(preparations):
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    preparations.clear()
+    optimizer.param_groups[0]["nesterov"] = False
+    step(model, optimizer, 1)
+    assert preparations
+
+
+def test_settings_without_their_scheduled_numbers_are_equal():
+    first = HybridMuonConfig(momentum=0.9, weight_decay=0.3, adam_weight_decay=0.1)
+    assert first.structure == HybridMuonConfig().structure
+    assert HybridMuonConfig(nesterov=False).structure != HybridMuonConfig().structure
