@@ -27,7 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="checkpoints or frozen files, two or more",
     )
     parser.add_argument(
-        "-s", "--system", default=".", help="system, or a folder or file of systems [.]"
+        "-s",
+        "--system",
+        nargs="+",
+        default=["."],
+        metavar="DATA",
+        help="systems, or folders or files of systems [.]",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="model_devi.out", help="the table [%(default)s]"
@@ -88,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     )
 
     models = {f"the model {name}": checkpoint_path(name) for name in options.models}
-    begin(options, {"-o": options.output}, models, {"the data": [options.system]})
+    begin(options, {"-o": options.output}, models, {"the data": options.system})
     predictors = load_predictors(options.models, options)
     settings = DeviationSettings(options.real_error, options.relative, options.relative_v)
     systems = with_parameters(

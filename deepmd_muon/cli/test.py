@@ -44,7 +44,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="checkpoint or frozen file, ours or deepmd-kit's",
     )
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("-s", "--system", help="system, or a folder or HDF5 file of systems [.]")
+    data.add_argument(
+        "-s",
+        "--system",
+        nargs="+",
+        metavar="DATA",
+        help="systems, or folders or HDF5 files of systems [.]",
+    )
     data.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
     input_data = parser.add_argument_group(
         "data of an input file", "with both, each has its own errors and color"
@@ -208,7 +214,7 @@ def _paths(options: argparse.Namespace) -> list[str]:
                 "-s and -f exclude --train-data and --valid-data; give one of both kinds"
             )
         return [path for section in sections.values() for path in section.systems]
-    return listed_systems(options.datafile) if options.datafile else [options.system or "."]
+    return listed_systems(options.datafile) if options.datafile else options.system or ["."]
 
 
 def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, list[System]]:

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+from deepmd_muon.cli.handover import HandOver
 from deepmd_muon.collector import importing_torch
 
 HELP = "train a model as an input file says"
@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-i",
         "--init-model",
         metavar="CKPT",
-        help="start from the weights of this checkpoint, at step 0",
+        help="start from the weights of this checkpoint or frozen file, at step 0",
     )
     source.add_argument(
         "-r",
@@ -33,15 +33,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-t",
         "--finetune",
         metavar="CKPT",
-        help="start from the weights of this checkpoint, at step 0, with the energy bias fitted to "
+        help="start from the weights of this checkpoint or frozen file, at step 0, with the energy bias fitted to "
         "the training data",
     )
     source.add_argument(
         "-f",
         "--init-frz-model",
         metavar="MODEL",
-        action=DeepmdKitOption,
-        help="start from a frozen model",
+        help="start from the weights of a frozen file (.pth), at step 0",
     )
     parser.add_argument(
         "--model-branch",
@@ -90,6 +89,9 @@ def run(options: argparse.Namespace) -> int:
     An input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported.
     """
     begun = time.monotonic()
+    frozen = options.init_frz_model
+    if frozen and not frozen.endswith(".pth"):
+        raise HandOver(f"the frozen form of {frozen}")
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:
@@ -102,7 +104,9 @@ def run(options: argparse.Namespace) -> int:
     with importing_torch():
         from deepmd_muon.train import run as run_training
 
-    if options.model_branch and not (options.finetune or options.init_model or options.restart):
+    if options.model_branch and not any(
+        (options.finetune, options.init_model, options.init_frz_model, options.restart)
+    ):
         raise CommandError(
             "--model-branch names a branch of the checkpoint of --finetune, --init-model or "
             "--restart; give one"
@@ -126,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         make_data=make_data,
         output=options.output,
         restart=options.restart,
-        init_model=options.init_model,
+        init_model=options.init_model or options.init_frz_model,
         finetune=options.finetune,
         model_branch=model_branch,
         skip_neighbor_stat=options.skip_neighbor_stat,

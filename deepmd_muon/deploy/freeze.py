@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepmd_muon.checkpoint_file.frozen_archive import MANIFEST, WEIGHTS, manifest_of
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.deploy.structures import random_structures
 from deepmd_muon.files import make_folder_of, named_file, replacement
-from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, manifest_of
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import DescriptorModel

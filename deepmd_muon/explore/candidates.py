@@ -23,6 +23,7 @@ from deepmd_muon.explore.fingerprints import Fingerprints
 from deepmd_muon.explore.settings import DynamicsSettings, ExploreError, SelectionSettings
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.progress import tracked
 from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE, WIDER, data_temperature
 from deepmd_muon.stability.coverage import Coverage, pairs_of
@@ -109,10 +110,11 @@ def draw(
     barostat = None
     if dynamics.pressures:
         barostat = Barostat(torch.tensor(conditions.pressure), kelvin)
+    steps = max(1, round(1000.0 * dynamics.time / time_step))
     run = simulate(
         ForceField(predictor),
         start,
-        max(1, round(1000.0 * dynamics.time / time_step)),
+        steps,
         time_step,
         thermostat=Langevin(kelvin, dynamics.friction),
         barostat=barostat,
@@ -120,7 +122,7 @@ def draw(
         seed=seed,
     )
     watch = _Watch(predictors, data, conditions, selection, time_step)
-    for snapshot in run:
+    for snapshot in tracked(run, f"dynamics of {copies} copies", steps // dynamics.every + 1):
         watch.add(snapshot)
         if len(watch.ended) == copies:
             break

@@ -24,6 +24,7 @@ from deepmd_muon.data.stores.ase_reading import read_images
 from deepmd_muon.data.writing import write_images
 from deepmd_muon.explore.calculator import Answer, CalculatorChoice, Job, Structure, serve
 from deepmd_muon.explore.settings import ExploreError, LabelSettings
+from deepmd_muon.progress import tracked
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> L
         )
     jobs = {k: _job(images[k], settings) for k in waiting}
     failed: dict[int, str] = {}
-    for k, answer in answers_of(jobs, workers=settings.workers, time_limit=settings.time_limit):
+    answers = answers_of(jobs, workers=settings.workers, time_limit=settings.time_limit)
+    for k, answer in tracked(answers, "labels", total=len(jobs)):
         if isinstance(answer, str):
             failed[k] = answer
             log.warning("structure %d has no label: %s", k, answer)

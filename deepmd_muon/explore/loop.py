@@ -106,15 +106,16 @@ class Explorer:
                 if self._enough(number - 1) and not finished:
                     break
                 if not self._draw(current, models):
-                    break
+                    return self._end(exhausted=True)
                 status = self._label(current) or self._train(current, models)
                 if status:
                     return status
                 models = self._models(number)
                 self._check(current, models)
-            return self._end()
+            return self._end(exhausted=False)
 
-    def _end(self) -> int:
+    def _end(self, *, exhausted: bool) -> int:
+        """Write the table of rounds and the result; `exhausted` dynamics found nothing to label."""
         records = (self._round(number).done() for number in range(self.settings.rounds + 1))
         begun = list(itertools.takewhile(lambda record: record.begun, records))
         lines = table_of(begun)
@@ -127,10 +128,13 @@ class Explorer:
         if self.settings.check.enough == "never" or self._enough(last):
             self.say(f"done after round {last}: {models}")
             return 0
-        self.say(
-            f"the check of {models} is not good enough after {last} rounds: raise rounds and run "
-            "the command again"
-        )
+        advice = "raise rounds and run the command again"
+        if exhausted:
+            advice = (
+                "and their dynamics found nothing to label: let them go farther (see above), or "
+                "add data of your own"
+            )
+        self.say(f"the check of {models} is not good enough after {last} rounds: {advice}")
         return 1
 
     def _round(self, number: int) -> Round:
@@ -249,11 +253,16 @@ class Explorer:
         )
         candidates = choose(drawn.candidates, fingerprints.known, settings.selection)
         if not candidates:
+            reason = "no structure left the data. Hotter or longer dynamics would go farther"
+            if drawn.departed:
+                reason = (
+                    f"{drawn.departed} structures left the data, all of them too far. Other dynamics "
+                    "or a smaller selection/closest would find more"
+                )
             self.say(
-                f"round {current.number}: {drawn.copies} trajectories ({drawn.followed:.3g} ps in "
-                f"all, {drawn.blow_ups} blew up) have no structure to label; {drawn.departed} left "
-                "the data, all of them too far. Other dynamics (temperatures, time, copies) or a "
-                "smaller selection/closest would find more"
+                f"round {current.number}: nothing to label: of {drawn.copies} trajectories "
+                f"({drawn.followed:.3g} ps in all, {drawn.blow_ups} blew up) {reason} "
+                "(dynamics/temperatures, time, copies)"
             )
             return False
         images = [_atoms(candidate, type_map, current.number) for candidate in candidates]

@@ -20,6 +20,7 @@ from deepmd_muon.explore.settings import ExploreError, TrainOnSettings
 from deepmd_muon.files import make_folder_of, whole_file, working_folder
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.train import run
+from deepmd_muon.train.report import separate_log
 from deepmd_muon.train.systems import open_section
 
 #: Name of the checkpoints of a round.
@@ -187,16 +188,18 @@ def train_on(folder: Path, content: dict[str, Any], start: str, source: Path) ->
     """Train in a folder, or continue a training there that was stopped.
 
     `start` and `source` are the option of `dp train` and its checkpoint. Return the exit status of
-    `dp train`.
+    `dp train`. The whole log is in the folder, warnings are shown as well.
     """
     input_file = folder / "input.json"
     make_folder_of(input_file)
     with whole_file(input_file) as file:
         file.write(json.dumps(content, indent=2).encode())
     way: dict[str, Any]
+    log_file = "train.log"
     if (folder / f"{CHECKPOINT}.pt").exists():
         way = {"restart": f"{CHECKPOINT}.pt"}
+        log_file = "restart.log"
     else:
         way = {start.replace("-", "_"): str(source)}
-    with working_folder(folder):
-        return run(load("input.json"), **way)
+    with working_folder(folder), separate_log():
+        return run(load("input.json"), log_path=log_file, console_level="WARNING", **way)

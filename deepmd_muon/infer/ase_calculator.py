@@ -23,7 +23,7 @@ from deepmd_muon.infer.predictor import Predictor
 
 try:
     from ase import Atoms
-    from ase.calculators.calculator import Calculator, all_changes
+    from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
     from ase.data import atomic_numbers
     from ase.geometry import complete_cell
     from ase.stress import full_3x3_to_voigt_6_stress
@@ -45,8 +45,8 @@ class DeepPotCalculator(Calculator):
     these, the arguments below are taken. Results are recomputed when the values change.
 
     A system that is periodic along some axes only is computed in a cell that is wider along the
-    others, so that no atom has an image within the cut-off there. Only systems with three periodic
-    axes have a stress.
+    others, so that no atom has an image within the cut-off there. Its stress is a force on an area of
+    its own cell, vacuum included, as of other calculators of ASE: a slab needs three cell vectors.
 
     Several models are a committee. Results are their means. `results` also has the values of every
     model under MACE's names, and their disagreement under the names of `model_devi.out` and by
@@ -143,7 +143,7 @@ class DeepPotCalculator(Calculator):
             "energy": np.stack([prediction.energy[0] for prediction in predictions]),
             "forces": np.stack([prediction.force[0] for prediction in predictions]),
         }
-        if atoms.pbc.all():
+        if atoms.pbc.any() and atoms.cell.rank == 3:
             volume = atoms.get_volume()
             stresses = [_stress(prediction, volume) for prediction in predictions]
             committee["stress"] = np.stack(stresses)
@@ -158,6 +158,31 @@ class DeepPotCalculator(Calculator):
             table, force_deviation = deviations(predictions, DeviationSettings())
             self.results |= dict(zip(COLUMNS, table[0].tolist(), strict=True))
             self.results["devi_f"] = force_deviation[0]
+
+    def get_property(
+        self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
+    ) -> Any:
+        """Return a property of atoms, as ASE's calculators do.
+
+        Raises
+        ------
+        PropertyNotImplementedError
+            When it does not exist; of a stress, the message says why.
+        """
+        try:
+            return super().get_property(name, atoms, allow_calculation)
+        except PropertyNotImplementedError as error:
+            atoms = atoms or self.atoms
+            if name != "stress" or atoms is None:
+                raise
+            reason = "a molecule has no stress (pbc is False along all axes)"
+            if atoms.pbc.any():
+                periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
+                reason = (
+                    f'pbc="{periodic}" and the cell has volume 0: a stress is a force on an area; '
+                    "give the free axes a cell vector, such as atoms.center(vacuum=10, axis=2)"
+                )
+            raise PropertyNotImplementedError(f"there is no stress: {reason}") from error
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """Return the changes since the last calculation.

@@ -12,32 +12,20 @@ import torch
 
 from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.frozen_archive import load_program, weights_of
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.frames import Parameters
 from deepmd_muon.data.neighbors.lists import with_ghosts
 from deepmd_muon.files import open_regular
-from deepmd_muon.infer.frozen_archive import load_program, weights_of
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
-from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
+from deepmd_muon.model.scripted.exchange import BORDER_OP, TABULATED, declare_operators
 
 SUFFIX = ".pth"
 _MAX_RCUT = 100.0  # [Å], as in inputs
 # Exceptions of a program, and of results in another form.
 _PROGRAM_ERRORS = (RuntimeError, AttributeError, LookupError, TypeError, ValueError)
-# Operators that deepmd-kit's files name; only its compressed models call them.
-TABULATED = (
-    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
-    "Tensor[]",
-    "tabulate_fusion_se_r(Tensor table, Tensor info, Tensor em, int width) -> Tensor[]",
-    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
-    "Tensor[]",
-    "tabulate_fusion_se_t_tebd(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) "
-    "-> Tensor[]",
-    "tabulate_fusion_se_atten(Tensor table, Tensor info, Tensor em_x, Tensor em, Tensor two_embed, "
-    "int width, bool sorted) -> Tensor[]",
-)
 
 
 def is_frozen(path: object) -> bool:

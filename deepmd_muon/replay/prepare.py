@@ -15,11 +15,12 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import Input, Settings, ValidationDataSettings
 from deepmd_muon.argcheck.replay import check_replay, replay_of, replayed_section, with_replay
-from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
+from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import Frames, TypeMapError, open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
+from deepmd_muon.model.frozen_weights import read_weights
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.replay.structures import (
     STRUCTURES_PER_WALKER,
@@ -73,7 +74,7 @@ def prepare(single: Input, checkpoint: str, branch: str | None, replay: Sequence
     """
     settings = check_replay(single)
     path = checkpoint_path(checkpoint)
-    content = read_checkpoint(path)
+    content = read_weights(path)
     with understood(path):
         branches = saved_branches(content["model"])
         if branches and branch not in branches:

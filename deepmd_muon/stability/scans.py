@@ -18,6 +18,7 @@ from deepmd_muon.data.elements import COVALENT_RADII
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.lists import Pairs
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.progress import tracked
 from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
 from deepmd_muon.stability.curves import Feature, Verdict, features_of
 
@@ -120,7 +121,8 @@ def scan_in_place(
     curves: list[Curve] = []
     remaining_atoms = _MAX_ATOMS
     frames_of_data = list(sampled(systems, 40 * max(system.natoms for system in systems)))
-    for k in random.permutation(len(frames_of_data)):
+    order = random.permutation(len(frames_of_data)).tolist()
+    for k in tracked(order, "scans", total=len(order)):
         system, number, frames = frames_of_data[k]
         pairs = pairs_of(frames, 0, coverage.rcut)
         moves = _moves(

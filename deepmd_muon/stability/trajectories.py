@@ -16,6 +16,7 @@ from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Snapshot, simulate
 from deepmd_muon.dynamics.systems import BOLTZMANN, HOT, Systems
+from deepmd_muon.progress import tracked
 from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
 from deepmd_muon.stability.snapshots import Snapshots
@@ -173,7 +174,9 @@ def run_dynamics(  # noqa: PLR0913 - the conditions of one trajectory
     )
     snapshots = Snapshots(coverage, angles, force_field.device)
     watch = _Watch(run, coverage, snapshots, systems)
-    for snapshot in simulate(force_field, systems, steps, time_step, every=_STEPS_PER_SNAPSHOT):
+    snapshots_of_run = simulate(force_field, systems, steps, time_step, every=_STEPS_PER_SNAPSHOT)
+    what = f"dynamics at {temperature:.0f} K"
+    for snapshot in tracked(snapshots_of_run, what, total=steps // _STEPS_PER_SNAPSHOT + 1):
         watch.add(snapshot)
         if len(run.blow_ups) == run.copies:
             break

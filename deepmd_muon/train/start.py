@@ -68,6 +68,7 @@ def run(  # noqa: PLR0913 - the options of dp train
     make_data: Callable[[], None] | None = None,
     log_level: int | str = "INFO",
     log_path: str | None = None,
+    console_level: int | str | None = None,
     begun: float | None = None,
 ) -> int:
     """Train a model as an input file says.
@@ -96,7 +97,7 @@ def run(  # noqa: PLR0913 - the options of dp train
     make_data
         Writes data that the input names and that do not exist yet; rank 0 calls it before data are
         opened.
-    log_level, log_path
+    log_level, log_path, console_level
         See `set_up_logging`.
     begun
         `time.monotonic()` when the command began, for the log; now by default.
@@ -134,7 +135,12 @@ def run(  # noqa: PLR0913 - the options of dp train
                 lambda: checkpoint_path(last_good) if last_good else None,
             )
         )
-        set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
+        set_up_logging(
+            log_level,
+            log_path,
+            rank=ranks.rank if ranks.size > 1 else None,
+            console_level=console_level,
+        )
 
         def lock_files() -> str | None:
             """Lock the run's files; return the checkpoint that it continues."""

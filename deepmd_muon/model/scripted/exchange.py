@@ -10,6 +10,18 @@ BORDER_OP = (
     "border_op(Tensor sendlist, Tensor sendproc, Tensor recvproc, Tensor sendnum, "
     "Tensor recvnum, Tensor g1, Tensor communicator, Tensor nlocal, Tensor nghost) -> Tensor[]"
 )
+# Operators that deepmd-kit's files name; only its compressed models call them.
+TABULATED = (
+    "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
+    "Tensor[]",
+    "tabulate_fusion_se_r(Tensor table, Tensor info, Tensor em, int width) -> Tensor[]",
+    "tabulate_fusion_se_t(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> "
+    "Tensor[]",
+    "tabulate_fusion_se_t_tebd(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) "
+    "-> Tensor[]",
+    "tabulate_fusion_se_atten(Tensor table, Tensor info, Tensor em_x, Tensor em, Tensor two_embed, "
+    "int width, bool sorted) -> Tensor[]",
+)
 _libraries: list[torch.library.Library] = []  # a schema disappears with its library
 
 

@@ -29,6 +29,7 @@ from deepmd_muon.stability.coverage import WIDTH, Coverage
 
 _ROW = 3  # panels of a row of the common picture
 _PAGE_DPI = 220  # of the panels in the page
+_MAX_ENTRIES = 9  # of a legend of pairs
 _MAX_PAIRS = 15  # rows of the panel of distances
 
 
@@ -95,7 +96,14 @@ def _draw_scans(check: Check, dimers: bool, figure: FigureBase) -> None:
     draw_scans(axes, check.coverage, check.models[0], dimers=dimers)
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(handles[:8], labels[:8], loc="outside lower center", ncols=4)
+        figure.legend(
+            handles[:_MAX_ENTRIES],
+            labels[:_MAX_ENTRIES],
+            loc="outside lower center",
+            ncols=3,
+            handlelength=1.0,
+            columnspacing=1.0,
+        )
 
 
 def _draw_temperature(model: ModelCheck, figure: FigureBase) -> None:

@@ -14,10 +14,11 @@ from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import check_model_section
 from deepmd_muon.argcheck.settings import MultiTaskSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
-from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
+from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
+from deepmd_muon.model.frozen_weights import FROZEN, read_weights
 from deepmd_muon.model.settings import HostedSettings, ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, check_move, move_weights
 from deepmd_muon.train.checkpoint.optimizer_state import in_own_names
@@ -257,7 +258,8 @@ def read_sources(
     run_input
         The input.
     ways
-        The checkpoint, ours or deepmd-kit's, under the way the run uses it.
+        The checkpoint, ours or deepmd-kit's, under the way the run uses it. Only weights are
+        taken from a frozen file.
     branch
         Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in
         deepmd-kit, fine-tuning without one, or from "RANDOM", takes the descriptor of the first
@@ -274,7 +276,12 @@ def read_sources(
     way, name_of_checkpoint = named[0]
     assert name_of_checkpoint is not None
     path = checkpoint_path(name_of_checkpoint)
-    content = read_checkpoint(path)
+    if path.suffix == FROZEN and way == "restart":
+        raise CheckpointError(
+            f"{path} is a frozen file, which holds no step and no optimizer: start from its "
+            "weights with --init-model or --finetune, or restart the checkpoint it was made from"
+        )
+    content = read_weights(path)
     with understood(path):
         if isinstance(run_input.settings, MultiTaskSettings):
             if branch:

@@ -8,7 +8,7 @@ log and learning curve.
 from deepmd_muon.train.report.console import ConsoleReport
 from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
-from deepmd_muon.train.report.logs import set_up_logging
+from deepmd_muon.train.report.logs import separate_log, set_up_logging
 from deepmd_muon.train.report.reports import Report, Reports, open_reports
 from deepmd_muon.train.report.trackers import (
     TensorBoardError,
@@ -28,5 +28,6 @@ __all__ = [
     "WandbError",
     "WandbReport",
     "open_reports",
+    "separate_log",
     "set_up_logging",
 ]

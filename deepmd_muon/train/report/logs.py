@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -72,26 +73,53 @@ class _FileHandler(_Handler):
         super().close()
 
 
+@contextlib.contextmanager
+def separate_log() -> Iterator[None]:
+    """Let a block set up a log of its own; continue the present one after it."""
+    logger = logging.getLogger("deepmd_muon")
+    level = logger.level
+    handlers = _own_handlers(logger)
+    for handler in handlers:
+        logger.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in _own_handlers(logger):
+            logger.removeHandler(handler)
+            handler.close()
+        for handler in handlers:
+            logger.addHandler(handler)
+        logger.setLevel(level)
+
+
+def _own_handlers(logger: logging.Logger) -> list[logging.Handler]:
+    return [handler for handler in logger.handlers if getattr(handler, "_deepmd_muon", False)]
+
+
 def set_up_logging(
     level: int | str = "INFO",
     path: str | os.PathLike[str] | None = None,
     *,
     rank: int | None = None,
+    console_level: int | str | None = None,
 ) -> None:
     """Send this package's log to stderr and, when `path` is given, to a new file there as well.
+
+    `console_level` is that of stderr, if it differs from the file's `level`.
 
     Another call replaces the set-up of the last one. In a distributed run every line shows the
     `rank`; ranks other than 0 show warnings and errors only, and rank 0 keeps the file.
     """
     logger = logging.getLogger("deepmd_muon")
-    for handler in list(logger.handlers):
-        if getattr(handler, "_deepmd_muon", False):
-            logger.removeHandler(handler)
-            handler.close()
+    for handler in _own_handlers(logger):
+        logger.removeHandler(handler)
+        handler.close()
     logger.setLevel(level)
     prefix = "" if rank is None else f"rank:{rank:<2d} "
     console = _StderrHandler()
     console.setFormatter(logging.Formatter(_CONSOLE.format(rank=prefix)))
+    if console_level is not None:
+        console.setLevel(console_level)
     if rank:
         console.setLevel(logging.WARNING)
     handlers: list[logging.Handler] = [console]

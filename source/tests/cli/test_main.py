@@ -94,7 +94,7 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
         (["--pt", "compress", "-i", "x.pb"], ["--pt", "compress", "-i", "x.pb"]),
         (["model-devi", "-m", "a.pb", "b.pb"], ["--pt", "model-devi", "-m", "a.pb", "b.pb"]),
         (["convert-from", "-i", "x.pb"], ["convert-from", "-i", "x.pb"]),
-        (["train", "in.json", "-f", "base.pth"], ["--pt", "train", "in.json", "-f", "base.pth"]),
+        (["train", "in.json", "-f", "base.pb"], ["--pt", "train", "in.json", "-f", "base.pb"]),
         (["--pt", "test", "-m", "frozen.pb"], ["--pt", "test", "-m", "frozen.pb"]),
         (["--pt", "change-bias", "frozen.pth"], ["--pt", "change-bias", "frozen.pth"]),
         (
@@ -125,7 +125,7 @@ def test_no_option_is_lost_on_the_way_to_a_compiled_file(option, deepmd_kit, cap
     ("words", "what"),
     [
         (["--jax", "train", "in.json"], "the backend 'jax'"),
-        (["train", "in.json", "-f", "base.pth"], "the option -f"),
+        (["train", "in.json", "-f", "base.pb"], "the frozen form of base.pb"),
         (["test", "-m", "frozen.pb"], "the model format .pb"),
     ],
 )

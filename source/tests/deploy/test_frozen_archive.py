@@ -10,13 +10,13 @@ from frozen_models import build
 from small_models import SE_E2_A
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.frozen_archive import MANIFEST
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.main import main
 from deepmd_muon.cli.models import check_compiled
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.ase_calculator import DeepPotCalculator
-from deepmd_muon.infer.frozen_archive import MANIFEST
 
 
 @pytest.fixture(scope="module")

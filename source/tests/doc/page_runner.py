@@ -57,7 +57,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
     lines = page.read_text().split("\n")
     start = None
     for number, line in enumerate(lines):
-        fence = re.fullmatch(r"```(\S*)", line)
+        fence = re.fullmatch(r"```(\S*)(?: .*)?", line)  # a directive may have an argument
         if fence and start is None:
             start, language = number, fence[1]
         elif fence:
@@ -85,8 +85,10 @@ def shorten(file: str) -> None:
 
 
 def shortened_check(words: list[str]) -> list[str]:
-    """Return the words of `dp check` for one copy and a few steps."""
-    for option, value in (("--time", "0.003"), ("--copies", "1"), ("--probes", "1")):
+    """Return the words of `dp check` or `dp report` for one copy and a few steps."""
+    changes = [("--time", "0.003"), ("--copies", "1")]
+    changes.append(("--probes", "1") if "check" in words else ("--frames", "4"))
+    for option, value in changes:
         if option in words:
             words[words.index(option) + 1] = value
         else:
@@ -126,7 +128,7 @@ def _run_words(words: list[str]) -> None:
     elif words[0] in ("dp", "dpmuon"):
         if "train" in words:
             shorten(words[words.index("train") + 1])
-        checks = "check" in words
+        checks = "check" in words or "report" in words
         try:
             status = main(shortened_check(words[1:]) if checks else words[1:])
         except SystemExit as stop:  # of --version and --help

@@ -90,6 +90,7 @@ def test_every_block_has_a_language_and_a_reason_if_it_does_not_run(name):
             "toml",
             "text",
             "{toctree}",
+            "{image}",
             "{eval-rst}",
         ), where
         kind, _, what = block.note.partition(": ")

@@ -8,6 +8,7 @@ import torch
 from dynamics_models import build
 
 from deepmd_muon.checkpoint_file.archive import ArchiveError
+from deepmd_muon.checkpoint_file.frozen_archive import MANIFEST, WEIGHTS, weights_of
 from deepmd_muon.data import NeighborError
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
@@ -15,7 +16,6 @@ from deepmd_muon.dynamics.integrators import _Run
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.device_call import DeviceCall
 from deepmd_muon.infer.frozen import FrozenModel
-from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, weights_of
 from deepmd_muon.model.neighbors.atoms import ROOM
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory

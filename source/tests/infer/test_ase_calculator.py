@@ -27,7 +27,9 @@ def test_results_are_the_predictors(atoms, predictor, water_atoms):
     np.testing.assert_allclose(atoms.get_stress(voigt=False), (sigma + sigma.T) / 2, rtol=1e-12)
 
 
-def test_stress_is_the_energys_slope_under_finite_strain(atoms):
+@pytest.mark.parametrize("pbc", [(True, True, True), (True, True, False)])
+def test_stress_is_the_energys_slope_under_finite_strain(atoms, pbc):
+    atoms.pbc = pbc
     stress = atoms.get_stress(voigt=False)
     cell, positions, volume = np.array(atoms.cell), atoms.positions.copy(), atoms.get_volume()
     for row, column in ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1)):
@@ -81,8 +83,11 @@ def test_partly_periodic_systems(atoms, predictor, water_atoms):
     assert atoms.get_potential_energy() == pytest.approx(slab.energy[0], abs=1e-10)
     np.testing.assert_allclose(atoms.get_forces(), slab.force[0], atol=1e-10)
     assert abs(slab.energy[0] - lone.energy[0]) > 1e-6
-    with pytest.raises(NotImplementedError, match="stress"):
-        atoms.get_stress()
+    for pbc in ((True, True, False), False):
+        atoms.pbc = pbc
+        atoms.cell[2] = 0.0
+        with pytest.raises(NotImplementedError, match="volume" if np.any(pbc) else "molecule"):
+            atoms.get_stress()
 
 
 @pytest.mark.parametrize("pbc", [(True, True, True), (False, False, True)])

@@ -12,6 +12,7 @@ LAYERS = (
     *(
         "deepmd_muon.label_keys",
         "deepmd_muon.collector",
+        "deepmd_muon.progress",
         "deepmd_muon.coverage",
         "deepmd_muon.registry",
     ),
