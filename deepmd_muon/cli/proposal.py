@@ -42,6 +42,12 @@ _DESCRIPTORS: dict[str, dict[str, Any]] = {
         "set_davg_zero": True,
     },
 }
+# The layer of se_e2_a that reads descriptors. The data determine few of its directions, and Muon moves
+# it along the others as fast. With AdamW fewer dynamics of crystals and liquids blow up, and more
+# of molecules without a cell (doc/benchmarks/stability.md).
+_READS_DESCRIPTORS = "*fitting_net*layers.0.matrix"
+# Shorter runs take other rates, with which that was not measured.
+_SHORT_RUN = 10_000
 _N_SYSTEMS_SHOWN = 20
 _MIN_CURVE_ROWS = 40  # of the learning curve
 
@@ -358,6 +364,12 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
         "HybridMuon",
         "its two rates have defaults that suit the run (doc/learning-rate.md)",
     )
+    if _has_first_layer_on_adamw(wishes, data):
+        yield Choice(
+            "optimizer/adamw_patterns",
+            _READS_DESCRIPTORS,
+            "fewer dynamics of crystals and liquids blow up (doc/stability.md)",
+        )
     yield Choice(
         "training/numb_steps",
         str(wishes.steps),
@@ -385,6 +397,13 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
 
 def _descriptor_kind(wishes: Wishes, data: Data) -> str:
     return wishes.descriptor or ("se_e2_a" if len(data.type_map) <= _MANY_TYPES else "dpa1")
+
+
+def _has_first_layer_on_adamw(wishes: Wishes, data: Data) -> bool:
+    """Whether AdamW updates the layer that reads descriptors."""
+    all_periodic = all(share.system.pbc for share in data.shares)
+    is_long = wishes.steps > _SHORT_RUN
+    return is_long and all_periodic and _descriptor_kind(wishes, data) == "se_e2_a"
 
 
 def _origin(paths: list[str], *, written: bool) -> str:
@@ -455,6 +474,10 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
         has_label = label in data.labels
         loss[f"start_pref_{prefactor.letter}"] = prefactor.start if has_label else 0
         loss[f"limit_pref_{prefactor.letter}"] = prefactor.limit if has_label else 0
+    optimizer: dict[str, Any] = {"type": "HybridMuon"}
+    if _has_first_layer_on_adamw(wishes, data):
+        optimizer |= comment("optimizer/adamw_patterns")
+        optimizer["adamw_patterns"] = [_READS_DESCRIPTORS]
     training: dict[str, Any] = {"training_data": data_section("training_data", data.training_paths)}
     if data.validation_paths:
         validation_data = data_section("validation_data", data.validation_paths)
@@ -476,7 +499,7 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
         },
         "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-6},
         "loss": loss,
-        "optimizer": {"type": "HybridMuon"},
+        "optimizer": optimizer,
         "training": training,
     }
 

@@ -148,8 +148,12 @@ SETTINGS |= {
 }
 
 
-#: The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
-SETTINGS["first_r1"] = muon(adamw_patterns=list(ROUTES["first"]), adam_lr_ratio=1.0)
+# The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
+SETTINGS["first"] = muon(adamw_patterns=list(ROUTES["first"]))
+SETTINGS |= {
+    f"first_r{ratio:g}": muon(adamw_patterns=list(ROUTES["first"]), adam_lr_ratio=ratio)
+    for ratio in (1.0, 3.0)
+}
 
 
 def input_for(

@@ -333,3 +333,28 @@ def test_of_two_commands_at_once_one_writes_and_the_other_leaves_nothing(
     assert "input.json: File exists" in capsys.readouterr().err
     assert Path("input.json").read_text() == "theirs"
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["data", "input.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "cell", "on_adamw"),
+    [
+        (["--steps", "20000"], True, True),
+        (["--steps", "20000"], False, False),
+        (["--steps", "10000"], True, False),
+        (["--steps", "20000", "--descriptor", "dpa1"], True, False),
+    ],
+)
+def test_long_runs_of_structures_with_cells_have_the_first_layer_on_adamw(words, cell, on_adamw):
+    pytest.importorskip("ase")
+    random = np.random.default_rng(0)
+    Path("all.xyz").write_text("".join(frame(random, ["H", "O"], cell=cell) for _ in range(12)))
+    assert main(["init", "all.xyz", *words]) == 0
+    section = json.loads(Path("input.json").read_text())["optimizer"]
+    assert section.pop("_comment", "").endswith("(doc/stability.md)") == on_adamw
+    assert section.pop("adamw_patterns", []) == ["*fitting_net*layers.0.matrix"] * on_adamw
+    assert section == {"type": "HybridMuon"}
+    assert load("input.json").scales.values == (
+        {"lr_adjust_coeff": 4.32, "adam_lr_ratio": 1.0}
+        if "20000" in words
+        else {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}
+    )
