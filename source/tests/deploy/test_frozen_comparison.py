@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordinary_models import DESCRIPTORS, TABULATED, ordinary_model
 
@@ -33,6 +33,8 @@ ORDINARY = {
     "seed": st.integers(0, 2**16),
 }
 WRITERS = [(freeze, name) for name in DESCRIPTORS] + [(compress, name) for name in TABULATED]
+# Models that take half a second each: a third of the profile's examples.
+fewer_examples = settings(max_examples=settings.default.max_examples // 3)
 each_file = pytest.mark.parametrize(
     ("write", "name"), WRITERS, ids=[f"{write.__name__} {name}" for write, name in WRITERS]
 )
@@ -56,8 +58,8 @@ DILUTE = {"rcut": 7.5, "volume": 20.0, "ntypes": 2}
 def test_every_descriptor_of_the_package_is_compared():
     ours = {
         kind
-        for kind, settings in registry.DESCRIPTORS.settings.items()
-        if settings.__module__.startswith("deepmd_muon.")
+        for kind, section in registry.DESCRIPTORS.settings.items()
+        if section.__module__.startswith("deepmd_muon.")
     }
     assert {section["type"] for section in DESCRIPTORS.values()} == ours
     models = {name: ordinary_model(name, 3.0, 40.0, 1)[0] for name in DESCRIPTORS}
@@ -69,6 +71,7 @@ def _has_tables(model):
     return table is not None and not getattr(model.settings.descriptor, "attn_layer", 0)
 
 
+@fewer_examples
 @given(name=st.sampled_from(sorted(DESCRIPTORS)), **ORDINARY)
 def test_the_program_of_an_ordinary_model_is_the_model(name, rcut, volume, ntypes, seed):
     model, closest = ordinary_model(name, rcut, volume, ntypes, seed)

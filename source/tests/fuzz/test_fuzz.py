@@ -16,12 +16,13 @@ from fuzz import DOORS, MOST_MEMORY, bounded_memory, fuzz, message_problem
 from mutants import array_mutant, bytes_mutant, tree_mutant
 
 pytestmark = pytest.mark.usefixtures("as_alone")
+# Mutants of doors that take long, by default.
 FEW = {
-    "restart": 12,
-    "show": 15,
-    "frozen": 30,
-    "replay": 30,
-    "check-json": 12,
+    "restart": 6,
+    "show": 8,
+    "frozen": 15,
+    "replay": 15,
+    "check-json": 6,
 }
 
 
@@ -38,7 +39,7 @@ def check(folder, name, seed, tries):
 
 @pytest.mark.parametrize("name", list(DOORS))
 def test_some_mutants(tmp_path, name):
-    check(tmp_path, name, 1, FEW.get(name, 60))
+    check(tmp_path, name, 1, FEW.get(name, 30))
 
 
 @pytest.mark.parametrize(
