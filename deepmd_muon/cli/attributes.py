@@ -73,9 +73,9 @@ def _describe_single(
     if "type-map" in attributes:
         lines.append(f"The type_map is {list(section['type_map'])}")
     if "descriptor" in attributes:
-        lines.append(f"The descriptor parameter is {section['descriptor']}")
+        lines.append(f"The descriptor parameter is {_part_of(section, 'descriptor')}")
     if "fitting-net" in attributes:
-        lines.append(f"The fitting_net parameter is {section['fitting_net']}")
+        lines.append(f"The fitting_net parameter is {_part_of(section, 'fitting_net')}")
     if "size" in attributes:
         lines += _size_lines(section)
     if "observed-type" in attributes:
@@ -86,6 +86,13 @@ def _describe_single(
             f"Observed types: {observed} ",
         ]
     return lines
+
+
+def _part_of(section: Mapping[str, Any], part: str) -> Any:
+    """Return a part of a model, or those of each model in a sum."""
+    if part in section:
+        return section[part]
+    return [model.get(part) for model in section.get("models", ())]
 
 
 def _biased_types(
@@ -121,7 +128,7 @@ def _describe_branches(
     for attribute, (words, key) in _SHOWN_BY_BRANCH.items():
         if attribute in attributes:
             for name, section in sections.items():
-                lines.append(f"The {words} of branch {name} is {section[key]}")
+                lines.append(f"The {words} of branch {name} is {_part_of(section, key)}")
     if "size" in attributes:
         _, *sizes = _size_lines(next(iter(sections.values())))
         lines += ["Parameter counts for a single branch model:", *sizes]
@@ -163,9 +170,13 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
         model = build_model(settings_of(section)).atomic_model
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
-    parts = {"descriptor": model.descriptor, "fitting-net": model.fitting_net}
-    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-    sizes["total"] = sum(sizes.values())
+    # A sum of models has several of each.
+    parts = {"descriptor": "descriptor.", "fitting-net": "fitting_net."}
+    sizes = {
+        name: sum(p.numel() for full_name, p in model.named_parameters() if part in full_name)
+        for name, part in parts.items()
+    }
+    sizes["total"] = sum(p.numel() for p in model.parameters())
     return [
         "Parameter counts:",
         *(f"Parameters in {name}: {size:,}" for name, size in sizes.items()),

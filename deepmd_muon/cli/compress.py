@@ -96,6 +96,11 @@ def run(options: argparse.Namespace) -> int:
         model, min_distance = restored(source, trust=options.trust)
     else:
         model = load_model(source, ema=options.ema, head=options.head)
+        if model.why_foreign:
+            raise CommandError(
+                f"{source} has no tables here: {model.why_foreign}. Freeze it with dp freeze; "
+                "deepmd-kit's own dp compress takes its frozen file"
+            )
         min_distance = load_min_distance(source, head=options.head)
     settings = {"step": options.step, "extrapolate": options.extrapolate}
     write_compressed(model, output, source, min_distance=min_distance, **settings)

@@ -70,17 +70,19 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.infer.predictor import load_min_distance, load_model
     from deepmd_muon.model.errors import ForeignModelError
 
-    checkpoint = _checkpoint(Path(options.checkpoint))
+    checkpoint = checkpoint_path(_checkpoint(Path(options.checkpoint)))
     pointer = Path(options.checkpoint, "checkpoint")
     begin(
         options,
         {"-o": output},
-        {"the checkpoint": checkpoint_path(checkpoint), "the pointer": pointer},
+        {"the checkpoint": checkpoint, "the pointer": pointer},
     )
     try:
         model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
+    if model.why_foreign:
+        _hand_over_hosted(options, checkpoint, output, model.why_foreign)
     min_distance = load_min_distance(checkpoint, head=options.head)
     if options.interpolate:
         write_compressed(model, output, checkpoint, min_distance=min_distance)
@@ -103,6 +105,20 @@ def _hand_over_compiled(options: argparse.Namespace, output: Path) -> NoReturn:
     checkpoint = checkpoint_path(_checkpoint(Path(options.checkpoint)))
     require_file(checkpoint)
     raise HandOver("compiled files (.pt2)", words=["convert-backend", str(checkpoint), str(output)])
+
+
+def _hand_over_hosted(
+    options: argparse.Namespace, checkpoint: Path, output: Path, reason: str
+) -> NoReturn:
+    """Let deepmd-kit freeze a model that its module computes; of DPA-4 it writes a .pt2."""
+    if options.ema or options.interpolate:
+        raise CommandError(
+            "deepmd-kit freezes this model, because its module computes it, and takes the last "
+            "weights, without tables: leave out --ema and --interpolate"
+        )
+    head = ["--head", options.head] if options.head else []
+    words = ["--pt", "freeze", "-c", str(checkpoint), "-o", str(output), *head]
+    raise HandOver(f"a frozen form of this model ({reason})", words=words)
 
 
 def _checkpoint(path: Path) -> Path:

@@ -260,7 +260,7 @@ class ForceField:
         model = self.predictor.resident
         if model is None or not fits(atype.cpu().numpy()):
             return None
-        if self.device.type == "cuda" and self.memory is None:
+        if self.device.type == "cuda" and self.memory is None and not model.why_not_captured:
             self.memory = GraphMemory()
         return DeviceCall(model, atype, periodic, self.skin, self.memory)
 

@@ -113,7 +113,7 @@ class DeviceCall:
         nframes, natoms = atype.shape
         self._model = model
         self._atype = atype
-        self._memory = memory
+        self._memory = None if model.why_not_captured else memory
         self.lists = SkinLists(model.neighbors, model.ntypes, atype, periodic, skin)
         # Results are one row of numbers, so that one copy brings all of them to the host.
         size = _Results.size(nframes, natoms)
@@ -137,7 +137,7 @@ class DeviceCall:
         self._weights = [weight for weight in model.parameters() if not weight.is_inference()]
         self._table_version = 0  # of the weights in `_table`
         self._ready = False  # whether lists and table have sizes
-        self._replayed = Replayed(self.launch, memory)
+        self._replayed = Replayed(self.launch, self._memory)
         self.version = 0
 
     def launch(self) -> None:

@@ -135,8 +135,13 @@ def model_of(run_input: Input) -> EnergyModel | Branches:
 def _with_one_neighbor(settings: ModelSettings) -> ModelSettings:
     """Replace `sel` "auto", which needs data; no parameter's shape depends on it."""
     from deepmd_muon.data import NeighborStatistics
+    from deepmd_muon.model.settings import HostedSettings
 
     counts = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
+    if isinstance(settings, HostedSettings):
+        from deepmd_muon.model.hosted.section import with_counts
+
+        return with_counts(settings, lambda rcut: counts)
     descriptor = settings.descriptor.with_counts(lambda rcut: counts)
     return dataclasses.replace(settings, descriptor=descriptor)
 
