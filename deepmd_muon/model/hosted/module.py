@@ -14,6 +14,7 @@ from deepmd_muon.model.edges import edge_vectors, force_and_virial
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.hosted.adapt import make_capturable
 from deepmd_muon.model.hosted.forms import EdgeForm, form_of
+from deepmd_muon.model.hosted.kit import import_deepmd_kit
 from deepmd_muon.model.hosted.layout import lay_out
 from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
@@ -118,6 +119,7 @@ class HostedModel(EnergyModel):
 
 def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
     """Return the module that a section describes."""
+    import_deepmd_kit()
     from deepmd.pt.model.model import get_model
 
     for part in _parts_with_seed(section):

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from deepmd_muon.model.descriptor.settings import NeighborCounts
+from deepmd_muon.model.hosted.kit import import_deepmd_kit
 from deepmd_muon.model.settings import HostedSettings
 
 # Larger than any distance of neighbours: deepmd-kit's value if it has seen no data.
@@ -30,6 +31,7 @@ def with_counts(
     section = settings.plain_form()
     if '"auto' not in json.dumps(section):
         return settings
+    import_deepmd_kit()
     from deepmd.pt.model.model import BaseModel
     from deepmd.utils.update_sel import BaseUpdateSel
 
