@@ -64,7 +64,6 @@ def build_muon(
     for key, names in _declared_patterns(config, model).items():
         settings[key] = (*(settings[key] or ()), *names)
     splits = [*config.splits, *declared_splits(model)]
-    kernels: dict[str, int] = {}
     if config.conv_patterns is None:
         kernels = convolutions(model)
         if kernels:

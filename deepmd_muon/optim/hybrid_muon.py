@@ -26,6 +26,7 @@ from deepmd_muon.optim.groups.group_settings import (
     CHOSEN,
     complete_group,
     group_defaults,
+    settings_shown,
     words_of_group,
 )
 from deepmd_muon.optim.groups.param_groups import Group, Routing, log_parameters, with_names
@@ -201,6 +202,14 @@ class HybridMuon(QuickOptimizer):
         self._holders = holders
         drop_unused(self.state, groups)
         self._compiled.reset(sharded)
+
+    def __repr__(self) -> str:
+        """Return the routes in one line, and one line for each group: what differs from defaults."""
+        lines = [f"{type(self).__name__}: {self.routing.summary()}"]
+        for number, group in enumerate(self.param_groups):
+            settings = ", ".join(f"{key} {value}" for key, value in settings_shown(group).items())
+            lines.append(f"group {number}: {len(group['params'])} parameters, {settings}")
+        return "\n".join(lines)
 
     def _raise_deferred(self) -> None:
         """Raise the errors of the last step that ranks agree on late."""

@@ -210,6 +210,22 @@ def group_defaults(arguments: GroupArguments) -> dict[str, Any]:
     return defaults
 
 
+def settings_shown(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a person wants to see of a group: its rate, and settings that are not the defaults.
+
+    Lists of more than two patterns are counted.
+    """
+    shown = {"lr": float(group["lr"])}
+    for field in dataclasses.fields(GroupArguments):
+        value = group.get(field.name, field.default)
+        default = field.default
+        if field.name in ("params", "lr") or as_tuple(value) == as_tuple(default):
+            continue
+        is_long = field.name in LISTS and len(value or ()) > 2
+        shown[field.name] = f"({len(value)} entries)" if is_long else value
+    return shown
+
+
 def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
     """Return a new parameter group with other optimizers' words translated.
 

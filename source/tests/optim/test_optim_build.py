@@ -93,6 +93,19 @@ def test_the_constructor_and_the_configuration_share_defaults_and_texts():
     assert not config
 
 
+def test_an_optimizer_prints_its_routes_and_what_differs_from_the_defaults():
+    optimizer = MuonConfig(adam_lr_ratio=0.5, expert_patterns=["a", "b", "c"]).build(make_model())
+    lines = repr(optimizer).splitlines()
+    assert len(lines) == 2
+    assert lines[0] == f"HybridMuon: {optimizer.routing.summary()}"
+    assert lines[1].startswith("group 0: 4 parameters, lr 0.02, ")
+    for shown in ("weight_decay 0.1", "scaling rectangular", "expert_patterns (3 entries)"):
+        assert shown in lines[1]
+    assert "momentum" not in lines[1]
+    groups = [{"params": [p]} for p in make_model().named_parameters()]
+    assert repr(HybridMuon(groups, 1e-3)).splitlines()[1] == "group 0: 1 parameters, lr 0.001"
+
+
 def test_a_plain_muon_is_what_the_literature_means():
     optimizer = MuonConfig(adam_lr_ratio=0.01).build(make_model(), 0.03)
     assert [(e.name, e.route) for e in optimizer.routing] == [
