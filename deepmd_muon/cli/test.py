@@ -109,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
     check_labels([system for systems in series.values() for system in systems])
     for name, systems in series.items():
         total: Errors = {}
+        by_config_type: dict[str, Errors] = {}
         for system in systems:
             log.info("# testing system : %s", system.name)
             parts = evaluate_system(
@@ -118,10 +119,17 @@ def run(options: argparse.Namespace) -> int:
                 shuffle=shuffle,
                 atomic=options.atomic,
             )
-            total = add_errors(total, _test_system(parts, name, details, picture))
+            of_types = _test_system(parts, system, name, details, picture)
+            for config_type, errors in of_types.items():
+                total = add_errors(total, errors)
+                summed = by_config_type.get(config_type, {})
+                by_config_type[config_type] = add_errors(summed, errors)
         of_series = f" of {name} data" if name else ""
         log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
+        if any(by_config_type):
+            for config_type, errors in by_config_type.items():
+                _report(errors, f"# config_type : {config_type or 'none'}")
     if picture is not None:
         picture.save()
     return 0
@@ -146,14 +154,19 @@ def _begin(options: argparse.Namespace) -> None:
 
 def _test_system(
     parts: Iterable[ComparedFrames],
+    system: System,
     series: str,
     details: DetailFiles | None,
     picture: ParityPicture | None,
-) -> Errors:
-    """Report the errors of one system, and hand its frames to files and picture."""
-    from deepmd_muon.infer.metrics import add_errors
+) -> dict[str, Errors]:
+    """Report the errors of one system, and hand its frames to files and picture.
+
+    Return the errors by the frames' config_type, "" where they have none.
+    """
+    from deepmd_muon.infer.metrics import add_errors, frame_errors
 
     errors: Errors = {}
+    by_config_type: dict[str, Errors] = {}
     nframes = 0
     for part in parts:
         not_finite = part.prediction.not_finite
@@ -163,13 +176,19 @@ def _test_system(
                 "weights of the model are spoiled; test an earlier checkpoint"
             )
         errors = add_errors(errors, part.errors)
+        config_types = [system.origin(number).config_type for number in part.numbers.tolist()]
+        for config_type in dict.fromkeys(config_types):
+            rows = [k for k, other in enumerate(config_types) if other == config_type]
+            of_type = frame_errors(part.reference.rows(rows), part.prediction.rows(rows))
+            summed = by_config_type.get(config_type, {})
+            by_config_type[config_type] = add_errors(summed, of_type)
         nframes += part.reference.nframes
         if details is not None:
             details.add(part.system, part.reference, part.prediction)
         if picture is not None:
             picture.add(part.reference, part.prediction, series)
     _report(errors, f"# number of test data : {nframes}")
-    return errors
+    return by_config_type
 
 
 def _picture(paths: list[str] | None) -> ParityPicture | None:

@@ -21,11 +21,14 @@ class ComparedFrames:
     ----------
     system
         Name of the system.
+    numbers
+        Numbers of the frames in the system, (nframes,).
     reference, prediction
         Positions and labels of the frames, and the prediction of the same shapes.
     """
 
     system: str
+    numbers: np.ndarray
     reference: Frames
     prediction: Prediction
 
@@ -76,4 +79,6 @@ def evaluate_system(
             alike = reference.rows(run)  # frames with the same labels
             with naming(system.name, numbers[run], alike):
                 prediction = predictor.evaluate(alike)
-            yield ComparedFrames(system.name, alike, prediction)
+            yield ComparedFrames(
+                system=system.name, numbers=numbers[run], reference=alike, prediction=prediction
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -37,6 +38,10 @@ class Prediction:
             virial=np.zeros((nframes, 9)),
             atom_energy=np.zeros((nframes, natoms)),
         )
+
+    def rows(self, rows: slice | Sequence[int]) -> Prediction:
+        """Return the predictions of some frames."""
+        return Prediction(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @property
     def not_finite(self) -> list[str]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class FrameOrigin(NamedTuple):
+    """Where a frame comes from."""
+
+    file: str
+    number: int  # of the frame in the file
+    config_type: str = ""  # the kind of structure that the file names, if any
 
 
 class MemoryStore:
@@ -23,14 +32,23 @@ class MemoryStore:
         labels. Frames with other labels are other sets.
     pbc
         Whether the frames have a cell.
+    origins
+        Where the frames of all sets come from, if they come from a file.
     """
 
     sampled = False
 
     def __init__(
-        self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool
+        self,
+        root: str,
+        symbols: Sequence[str],
+        sets: Sequence[Arrays],
+        *,
+        pbc: bool,
+        origins: Sequence[FrameOrigin] = (),
     ) -> None:
         self.root = root
+        self.origins = origins
         elements = sorted(set(symbols))
         self._words = {
             "type.raw": [str(elements.index(symbol)) for symbol in symbols],
