@@ -1,4 +1,4 @@
-"""Names of labels in files that ASE reads: a section of input.json.
+"""How data are read: names of labels in files, which frames count, and how much; settings of input.json.
 
 Imports neither NumPy nor torch.
 """
@@ -6,6 +6,7 @@ Imports neither NumPy nor torch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from deepmd_muon.section import Rule, Section
@@ -37,3 +38,32 @@ class LabelKeys(Section):
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("stress", "virial"), _one_of_both),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How data are read: the settings of a data section beside its paths.
+
+    Attributes
+    ----------
+    keys
+        Names of the labels in files that ASE reads.
+    format
+        Format of all paths, by ASE's or dpdata's name; None lets content and name of a file tell.
+    keep_unconverged
+        Keep frames whose electronic loop did not converge, of files that ASE or dpdata read.
+    config_weights
+        Weights of frames in the loss by their `config_type`, in files that ASE reads.
+    max_force
+        Frames with a larger force [eV/Å] are left out; None keeps all.
+    frame_parameters
+        Names of the frame parameters, such as "charge": columns of fparam, from files of these
+        names in each set or from headers of extended XYZ.
+    """
+
+    keys: LabelKeys = dataclasses.field(default_factory=LabelKeys)
+    format: str | None = None
+    keep_unconverged: bool = False
+    config_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    max_force: float | None = None
+    frame_parameters: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.label_keys import LabelKeys, Reading
 from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import Needs, setting, switched_on
 
@@ -98,6 +98,31 @@ class TrainingDataSettings(Section):
             "read (VASP, Gaussian, ORCA). By default they are left out with a warning."
         ),
     )
+    frame_parameters: tuple[str, ...] = setting(
+        (),
+        pattern=r"[A-Za-z_][\w-]*",
+        forms="a name such as 'charge'",
+        doc=(
+            "Frame parameters that the model reads, by name, in this order: ['charge', 'spin']. "
+            "Each is a word in the headers of extended XYZ, or a file (charge.npy) of each set. "
+            "They take the place of fparam.npy, and numb_fparam may be left out."
+        ),
+    )
+    config_weights: Mapping[str, float] | None = setting(
+        None,
+        minimum=0.0,
+        doc=(
+            "Weights of frames in the loss by their config_type, a word in the headers of extended "
+            "XYZ. 'Default' holds for types that are not named (1 if it is left out). Frames of "
+            "weight 0 are left out. A frame's own weight (weight.npy, or weight or config_weight "
+            "in its header) multiplies it."
+        ),
+    )
+    max_force: float | None = setting(
+        None,
+        above=0.0,
+        doc="Leave out frames with a larger force on an atom [eV/Å]; the log names them.",
+    )
     batch_size: int | str | tuple[int, ...] = setting(
         "auto",
         minimum=1,
@@ -134,6 +159,18 @@ class TrainingDataSettings(Section):
             "probability in proportion to their batches."
         ),
     )
+
+    @property
+    def reading(self) -> Reading:
+        """How the systems are read."""
+        return Reading(
+            keys=self.label_keys,
+            format=self.format,
+            keep_unconverged=self.keep_unconverged,
+            config_weights=self.config_weights or {},
+            max_force=self.max_force,
+            frame_parameters=self.frame_parameters,
+        )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("systems",), _some_systems),

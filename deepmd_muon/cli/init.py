@@ -103,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
         label_keys=label_keys,
         keep_unconverged=options.keep_unconverged,
         format=options.format,
+        frame_parameters=tuple(options.frame_parameters or ()),
         folder=folder,
     )
     proposal = propose(wishes, lambda paths: open_listed(paths, wishes.type_map, options))

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.data import DataError, System
 from deepmd_muon.data.checks.labels import suspicions
+from deepmd_muon.data.isolated_atoms import isolated_energies
 from deepmd_muon.data.opening import check_labels, elements_of
 from deepmd_muon.data.sampling.splitting import Share, split
 from deepmd_muon.data.writing import formula_of, write_npy
@@ -49,6 +52,8 @@ _READS_DESCRIPTORS = "*fitting_net*layers.0.matrix"
 # Shorter runs take other rates, with which that was not measured.
 _SHORT_RUN = 10_000
 _N_SYSTEMS_SHOWN = 20
+_SEL_OF_MOLECULES = 120
+_BATCH_ATOMS = 32  # as batch_size "auto"
 _MIN_CURVE_ROWS = 40  # of the learning curve
 
 
@@ -85,7 +90,7 @@ class Wishes:
         Length of the run.
     type_map
         Types; empty for those of the data.
-    label_keys, keep_unconverged, format
+    label_keys, keep_unconverged, format, frame_parameters
         As in `training_data` of an input.
     folder
         Folder for systems that a split cuts.
@@ -101,6 +106,7 @@ class Wishes:
     label_keys: dict[str, str]
     keep_unconverged: bool
     format: str | None
+    frame_parameters: tuple[str, ...]
     folder: Path
 
 
@@ -352,7 +358,29 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
         f"{wishes.rcut:g} Å",
         "usual; --rcut changes it (longer: slower, and for long-ranged order)",
     )
-    yield Choice("model/descriptor/sel", "auto", "dp train counts neighbours")
+    sel = _sel(kind, data)
+    reason = "dp train counts neighbours"
+    if sel != "auto":
+        reason = (
+            "DPA-1 divides by it: for molecules more than their neighbours (doc/learning-rate.md)"
+        )
+    yield Choice("model/descriptor/sel", str(sel), reason)
+    atoms = isolated_energies([share.system for share in data.shares], wishes.rcut)
+    if atoms:
+        known = [name for name in data.type_map if name in atoms]
+        listed = ", ".join(f"{name} {np.mean(atoms[name]):.6g} eV" for name in known)
+        yield Choice(
+            "model/fitting_net/atom_ener",
+            "left out",
+            f"isolated atoms ({listed}) train like other frames; with atom_ener, energies of "
+            "molecules were worse (doc/molecules.md)",
+        )
+    if wishes.frame_parameters:
+        yield Choice(
+            "model/fitting_net/numb_fparam",
+            str(len(wishes.frame_parameters)),
+            f"frame parameters {', '.join(wishes.frame_parameters)}",
+        )
     missing = ", ".join(name for name in _PREFACTORS if name not in data.labels)
     yield Choice(
         "loss",
@@ -376,11 +404,11 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
         "a first potential; 10 times as many lower the errors further",
     )
     natoms = max(share.system.natoms for share in data.shares)
-    yield Choice(
-        "training/…/batch_size",
-        "auto",
-        f"frames until a batch has 32 atoms (frames have up to {natoms})",
-    )
+    batch_size = _batch_size(data)
+    reason = f"frames until a batch has 32 atoms (frames have up to {natoms})"
+    if batch_size != "auto":
+        reason = f"small frames of all systems share a batch of {_BATCH_ATOMS} atoms"
+    yield Choice("training/…/batch_size", batch_size, reason)
     n_training = sum(share.train for share in data.shares)
     n_validation = sum(share.system.nframes for share in data.shares) - n_training
     written = bool(data.to_write)
@@ -393,6 +421,23 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
     if n_validation:
         reason += f" {_origin(data.validation_paths, written=written)}"
     yield Choice("training/validation_data", f"{n_validation} frames", reason)
+
+
+def _sel(kind: str, data: Data) -> int | str:
+    """Return the number of neighbours that a descriptor has room for."""
+    systems = [share.system for share in data.shares]
+    of_many_atoms = [system for system in systems if system.natoms > 1]
+    are_molecules = all(
+        system.natoms <= _SEL_OF_MOLECULES and not system.pbc for system in of_many_atoms
+    )
+    return _SEL_OF_MOLECULES if kind == "dpa1" and are_molecules else "auto"
+
+
+def _batch_size(data: Data) -> str:
+    """Return the rule for batches: several systems smaller than a batch share one."""
+    systems = [share.system for share in data.shares if share.train]
+    small = [system for system in systems if 1 < system.natoms < _BATCH_ATOMS]
+    return f"mix:{_BATCH_ATOMS}" if len(small) > 1 else "auto"
 
 
 def _descriptor_kind(wishes: Wishes, data: Data) -> str:
@@ -447,11 +492,13 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
         section: dict[str, Any] = {
             **comment(f"training/{kind}"),
             "systems": paths,
-            "batch_size": "auto",
+            "batch_size": _batch_size(data) if kind == "training_data" else "auto",
         }
         if not data.to_write:  # written systems are npy folders with their names
             if wishes.format:
                 section["format"] = wishes.format
+            if wishes.frame_parameters:
+                section["frame_parameters"] = list(wishes.frame_parameters)
             if wishes.label_keys:
                 section["label_keys"] = wishes.label_keys
             if wishes.keep_unconverged:
@@ -462,13 +509,21 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
     descriptor = {
         **comment("model/descriptor"),
         "type": kind,
-        "sel": "auto",
+        "sel": _sel(kind, data),
         "rcut": wishes.rcut,
         "rcut_smth": 0.5,
         **_DESCRIPTORS[kind],
         "precision": "float32",
         "seed": 1,
     }
+    fitting_net: dict[str, Any] = {
+        **comment("model/fitting_net"),
+        "neuron": [96, 96, 96],
+        "precision": "float32",
+        "seed": 1,
+    }
+    if wishes.frame_parameters:
+        fitting_net["numb_fparam"] = len(wishes.frame_parameters)
     loss: dict[str, Any] = {**comment("loss"), "type": "ener"}
     for label, prefactor in _PREFACTORS.items():
         has_label = label in data.labels
@@ -495,7 +550,7 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
             **comment("model/type_map"),
             "type_map": list(data.type_map),
             "descriptor": descriptor,
-            "fitting_net": {"neuron": [96, 96, 96], "precision": "float32", "seed": 1},
+            "fitting_net": fitting_net,
         },
         "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-6},
         "loss": loss,

@@ -53,6 +53,12 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
         "--stress-key", metavar="KEY", help="name of the stress [eV/Å³], positive under tension"
     )
     keys.add_argument(
+        "--frame-parameters",
+        nargs="+",
+        metavar="NAME",
+        help="names of the frame parameters that the model reads, e.g. charge spin",
+    )
+    keys.add_argument(
         "--keep-unconverged",
         action="store_true",
         help="keep frames whose electronic loop did not converge",
@@ -66,16 +72,16 @@ def open_listed(
     if type_map and len(set(type_map)) < len(type_map):
         raise CommandError(f"the type map {' '.join(type_map)} names an element twice")
     from deepmd_muon.data import open_systems
-    from deepmd_muon.label_keys import LabelKeys
+    from deepmd_muon.label_keys import LabelKeys, Reading
 
     keys = LabelKeys(options.energy_key, options.force_key, options.virial_key, options.stress_key)
-    return open_systems(
-        paths,
-        type_map,
-        keys,
-        keep_unconverged=options.keep_unconverged,
+    reading = Reading(
+        keys=keys,
         format=options.format,
+        keep_unconverged=options.keep_unconverged,
+        frame_parameters=tuple(options.frame_parameters or ()),
     )
+    return open_systems(paths, type_map, reading)
 
 
 def write_systems(systems: list[System], output: Path) -> list[str]:

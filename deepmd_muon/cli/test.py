@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     check_labels([system for systems in series.values() for system in systems])
     for name, systems in series.items():
         total: Errors = {}
+        by_config_type: dict[str, Errors] = {}
         for system in systems:
             log.info("# testing system : %s", system.name)
             batches = evaluate_system(
@@ -124,10 +125,17 @@ def run(options: argparse.Namespace) -> int:
                 shuffle=shuffle,
                 atomic=options.atomic,
             )
-            total = add_errors(total, _test_system(batches, name, details, picture))
+            of_types = _test_system(batches, system, name, details, picture)
+            for config_type, errors in of_types.items():
+                total = add_errors(total, errors)
+                summed = by_config_type.get(config_type, {})
+                by_config_type[config_type] = add_errors(summed, errors)
         of_series = f" of {name} data" if name else ""
         log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
+        if any(by_config_type):
+            for config_type, errors in by_config_type.items():
+                _report(errors, f"# config_type : {config_type or 'none'}")
     if picture is not None:
         picture.save()
     return 0
@@ -152,14 +160,19 @@ def _begin(options: argparse.Namespace) -> None:
 
 def _test_system(
     batches: Iterable[ComparedFrames],
+    system: System,
     series: str,
     details: DetailFiles | None,
     picture: ParityPicture | None,
-) -> Errors:
-    """Report the errors of one system, and hand its frames to files and picture."""
-    from deepmd_muon.infer.metrics import add_errors
+) -> dict[str, Errors]:
+    """Report the errors of one system, and hand its frames to files and picture.
+
+    Return the errors by the frames' config_type, "" where they have none.
+    """
+    from deepmd_muon.infer.metrics import add_errors, frame_errors
 
     errors: Errors = {}
+    by_config_type: dict[str, Errors] = {}
     nframes = 0
     for batch in batches:
         not_finite = batch.prediction.not_finite
@@ -169,13 +182,19 @@ def _test_system(
                 "weights of the model are spoiled; test an earlier checkpoint"
             )
         errors = add_errors(errors, batch.errors)
+        config_types = [system.origin(number).config_type for number in batch.numbers.tolist()]
+        for config_type in dict.fromkeys(config_types):
+            rows = [k for k, other in enumerate(config_types) if other == config_type]
+            of_type = frame_errors(batch.reference.rows(rows), batch.prediction.rows(rows))
+            summed = by_config_type.get(config_type, {})
+            by_config_type[config_type] = add_errors(summed, of_type)
         nframes += batch.reference.nframes
         if details is not None:
             details.add(batch.system, batch.reference, batch.prediction)
         if picture is not None:
             picture.add(batch.reference, batch.prediction, series)
     _report(errors, f"# number of test data : {nframes}")
-    return errors
+    return by_config_type
 
 
 def _picture(paths: list[str] | None) -> ParityPicture | None:

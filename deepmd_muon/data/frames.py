@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FRAME_LABELS = {"energy": 1, "virial": 9}
-"""Labels of a frame that a system may carry, with the number of their values."""
+FRAME_LABELS = {"energy": 1, "virial": 9, "weight": 1}
+"""Labels of a frame that a system may carry, with the number of their values.
+
+`weight` multiplies what the frame adds to the loss.
+"""
 ATOM_LABELS = {"force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
 """Labels of each atom that a system may carry, with the number of their values for an atom."""
 LABELS = {**FRAME_LABELS, **ATOM_LABELS}
@@ -48,6 +51,8 @@ class Frames:
     force: np.ndarray | None = None
     # float64 (nframes, 9): −volume·stress [eV], row-major.
     virial: np.ndarray | None = None
+    # float64 (nframes,): weight in the loss, 1 without.
+    weight: np.ndarray | None = None
     # float64 (nframes, natoms): energy of each atom [eV].
     atom_ener: np.ndarray | None = None
     # float64 (nframes, natoms): weight of each atom in the loss of weighted forces.

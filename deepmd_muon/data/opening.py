@@ -10,18 +10,21 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import Parameters
 from deepmd_muon.data.stores.foreign import OWN_FORMATS, read_as, read_foreign
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
+from deepmd_muon.data.stores.named_parameters import NamedParameters
 from deepmd_muon.data.stores.npy_store import npy_stores, refuse_unlisted
 from deepmd_muon.data.stores.storage import HandleCache, Store
 from deepmd_muon.data.system import System
 from deepmd_muon.files import paths_matching
-from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.label_keys import Reading
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +65,8 @@ def register_format(ending: str, read: str | Reader) -> None:
 def open_systems(
     paths: str | Iterable[str],
     type_map: Sequence[str] | None = None,
-    keys: LabelKeys | None = None,
+    reading: Reading | None = None,
     patterns: Sequence[str] | None = None,
-    *,
-    keep_unconverged: bool = False,
-    format: str | None = None,
 ) -> list[System]:
     """Open systems of any kind.
 
@@ -80,8 +80,9 @@ def open_systems(
         ``*``, ``?`` or ``[…]`` of such paths (``**`` crosses folders).
     type_map : sequence of str, optional
         Element names that types shall index.
-    keys : LabelKeys, optional
-        Names of the labels in files that ASE reads.
+    reading : Reading, optional
+        Format, names of labels, and which frames count. With a format, a path is a file, a folder
+        or the beginning of several files, as the format needs it.
     patterns : sequence of str, optional
         Then each path is a folder, and those folders below it are systems that fit one of the
         patterns, at any depth, and have a ``type.raw``.
@@ -110,16 +111,50 @@ def open_systems(
     places = _expand(map(os.fspath, paths))
     if patterns is not None:
         places = [place for folder in places for place in _matching_systems(folder, patterns)]
-    options: dict[str, Any] = {"keys": keys, "keep_unconverged": keep_unconverged}
-    if format is None or format in OWN_FORMATS:
-        read_other = functools.partial(read_foreign, **options)
-        read = functools.partial(_stores, handles=handles, read_other=read_other)
-    else:
-        read = functools.partial(read_as, name=format, **options)
-    systems = [System(store, type_map) for place in places for store in read(place)]
+    reading = reading or Reading()
+
+    def stores_at(place: str) -> Iterable[Store]:
+        if reading.format is None or reading.format in OWN_FORMATS:
+            return _stores(place, handles, functools.partial(read_foreign, reading=reading))
+        return read_as(place, reading.format, reading)
+
+    stores = (store for place in places for store in stores_at(place))
+    if reading.frame_parameters:
+        stores = (NamedParameters(store, reading.frame_parameters) for store in stores)
+    systems = [System(store, type_map) for store in stores]
     if not systems:
         raise SystemNotFoundError("no systems given")
+    if reading.max_force is not None:
+        systems = _without_large_forces(systems, reading.max_force)
     return systems
+
+
+def _without_large_forces(systems: Sequence[System], max_force: float) -> list[System]:
+    """Leave out frames with a force above `max_force` [eV/Å], and name them.
+
+    Raises
+    ------
+    DataError
+        When no frame is left.
+    """
+    remaining = []
+    for system in systems:
+        largest = system.largest_forces()
+        excluded = np.flatnonzero(largest > max_force)
+        if len(excluded):
+            log.warning(
+                "%s: left out, their forces reach %.3g eV/Å, beyond max_force: %s",
+                system.name,
+                largest[excluded].max(),
+                frame_words(excluded),
+            )
+        if len(excluded) < system.nframes:
+            remaining.append(
+                system.select(np.flatnonzero(~(largest > max_force))) if len(excluded) else system
+            )
+    if not remaining:
+        raise DataError(f"every frame has a force above max_force ({max_force:g} eV/Å)")
+    return remaining
 
 
 def _expand(paths: Iterable[str]) -> list[str]:
@@ -189,7 +224,7 @@ def check_labels(systems: Sequence[System]) -> None:
     DataError
         When no system has energies, forces, virials or another label.
     """
-    unlabelled = [system.name for system in systems if not system.labels]
+    unlabelled = [system.name for system in systems if not system.labels - {"weight"}]
     if len(unlabelled) == len(systems):
         names = unlabelled[0]
         if len(systems) > 1:

@@ -20,13 +20,14 @@ from deepmd_muon.data.frames import (
     Parameters,
     label_shape,
 )
-from deepmd_muon.data.stores.memory import FrameOrigin, MemoryStore
+from deepmd_muon.data.stores.memory import FrameOrigin
 from deepmd_muon.data.stores.storage import Store
 
 _PADDING = -1  # type of the atoms that fill up frames of a mixed-type system
 _UNKNOWN = -2  # type of atoms of an element that the type map lacks
 # Types of systems with more atoms are not remembered for others with the same words.
 _MAX_ATOMS_REMEMBERED = 1000
+_CHUNK_ATOMS = 1 << 18  # read at once to look at all forces
 
 # A file of one name in each set, None in sets without it.
 _Files = Sequence[str | None]
@@ -116,6 +117,7 @@ class System:
         self._counts = np.array(counts)  # (sets,) frames of each set
         self._ends = np.cumsum(counts)
         self._first_frame = 0  # among the frames of all sets, see `part`
+        self._selected: np.ndarray | None = None  # their numbers in all sets, see `select`
         if self.mixed and self._lacks_elements and not store.sampled:
             self.types(np.arange(self.nframes))  # raises if an atom is of such an element
 
@@ -138,6 +140,7 @@ class System:
         system.parameters = self.parameters
         system._rows_per_frame = self._rows_per_frame
         system._first_frame = self._first_frame
+        system._selected = self._selected
         system.nframes = self.nframes
         return system
 
@@ -207,6 +210,25 @@ class System:
         system._first_frame = self._first_frame + first
         system.nframes = end - first
         return system
+
+    def select(self, numbers: np.ndarray) -> System:
+        """Return some frames of the system as a system; `labels` are those of the whole."""
+        system = copy.copy(self)
+        system._selected = self._numbers_in_sets(numbers)
+        system._first_frame = 0
+        system.nframes = len(numbers)
+        return system
+
+    def largest_forces(self) -> np.ndarray:
+        """Return the largest force on an atom of each frame (nframes,) [eV/Å]; 0 without forces."""
+        largest = np.zeros(self.nframes)
+        step = max(1, _CHUNK_ATOMS // self.natoms)
+        for start in range(0, self.nframes, step):
+            force = self.read_label("force", np.arange(start, min(start + step, self.nframes)))
+            if force is not None:
+                squares = np.nan_to_num(np.square(force).sum(axis=2))
+                largest[start : start + step] = np.sqrt(squares.max(axis=1))
+        return largest
 
     @property
     def has_other_inputs(self) -> bool:
@@ -374,9 +396,9 @@ class System:
 
     def origin(self, number: int) -> FrameOrigin:
         """Return the file of a frame, its number there and its kind; else name the system."""
-        if isinstance(self._store, MemoryStore) and self._store.origins:
-            return self._store.origins[self._first_frame + number]
-        return FrameOrigin(self.name, self._first_frame + number)
+        number = int(self._numbers_in_sets(np.array([number]))[0])
+        origins = getattr(self._store, "origins", ())
+        return origins[number] if origins else FrameOrigin(self.name, number)
 
     def structures(self, indices: Sequence[int] | np.ndarray) -> Frames:
         """Read types, positions and cells of some frames, numbered as in `frames`, and no label."""
@@ -471,12 +493,17 @@ class System:
 
     def _split(self, numbers: np.ndarray) -> list[_SetRequest]:
         """Divide frames into those of each set."""
-        numbers = numbers + self._first_frame
+        numbers = self._numbers_in_sets(numbers)
         if len(self._sets) == 1:
             return [_SetRequest(0, slice(None), numbers)]
         sets = np.searchsorted(self._ends, numbers, side="right")  # of each frame
         rows = numbers - (self._ends - self._counts)[sets]
         return [_SetRequest(k, sets == k, rows[sets == k]) for k in np.unique(sets).tolist()]
+
+    def _numbers_in_sets(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of frames among those of all sets."""
+        numbers = numbers + self._first_frame
+        return numbers if self._selected is None else self._selected[numbers]
 
     def _read_from_set(self, k: int, file: str, rows: np.ndarray) -> np.ndarray:
         """Read rows of a file of set `k` as float64 (nframes, width); refuse impossible values."""
@@ -485,6 +512,8 @@ class System:
         values = values.reshape(len(rows), -1)
         are_lengths = file in ("coord.npy", "box.npy")
         longest = np.abs(values).max(initial=0.0) if are_lengths else 0.0  # NaN if a value is
+        if file == "weight.npy" and (values < 0.0).any():
+            raise SystemFormatError(self.name, path, "a weight in the loss is less than 0")
         # A sampled store refuses such values itself, and has NaN for missing labels.
         if not self._store.sampled:
             all_finite = np.isfinite(longest) if are_lengths else np.isfinite(values).all()

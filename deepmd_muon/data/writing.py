@@ -118,6 +118,8 @@ def _image(frames: Frames, k: int, elements: Sequence[str]) -> Atoms:
         atoms.info["fparam"] = frame.fparam[0]
     if frame.aparam is not None and not np.isnan(frame.aparam).any():
         atoms.arrays["aparam"] = frame.aparam[0][real]
+    if frame.weight is not None:
+        atoms.info["weight"] = float(frame.weight[0])
     results: dict[str, Any] = {}
     if frame.energy is not None:
         results["energy"] = float(frame.energy[0])

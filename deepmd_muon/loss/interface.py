@@ -91,7 +91,8 @@ class Loss(Protocol):
             `force (nframes, natoms, 3)` [eV/Å] and `virial (nframes, 9)` [eV].
         label
             The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
-            `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only
+            `atom_ener_coeff (nframes, natoms)`, and `weight (nframes,)`, which multiplies what a
+            frame adds to the loss. Missing or None contributes nothing. Where only
             some frames have a label, `find_energy` etc., bool (nframes,), says which: the others
             have no weight in its term, but must hold finite numbers.
         lr_fraction

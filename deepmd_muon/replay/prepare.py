@@ -140,10 +140,8 @@ def _starts(settings: Settings, saved_model: ModelSettings) -> Frames:
     for system in open_systems(
         training_data.systems,
         settings.model.type_map or None,
-        training_data.label_keys,
+        training_data.reading,
         training_data.rglob_patterns,
-        keep_unconverged=training_data.keep_unconverged,
-        format=training_data.format,
     ):
         with contextlib.suppress(TypeMapError):  # raised by a system with another element
             systems.append(system.with_types(saved_model.type_map))

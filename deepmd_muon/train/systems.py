@@ -8,6 +8,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
@@ -39,6 +41,8 @@ _PLACES = (
 )
 # Doubts about the data that are named at the usual log level.
 _MOST_SUSPICIONS = 20
+# Share of batches of systems that cannot fill one, above which the log names them.
+_MOST_UNFILLED = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +66,8 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
     return open_systems(
         section.systems,
         type_map or None,
-        section.label_keys,
+        section.reading,
         section.rglob_patterns,
-        keep_unconverged=section.keep_unconverged,
-        format=section.format,
     )
 
 
@@ -100,7 +102,8 @@ def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
                 "model/type_map is left out and becomes %s: the types of the training data",
                 list(elements),
             )
-        parameters = Parameters.of(branch.model.fitting_net)
+        run_input = _with_number_of_parameters(run_input, name)
+        parameters = Parameters.of(run_input.branches[name].model.fitting_net)
         # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
         systems[name] = Systems(with_all[: len(training)], with_all[len(training) :])
@@ -113,6 +116,18 @@ def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
     ]
     _log_doubts(doubts)
     return run_input, systems
+
+
+def _with_number_of_parameters(run_input: Input, name: str) -> Input:
+    """Set numb_fparam of a branch where it is left out and its data name their parameters."""
+    branch = run_input.branches[name]
+    names = branch.data.training_data.frame_parameters
+    fitting_net: Any = branch.model.fitting_net
+    if not names or getattr(fitting_net, "numb_fparam", None) != 0:
+        return run_input
+    log.info("fitting_net/numb_fparam becomes %d: %s", len(names), ", ".join(names))
+    fitting_net = dataclasses.replace(fitting_net, numb_fparam=len(names))
+    return run_input.with_model([name], fitting_net=fitting_net)
 
 
 def _look_at(kind: str, systems: Sequence[System]) -> None:
@@ -235,11 +250,35 @@ def make_loaders(
             batches_per_step=settings.accumulate_grad_batches,
             balance=settings.balance_batches,
         )
+        _tell_of_unfilled_batches(training)
         validation = None
         if branch.data.validation_data:
             validation = make_loader(name, systems[name].validation, branch.data.validation_data)
         data[name] = Data(training, validation, systems[name].training)
     return data
+
+
+def _tell_of_unfilled_batches(loader: DataLoader) -> None:
+    """Warn if systems with too few frames for a batch take a large share of the batches.
+
+    Batches of one system are drawn in proportion to their number, whatever they hold.
+    """
+    if loader.mixes_systems:
+        return
+    nframes = np.array([system.nframes for system in loader.systems])
+    natoms = np.array([system.natoms for system in loader.systems])
+    unfilled = nframes < np.array(loader.batch_sizes)
+    share = float(loader.probabilities[unfilled].sum())
+    share_of_atoms = float((nframes * natoms)[unfilled].sum() / (nframes * natoms).sum())
+    if share > _MOST_UNFILLED and share > 2.0 * share_of_atoms:
+        log.warning(
+            "%d of %d systems have fewer frames than a batch; %.0f %% of the batches are theirs, with "
+            '%.1f %% of the atoms: "batch_size": "mix:32" fills batches from all systems',
+            unfilled.sum(),
+            len(unfilled),
+            100.0 * share,
+            100.0 * share_of_atoms,
+        )
 
 
 # ----- several ranks -----------------------------------------------------------------------------

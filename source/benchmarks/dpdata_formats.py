@@ -27,6 +27,7 @@ from dpdata.format import Format
 
 from deepmd_muon.data import DataError, System, open_systems
 from deepmd_muon.data.stores.foreign import OWN_FORMATS
+from deepmd_muon.label_keys import Reading
 
 # Largest differences relative to the largest number: the same numbers, or those of ASE's constants.
 _EXACT = 1e-10
@@ -181,7 +182,7 @@ def _of_system(system: System) -> Frames:
 def _compare(expected: Frames | str, path: str, name: str | None) -> str:
     """Return in words how our frames differ from dpdata's."""
     try:
-        systems = open_systems(path, format=name)
+        systems = open_systems(path, reading=Reading(format=name))
     except DataError as error:
         reason = str(error).removeprefix("system ").removeprefix(f"{path}: ")
         reason = reason.partition(" (relative paths")[0].replace("\n", " ").replace("|", "\\|")

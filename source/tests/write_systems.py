@@ -11,6 +11,7 @@ WIDTHS = {
     "energy": 1,
     "virial": 9,
     "force": 3,
+    "weight": 1,
     "atom_ener": 1,
     "atom_pref": 1,
     "atom_ener_coeff": 1,
@@ -28,6 +29,8 @@ def make_arrays(nframes, natoms, seed=0, labels=("energy", "force"), scale=6.0):
     for label in labels:
         width = WIDTHS[label] * (natoms if label in OF_ATOMS else 1)
         values = rng.standard_normal((nframes, width))
+        if label == "weight":
+            values = np.abs(values)
         arrays[label] = values[:, 0] if label == "energy" else values
     return arrays
 

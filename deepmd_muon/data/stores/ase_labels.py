@@ -165,17 +165,44 @@ class Labels:
         }
 
 
-def parameters_of(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
+def parameters_of(
+    atoms: Atoms, path: str, place: str, names: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     """Return the parameters that a frame has.
 
-    They are `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,).
+    They are `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,), or in
+    place of fparam those of its header that `names` lists.
+
+    Raises
+    ------
+    SystemFormatError
+        When the frame lacks one of `names`, or a value is no number.
     """
+    if names:
+        return _named_parameters(atoms, path, place, names) | parameters_of(atoms, path, place)
     values = {"fparam": atoms.info.get("fparam"), "aparam": atoms.arrays.get("aparam")}
     return {
         name: _numbers(numbers, name, (max(1, np.size(numbers)),), path, place)
         for name, numbers in values.items()
         if numbers is not None
     }
+
+
+def _named_parameters(
+    atoms: Atoms, path: str, place: str, names: Sequence[str]
+) -> dict[str, np.ndarray]:
+    parameters = {}
+    for name in names:
+        if name not in atoms.info:
+            listed = ", ".join(sorted(atoms.info)) or "nothing"
+            raise SystemFormatError(
+                path,
+                place,
+                f"no {name} in its header, which frame_parameters names; it has {listed}",
+            )
+        value = atoms.info[name]
+        parameters[name] = _numbers(value, name, (max(1, np.size(value)),), path, place)
+    return parameters
 
 
 def values_of(atoms: Atoms) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.ase_labels import Labels, parameters_of, values_of
+from deepmd_muon.data.stores.ase_weights import Weights
 from deepmd_muon.data.stores.memory import FrameOrigin, MemoryStore
 from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
 from deepmd_muon.files import open_regular
-from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.label_keys import Reading
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -36,19 +37,13 @@ _BLOCK = 1 << 20  # read at once [bytes]
 _MAX_LISTED = 5  # frames that a warning lists
 
 
-def read_ase(
-    path: str,
-    keys: LabelKeys | None = None,
-    kind: str | None = None,
-    *,
-    keep_unconverged: bool = False,
-) -> list[MemoryStore]:
+def read_ase(path: str, reading: Reading, kind: str | None = None) -> list[MemoryStore]:
     """Read all frames of a file that ASE reads, in its format `kind` or one that it recognizes.
 
     Frames of the same atoms in the same order are one system. Energies are free energies if ASE has
     them (`free_energy`): their derivatives are the forces. A cell without volume, or no periodic
     direction, means no cell. Frames whose electronic loop did not converge are left out with a
-    warning, or kept with `keep_unconverged`.
+    warning, or kept with `reading.keep_unconverged`. So are frames of weight 0.
 
     Raises
     ------
@@ -84,9 +79,9 @@ def read_ase(
     if not contents.frames:
         raise SystemFormatError(path, "", "the file has no frames")
     numbers: Sequence[int] = range(len(contents.frames))
-    if not keep_unconverged:
+    if not reading.keep_unconverged:
         numbers = _converged_frames(contents, path)
-    return _stores(contents.frames, numbers, path, keys or LabelKeys())
+    return _stores(contents.frames, numbers, path, reading)
 
 
 def read_images(path: str | os.PathLike[str]) -> list[Atoms]:
@@ -251,7 +246,7 @@ def _says_unconverged(atoms: Atoms) -> bool:
 
 
 def _stores(
-    frames: Sequence[Atoms], numbers: Sequence[int], path: str, keys: LabelKeys
+    frames: Sequence[Atoms], numbers: Sequence[int], path: str, reading: Reading
 ) -> list[MemoryStore]:
     """Sort frames into systems by their atoms and by whether they have a cell.
 
@@ -259,14 +254,18 @@ def _stores(
     """
     systems: dict[_Kind, dict[_Sizes, list[Mapping[str, np.ndarray]]]] = {}
     origins: dict[_Kind, dict[_Sizes, list[FrameOrigin]]] = {}
-    labels = Labels.of([frames[number] for number in numbers], path, keys)
+    weights = Weights.of(frames, numbers, path, reading.config_weights)
+    numbers = weights.counting
+    labels = Labels.of([frames[number] for number in numbers], path, reading.keys)
     for number in numbers:
         atoms = frames[number]
         place = f"frame {number}"
         arrays = _structure(atoms, path, place)
         pbc = "box" in arrays
         arrays |= labels.read(atoms, path, place, cell=pbc)
-        arrays |= parameters_of(atoms, path, place)
+        arrays |= parameters_of(atoms, path, place, reading.frame_parameters)
+        if weights.differ:
+            arrays["weight"] = np.array([weights.by_frame[number]])
         kind = _Kind(tuple(atoms.get_chemical_symbols()), pbc)
         sizes = frozenset((name, array.size) for name, array in arrays.items())
         systems.setdefault(kind, {}).setdefault(sizes, []).append(arrays)

@@ -110,7 +110,7 @@ def _read(
     # A file of extended XYZ holds many compositions, and a folder of one format many calculations.
     if _reads(format_class, "multi_systems") and (os.path.isdir(path) or "xyz" in name):
         systems = dpdata.MultiSystems.from_file(path, fmt=name, **options)
-        return [system.data for system in systems]
+        return [system.data for system in systems.systems.values()]
     if _reads(format_class, "labeled_system"):
         return [dpdata.LabeledSystem(path, fmt=name, **options).data]
     return [dpdata.System(path, fmt=name, **options).data]

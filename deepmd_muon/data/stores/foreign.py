@@ -13,7 +13,7 @@ from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.dpdata_reading import dpdata_formats, read_dpdata
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.programs import recognize
-from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.label_keys import Reading
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,7 @@ OWN_FORMATS = (
 )
 
 
-def read_foreign(
-    path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False
-) -> list[MemoryStore]:
+def read_foreign(path: str, reading: Reading) -> list[MemoryStore]:
     """Read a file without a named format: its first lines decide, then ASE.
 
     Raises
@@ -45,16 +43,16 @@ def read_foreign(
     """
     program = recognize(path)
     if program is None:
-        return read_ase(path, keys, keep_unconverged=keep_unconverged)
+        return read_ase(path, reading)
     if program.takes_folder:
         raise SystemNotFoundError(
             f"system {path}: looks like {program.name}, which dpdata reads by its folder: give the "
             f"folder of the calculation's INPUT, and {program.options} (format beside systems)"
         )
     if program.ase is None:
-        return _read_first(path, program.dpdata, keep_unconverged=keep_unconverged)
+        return _read_first(path, program.dpdata, reading)
     try:
-        return read_ase(path, keys, program.ase, keep_unconverged=keep_unconverged)
+        return read_ase(path, reading, program.ase)
     except SystemNotFoundError as error:
         if not program.dpdata:
             raise
@@ -63,12 +61,12 @@ def read_foreign(
         ) from error
 
 
-def _read_first(path: str, names: Sequence[str], *, keep_unconverged: bool) -> list[MemoryStore]:
+def _read_first(path: str, names: Sequence[str], reading: Reading) -> list[MemoryStore]:
     """Read a file in the first of dpdata's formats that can read it."""
     problem: SystemNotFoundError | None = None
     for name in names:
         try:
-            stores = read_dpdata(path, name, keep_unconverged=keep_unconverged)
+            stores = read_dpdata(path, name, keep_unconverged=reading.keep_unconverged)
         except SystemNotFoundError as error:
             problem = problem or error
             continue
@@ -78,9 +76,7 @@ def _read_first(path: str, names: Sequence[str], *, keep_unconverged: bool) -> l
     raise problem
 
 
-def read_as(
-    path: str, name: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False
-) -> list[MemoryStore]:
+def read_as(path: str, name: str, reading: Reading) -> list[MemoryStore]:
     """Read a file, a folder or files with a common beginning in a format of ASE or dpdata.
 
     Raises
@@ -98,10 +94,10 @@ def read_as(
         )
     of_ase = _ase_formats()
     if name in of_ase:
-        return read_ase(path, keys, name, keep_unconverged=keep_unconverged)
+        return read_ase(path, reading, name)
     of_dpdata = list(dpdata_formats(path, name))
     if name.lower() in of_dpdata:
-        return read_dpdata(path, name.lower(), keep_unconverged=keep_unconverged)
+        return read_dpdata(path, name.lower(), keep_unconverged=reading.keep_unconverged)
     similar = difflib.get_close_matches(name.lower(), [*of_ase, *of_dpdata], n=5, cutoff=0.5)
     hint = f"; similar: {', '.join(similar)}" if similar else ""
     raise DataError(

@@ -58,11 +58,15 @@ class Counted(NamedTuple):
         Types of all atoms, and the mask of those that count.
     frames
         True for frames that have the label `(nframes,)`; None for all.
+    weights
+        Weights of all frames in the loss `(nframes,)`; None if all are 1. Errors that are shown
+        have none.
     """
 
     per_atom: Tensor | float
     atoms: ComparedAtoms
     frames: Tensor | None = None
+    weights: Tensor | None = None
 
     def with_label(self, frames: Tensor | None) -> Counted:
         """Return the same atoms, of these frames."""
@@ -70,8 +74,14 @@ class Counted(NamedTuple):
 
     @property
     def is_everything(self) -> bool:
-        """Whether all atoms of all frames count."""
-        return self.frames is None and self.atoms.mask is None
+        """Whether all atoms of all frames count alike."""
+        return self.frames is None and self.atoms.mask is None and self.weights is None
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """Multiply the values of each frame by its weight."""
+        if self.weights is None:
+            return values
+        return values * self.weights.reshape(-1, *(1 for _ in values.shape[1:]))
 
     def mean_over_atoms(self, values: Tensor) -> Tensor:
         """Return the mean of `(nframes, natoms, components)`."""
@@ -86,6 +96,18 @@ class Counted(NamedTuple):
     def mean_over_frames(self, values: Tensor) -> Tensor:
         """Return the mean of `(nframes, components)`."""
         return values.mean() if self.frames is None else _weighted_mean(values, self.frames)
+
+    def term_over_atoms(self, values: Tensor) -> TermValue:
+        """Return the mean of `(nframes, natoms, components)`, weighted for the loss."""
+        error = self.mean_over_atoms(values)
+        loss = error if self.weights is None else self.mean_over_atoms(self.weigh(values))
+        return TermValue(loss, error)
+
+    def term_over_frames(self, values: Tensor) -> TermValue:
+        """Return the mean of `(nframes, components)`, weighted for the loss."""
+        error = self.mean_over_frames(values)
+        loss = error if self.weights is None else self.mean_over_frames(self.weigh(values))
+        return TermValue(loss, error)
 
 
 def _weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
@@ -122,6 +144,9 @@ class EnergyLoss:
       ae ⟨ΔE_i²⟩, pf ⟨p_i ΔF²⟩
     - `mae`: e ⟨|ΔE|⟩/N, f ⟨|ΔF|⟩, v ⟨|ΔW|⟩/N, ae ⟨|ΔE_i|⟩, pf ⟨p_i |ΔF|⟩
     - `use_huber` (with `mse`): the Huber function of ΔE/N, ΔF, ΔW/N, ΔE_i
+
+    The errors of a frame are multiplied by its weight, if it has one (label `weight`); ⟨⟩ divides by
+    the number of frames, not by the sum of weights. Errors that are shown have no weights.
 
     `f_use_norm` takes |ΔF_i| of an atom instead of its components, `relative_f` divides ΔF_i by
     |F_i| + `relative_f`, `enable_atom_ener_coeff` compares Σ c_i E_i instead of the energy.
@@ -199,7 +224,7 @@ class EnergyLoss:
 
     def fits_kernels(self, prediction: Prediction, labels: Labels) -> bool:
         """Return whether the kernels have all terms and settings of the loss, and are faster."""
-        if not self._covered_by_kernels:
+        if not self._covered_by_kernels or labels.get("weight") is not None:
             return False
         if self.settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None:
             return False
@@ -222,6 +247,12 @@ class EnergyLoss:
             number = atoms.mask.sum(1).to(torch.float64).clamp(min=1.0)
             counted = Counted(per_atom=1.0 / number, atoms=atoms)
         energy = prediction["energy"]
+        weights = label.get("weight")
+        if weights is not None:
+            has_weight = label.get("find_weight")
+            if has_weight is not None:
+                weights = torch.where(has_weight, weights, 1.0)
+            counted = counted._replace(weights=weights.reshape(energy.shape))
         loss: Tensor | None = None
         metrics: dict[str, Tensor] = {}
         for term, compare in self._compare.items():
@@ -293,26 +324,26 @@ class EnergyLoss:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
         intensive = self.settings.intensive_ener_virial
-        if self.settings.is_plain and counted.frames is None and isinstance(per_atom, float):
+        is_plain = self.settings.is_plain and counted.frames is None and counted.weights is None
+        if is_plain and isinstance(per_atom, float):
             # The usual case in three kernels.
-            square = mse_loss(predicted, target)
-            loss = square * (per_atom * per_atom if intensive else per_atom)
-            return TermValue(loss, square.detach().sqrt() * per_atom)
+            mean = mse_loss(predicted, target)
+            loss = mean * (per_atom * per_atom if intensive else per_atom)
+            return TermValue(loss, mean.detach().sqrt() * per_atom)
         error = predicted - target
         if isinstance(per_atom, Tensor):
             per_atom = per_atom.unsqueeze(1)  # (nframes, 1)
         error_per_atom = error * per_atom
         if self.settings.loss_func == "mae":
-            mean = counted.mean_over_frames(error_per_atom.abs())
-            return TermValue(mean, mean)
-        square = counted.mean_over_frames(error_per_atom * error_per_atom)
+            return counted.term_over_frames(error_per_atom.abs())
+        square = counted.term_over_frames(error_per_atom * error_per_atom)
         if self.settings.use_huber:
-            loss = counted.mean_over_frames(_huber(error_per_atom, delta))
+            loss = counted.mean_over_frames(counted.weigh(_huber(error_per_atom, delta)))
         elif intensive:
-            loss = square
+            loss = square.loss
         else:
-            loss = counted.mean_over_frames(error_per_atom * error)
-        return TermValue(loss, square.sqrt())
+            loss = counted.mean_over_frames(counted.weigh(error_per_atom * error))
+        return TermValue(loss, square.error.sqrt())
 
     def _force(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
         target = label.get("force")
@@ -322,22 +353,21 @@ class EnergyLoss:
         force = prediction["force"]
         is_plain = self.settings.is_plain and self.settings.relative_f is None
         if is_plain and counted.is_everything:
-            square = mse_loss(force, target.reshape(force.shape))  # one kernel instead of three
-            return TermValue(square, square.detach().sqrt())
+            mean = mse_loss(force, target.reshape(force.shape))  # one kernel instead of three
+            return TermValue(mean, mean.detach().sqrt())
         error = self._force_error(force, target)
         if self.settings.f_use_norm:
             size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
         else:
             size = error
         if self.settings.loss_func == "mae":
-            mean = counted.mean_over_atoms(size.abs())
-            return TermValue(mean, mean)
-        square = counted.mean_over_atoms(error * error)
+            return counted.term_over_atoms(size.abs())
+        square = counted.term_over_atoms(error * error)
         if self.settings.use_huber:
-            loss = counted.mean_over_atoms(_huber(size, self._huber_delta(1)))
+            loss = counted.mean_over_atoms(counted.weigh(_huber(size, self._huber_delta(1))))
         else:
-            loss = square
-        return TermValue(loss, square.sqrt())
+            loss = square.loss
+        return TermValue(loss, square.error.sqrt())
 
     def _force_error(self, force: Tensor, target: Tensor) -> Tensor:
         """Return the errors of forces `(nframes, natoms, 3)`, relative ones if so set."""
@@ -367,11 +397,11 @@ class EnergyLoss:
                 has_weights = None
             power = power * weights.unsqueeze(-1)
         frames = _frames_with_both(label.get("find_force"), has_weights)
-        mean = counted.with_label(frames).mean_over_atoms(power)
-        shown = mean if is_mae else mean.sqrt()
+        mean = counted.with_label(frames).term_over_atoms(power)
+        shown = mean.error if is_mae else mean.error.sqrt()
         if frames is not None:
             shown = torch.where(frames.any(), shown, torch.nan)
-        return TermValue(mean, shown)
+        return TermValue(mean.loss, shown)
 
     def _atomic_energy(
         self, prediction: Prediction, label: Labels, counted: Counted
@@ -383,11 +413,10 @@ class EnergyLoss:
         energy = prediction["atom_energy"]
         error = (target.reshape(energy.shape) - energy).unsqueeze(-1)
         if self.settings.loss_func == "mae":
-            mean = counted.mean_over_atoms(error.abs())
-            return TermValue(mean, mean)
-        square = counted.mean_over_atoms(error * error)
+            return counted.term_over_atoms(error.abs())
+        square = counted.term_over_atoms(error * error)
         if self.settings.use_huber:
-            loss = counted.mean_over_atoms(_huber(error, self._huber_delta(0)))
+            loss = counted.mean_over_atoms(counted.weigh(_huber(error, self._huber_delta(0))))
         else:
-            loss = square
-        return TermValue(loss, square.sqrt())
+            loss = square.loss
+        return TermValue(loss, square.error.sqrt())

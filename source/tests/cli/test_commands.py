@@ -346,3 +346,24 @@ def test_removed_forms_of_the_reference_are_answered_by_name(form, capsys):
     with pytest.raises(SystemExit):
         main(["doc-train-input", "--out-type", form])
     assert f"{form} is no longer written" in capsys.readouterr().err
+
+
+def test_frames_with_a_config_type_have_errors_by_it(checkpoint, frames, capsys):
+    from ase.io import read, write
+
+    assert main(["convert-data", "water", "water.xyz"]) == 0
+    images = read("water.xyz", ":")
+    kinds = np.array(["bulk", "slab", "bulk", "bulk", "slab"])
+    for atoms, kind in zip(images, kinds, strict=True):
+        atoms.info["config_type"] = kind
+    write("kinds.xyz", images, format="extxyz")
+    assert main(["test", "-m", checkpoint, "-s", "kinds.xyz"]) == 0
+    log = capsys.readouterr().err
+    predicted = Predictor(checkpoint, device="cpu").predict(
+        frames["coord"], 9.0 * np.eye(3), np.array([0, 1, 1, 0, 1, 1])
+    )
+    error = predicted.force - frames["force"].reshape(NFRAMES, NATOMS, 3)
+    for kind in ("bulk", "slab"):
+        of_kind = log.partition(f"# config_type : {kind}")[2].partition("# config_type")[0]
+        expected = np.sqrt((error[kinds == kind] ** 2).mean())
+        assert table(of_kind)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)

@@ -12,6 +12,7 @@ from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.checks.overlap import shared_frames
+from deepmd_muon.data.isolated_atoms import isolated_energies
 from deepmd_muon.data.sampling.splitting import split
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
@@ -358,3 +359,47 @@ def test_long_runs_of_structures_with_cells_have_the_first_layer_on_adamw(words,
         if "20000" in words
         else {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}
     )
+
+
+def test_isolated_atoms_are_told_and_small_systems_share_batches(capsys):
+    """MACE's sets hold each element's free atom, in a large cell or in none."""
+    from ase import Atoms
+    from ase.build import molecule
+    from ase.io import write
+
+    frames = []
+    for atoms in [molecule(name) for name in ("H2O", "CH4") for _ in range(3)]:
+        atoms.info["REF_energy"] = -1.0
+        atoms.arrays["REF_forces"] = np.zeros((len(atoms), 3))
+        frames.append(atoms)
+    for element, energy in {"H": -13.6, "C": -1029.4, "O": -2041.8}.items():
+        cell = {"cell": [30, 30, 30], "pbc": True} if element == "C" else {}
+        atoms = Atoms(element, info={"REF_energy": energy, "config_type": "IsolatedAtom"}, **cell)
+        atoms.arrays["REF_forces"] = np.zeros((1, 3))
+        frames.append(atoms)
+    write("all.xyz", frames, format="extxyz")
+    assert main(["init", "all.xyz", "--steps", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "H -13.6 eV, C -1029.4 eV, O -2041.8 eV" in printed
+    assert (
+        json.loads(Path("input.json").read_text())["training"]["training_data"]["batch_size"]
+        == "mix:32"
+    )
+    other = ["--descriptor", "dpa1", "-o", "dpa1.json", "--split-folder", "other"]
+    assert main(["init", "all.xyz", *other]) == 0
+    assert json.loads(Path("dpa1.json").read_text())["model"]["descriptor"]["sel"] == 120
+    assert isolated_energies(open_systems("all.xyz"), rcut=31.0) == {"H": [-13.6], "O": [-2041.8]}
+    train_three_steps(capsys)
+
+
+def test_auto_says_that_unfilled_batches_take_a_share(capsys):
+    contents = {"H H O": 20, "C": 1, "O": 1, "H": 1}
+    write_xyz("all.xyz", contents)
+    assert main(["init", "all.xyz", "--steps", "3", "--valid-data", "all.xyz"]) == 0
+    capsys.readouterr()
+    training = json.loads(Path("input.json").read_text())["training"]
+    assert training["training_data"]["batch_size"] == "auto"
+    assert main(["--pt", "train", "input.json"]) == 0
+    log = capsys.readouterr().err
+    # 20 frames of water are 2 batches of 11 or fewer; each atom is one.
+    assert "60 % of the batches are theirs, with 4.8 % of the atoms" in log

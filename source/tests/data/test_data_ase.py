@@ -11,7 +11,7 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.data import SystemFormatError, open_systems
 from deepmd_muon.data.stores.molecular_codes import orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar
-from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.label_keys import LabelKeys, Reading
 from deepmd_muon.setting import InvalidSettingError
 
 ase = pytest.importorskip("ase")
@@ -88,7 +88,7 @@ def test_an_unknown_name_of_the_stress_is_told(tmp_path, caplog):
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "stresses" in warning.getMessage()
     caplog.clear()
-    (system,) = open_systems(path, keys=LabelKeys(stress="stresses"))
+    (system,) = open_systems(path, reading=Reading(LabelKeys(stress="stresses")))
     assert "virial" in system.labels
     open_systems(write_xyz(tmp_path / "b.xyz", f'energy=1 stress="{nine}" mace_stress="{nine}"'))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -109,7 +109,7 @@ def test_two_names_of_a_label_are_ambiguous(tmp_path, comments):
     ) as error:
         open_systems(path)
     assert error.value.system == path
-    systems = open_systems(path, keys=LabelKeys(energy="REF_energy"))
+    systems = open_systems(path, reading=Reading(LabelKeys(energy="REF_energy")))
     assert [system.labels for system in systems] == [{"energy", "force"}]
 
 
@@ -117,8 +117,8 @@ def test_a_virial_and_a_stress_are_no_ambiguity_unless_both_are_asked_for(tmp_pa
     nine = " ".join(map(str, range(9)))
     path = write_xyz(tmp_path / "a.xyz", f'energy=1 virial="{nine}" stress="1 0 0 0 1 0 0 0 1"')
     virials = [
-        open_systems(path, keys=keys)[0].frames([0]).virial[0]
-        for keys in (None, LabelKeys(stress="stress"))
+        open_systems(path, reading=Reading(keys))[0].frames([0]).virial[0]
+        for keys in (LabelKeys(), LabelKeys(stress="stress"))
     ]
     assert sorted(virials[0]) == list(range(9))
     np.testing.assert_allclose(virials[1].reshape(3, 3), -729.0 * np.eye(3))
@@ -161,7 +161,7 @@ def test_frames_that_say_they_did_not_converge_are_left_out(tmp_path, caplog):
     (system,) = open_systems(path)
     assert system.frames([0, 1]).energy.tolist() == [1.0, 3.0]
     assert any("1 of 3 frames" in message and "frames 1)" in message for message in caplog.messages)
-    (system,) = open_systems(path, keep_unconverged=True)
+    (system,) = open_systems(path, reading=Reading(keep_unconverged=True))
     assert system.nframes == 3
     path = write_xyz(tmp_path / "b.xyz", "energy=1 converged=F")
     with pytest.raises(SystemFormatError, match="keep_unconverged"):
@@ -174,7 +174,7 @@ def test_the_free_energy_belongs_to_the_forces(tmp_path, caplog):
     assert system.frames([0, 1]).energy.tolist() == [-2.001, -3.0]
     (message,) = caplog.messages
     assert "0.5 meV per atom" in message
-    (system,) = open_systems(path, keys=LabelKeys(energy="energy"))
+    (system,) = open_systems(path, reading=Reading(LabelKeys(energy="energy")))
     assert system.frames([0, 1]).energy.tolist() == [-2.0, -3.0]
     (alone,) = open_systems(write_xyz(tmp_path / "b.xyz", "free_energy=-4"))
     assert alone.frames([0]).energy.tolist() == [-4.0]
@@ -206,7 +206,7 @@ def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys
     assert any(
         "2 of 5 frames" in message and "(frames 2, 3)" in message for message in caplog.messages
     )
-    (system,) = open_systems(str(path), keep_unconverged=True)
+    (system,) = open_systems(str(path), reading=Reading(keep_unconverged=True))
     assert system.nframes == 5
     assert main(["convert-data", str(path), str(tmp_path / "out"), "--keep-unconverged"]) == 0
     assert "5 frames" in capsys.readouterr().out
@@ -305,7 +305,7 @@ def test_frames_of_gaussian_that_did_not_converge_are_left_out(tmp_path, caplog)
     (system,) = open_systems(str(path))
     np.testing.assert_allclose(system.frames([0, 1]).coord[:, 1, 2], [0.74, 0.78])
     assert any("1 of 3 frames" in message and "frames 1)" in message for message in caplog.messages)
-    assert open_systems(str(path), keep_unconverged=True)[0].nframes == 3
+    assert open_systems(str(path), reading=Reading(keep_unconverged=True))[0].nframes == 3
 
 
 def test_frames_of_orca_without_convergence_have_no_energy_in_ase():

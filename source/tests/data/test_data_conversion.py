@@ -15,7 +15,7 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames, SystemFormatError, SystemNotFoundError, open_systems
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.writing import _names
-from deepmd_muon.label_keys import LabelKeys
+from deepmd_muon.label_keys import LabelKeys, Reading
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ase = pytest.importorskip("ase")
@@ -66,7 +66,7 @@ def test_labels_of_other_names_and_a_virial_are_taken(frames, tmp_path):
     atoms.info.update(REF_energy=-3.5, REF_virial=virial.reshape(3, 3))
     atoms.arrays["REF_forces"] = np.ones((8, 3))
     write(tmp_path / "train.extxyz", [atoms])
-    keys = LabelKeys("REF_energy", "REF_forces", "REF_virial")
+    keys = Reading(LabelKeys("REF_energy", "REF_forces", "REF_virial"))
     (system,) = open_systems([str(tmp_path / "train.extxyz")], None, keys)
     read = system.frames([0])
     assert read.energy.tolist() == [-3.5]
@@ -78,11 +78,11 @@ def test_labels_of_other_names_and_a_virial_are_taken(frames, tmp_path):
     with pytest.raises(
         SystemFormatError, match=r"no frame has .DFT_energy.*REF_energy, REF_forces, REF_virial"
     ):
-        open_systems([str(tmp_path / "train.extxyz")], None, LabelKeys("DFT_energy"))
+        open_systems([str(tmp_path / "train.extxyz")], None, Reading(LabelKeys("DFT_energy")))
     # ASE takes the names that it knows away from where they were.
     write(tmp_path / "known.xyz", frames[:1])
     (known,) = open_systems(
-        [str(tmp_path / "known.xyz")], None, LabelKeys("energy", "forces", stress="stress")
+        [str(tmp_path / "known.xyz")], None, Reading(LabelKeys("energy", "forces", stress="stress"))
     )
     (plain,) = open_systems([str(tmp_path / "known.xyz")])
     for name in ("energy", "force", "virial"):
@@ -96,7 +96,7 @@ def test_what_ase_cannot_read_and_wrong_shapes_are_named(frames, tmp_path):
     atoms.info["e"] = np.array([1.0, 2.0])
     write(tmp_path / "two.xyz", [atoms])
     with pytest.raises(SystemFormatError, match="energy"):
-        open_systems([str(tmp_path / "two.xyz")], None, LabelKeys(energy="e"))
+        open_systems([str(tmp_path / "two.xyz")], None, Reading(LabelKeys(energy="e")))
     (tmp_path / "notes.txt").write_text("these are no atoms\n")
     with pytest.raises(SystemNotFoundError, match=r"notes\.txt"):
         open_systems([str(tmp_path / "notes.txt")])

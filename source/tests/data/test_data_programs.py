@@ -7,6 +7,7 @@ import pytest
 import vasp_files
 
 from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, open_systems
+from deepmd_muon.label_keys import Reading
 
 ase_io = pytest.importorskip("ase.io")
 dpdata = pytest.importorskip("dpdata")
@@ -47,7 +48,7 @@ def test_dpdata_reads_what_ase_does_not(tmp_path, labelled):
     labelled.to("n2p2", str(path))
     expected = dpdata.LabeledSystem(str(path), fmt="n2p2").data
     for name in (None, "n2p2", "N2P2"):
-        (system,) = open_systems(str(path), ["O", "H"], format=name)
+        (system,) = open_systems(str(path), ["O", "H"], reading=Reading(format=name))
         frames = system.frames([0, 1])
         assert frames.atype.tolist() == [[0, 1, 1]] * 2
         np.testing.assert_array_equal(frames.coord, expected["coords"])
@@ -64,7 +65,7 @@ def test_dpdata_converts_units_that_ours_refuses(tmp_path):
     )
     with pytest.raises(DataError, match="--format quip/gap/xyz"):
         open_systems(str(path))
-    (system,) = open_systems(str(path), format="quip/gap/xyz")
+    (system,) = open_systems(str(path), reading=Reading(format="quip/gap/xyz"))
     assert system.frames([0]).energy.tolist() == pytest.approx([-27.2113862], abs=1e-6)
 
 
@@ -73,7 +74,7 @@ def test_a_named_format_of_ase_overrides_the_name_of_a_file(tmp_path):
     path.write_text("1\nenergy=-3.5 Properties=species:S:1:pos:R:3\nCu 0 0 0\n")
     with pytest.raises(SystemNotFoundError, match="--format"):
         open_systems(str(path))
-    (system,) = open_systems(str(path), format="extxyz")
+    (system,) = open_systems(str(path), reading=Reading(format="extxyz"))
     assert system.frames([0]).energy.tolist() == [-3.5]
 
 
@@ -81,13 +82,13 @@ def test_an_unknown_format_names_similar_ones(tmp_path):
     path = tmp_path / "a.out"
     path.write_text("text\n")
     with pytest.raises(DataError, match="cp2k/output"):
-        open_systems(str(path), format="cp2k-output")
+        open_systems(str(path), reading=Reading(format="cp2k-output"))
     with pytest.raises(SystemNotFoundError, match=r"pwmat/movement.*formats"):
-        open_systems(str(path), format="pwmat/movement")
+        open_systems(str(path), reading=Reading(format="pwmat/movement"))
     with pytest.raises(SystemFormatError, match="no frame"):
-        open_systems(str(path), format="cp2k/output")
+        open_systems(str(path), reading=Reading(format="cp2k/output"))
     with pytest.raises(SystemNotFoundError, match="does not exist"):
-        open_systems(str(tmp_path / "other"), format="cp2k/output")
+        open_systems(str(tmp_path / "other"), reading=Reading(format="cp2k/output"))
 
 
 def test_without_dpdata_the_error_names_format_and_package(tmp_path, labelled, monkeypatch):

@@ -42,6 +42,7 @@ def check_frames(frames: Frames, sets, indices, natoms=4):
         "coord": (-1, natoms, 3),
         "box": (-1, 3, 3),
         "energy": (-1,),
+        "weight": (-1,),
         "force": (-1, natoms, 3),
         "virial": (-1, 9),
     }

@@ -255,3 +255,28 @@ def test_a_term_needs_both_prefactors():
     assert [term.metric for term in loss.terms] == ["rmse_e", "rmse_f", "rmse_ae"]
     assert not loss.needs_virial
     assert loss.needs_force
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_func": "mae"}, {"use_huber": True}])
+def test_weights_multiply_what_frames_add_to_the_loss(settings):
+    """The loss of a batch is the mean of its frames' losses, each times its weight; errors have none."""
+    prediction, label = given()
+    loss = build_loss({"start_pref_v": 0.3, "limit_pref_v": 0.4, **settings}, TYPES)
+    weights = torch.tensor([0.5, 2.0, 0.0], dtype=torch.float64)
+    weighted, metrics = loss(prediction, {**label, "weight": weights}, 0.3, ATOMS)
+    _, unweighted = loss(prediction, label, 0.3, ATOMS)
+    alone = []
+    for k in range(3):
+        frame = slice(k, k + 1)
+        atoms = ComparedAtoms(ATOMS.atype[frame])
+        alone.append(loss(frames_of(prediction, frame), frames_of(label, frame), 0.3, atoms)[0])
+    torch.testing.assert_close(weighted, (weights * torch.stack(alone)).mean())
+    for name in ("rmse_f", "rmse_e", "rmse_v"):
+        shown = name.replace("rmse", "mae") if "loss_func" in settings else name
+        torch.testing.assert_close(metrics[shown], unweighted[shown])
+    has_weight = torch.tensor([True, True, False])
+    partial, _ = loss(
+        prediction, {**label, "weight": weights, "find_weight": has_weight}, 0.3, ATOMS
+    )
+    expected = torch.stack([0.5 * alone[0], 2.0 * alone[1], alone[2]]).mean()
+    torch.testing.assert_close(partial, expected)
