@@ -103,6 +103,13 @@ def run(options: argparse.Namespace) -> int:
         ) from error
     with importing_torch():
         from deepmd_muon.train import run as run_training
+    finetune = options.finetune
+    init_model = options.init_model
+    if finetune or init_model:
+        from deepmd_muon.cli.published import checkpoint_or_published
+
+        finetune = finetune and checkpoint_or_published(finetune, options.log_level)
+        init_model = init_model and checkpoint_or_published(init_model, options.log_level)
 
     if options.model_branch and not any(
         (options.finetune, options.init_model, options.init_frz_model, options.restart)
@@ -121,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
                 "--replay goes with --finetune CKPT; a run with replay continues from the out.json "
                 "that it wrote: dp --pt train out.json --restart CKPT"
             )
-        prepared = prepare(run_input, options.finetune, options.model_branch, options.replay)
+        prepared = prepare(run_input, finetune, options.model_branch, options.replay)
         run_input = prepared.run_input
         make_data = prepared.make_data
         model_branch = None  # each branch of the new input names the one that it starts from
@@ -130,8 +137,8 @@ def run(options: argparse.Namespace) -> int:
         make_data=make_data,
         output=options.output,
         restart=options.restart,
-        init_model=options.init_model or options.init_frz_model,
-        finetune=options.finetune,
+        init_model=init_model or options.init_frz_model,
+        finetune=finetune,
         model_branch=model_branch,
         skip_neighbor_stat=options.skip_neighbor_stat,
         force_load=options.force_load,
