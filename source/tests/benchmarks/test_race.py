@@ -13,14 +13,10 @@ import pytest
 import race
 import torch
 from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED, untouched
-from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, pool, read
 from sets import FIXED, MODELS, SETS, input_of
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.train.step.guard import DeviceGuard
-from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.step.stepper import DeviceStepper
 
 CPU = torch.device("cpu")
 WATER = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
@@ -99,18 +95,6 @@ def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_frames_are_measured_at_equal_distances(sets, monkeypatch):
-    everything = arena_of(sets).parts["train"]["300K"]
-    monkeypatch.setattr(contest, "TRAIN_FRAMES", 2)
-    some = arena_of(sets).parts["train"]["300K"]
-    energies = [
-        torch.cat([batch.labels["energy"] for batch in part]) for part in (everything, some)
-    ]
-    assert len(energies[0]) == 3
-    assert torch.equal(energies[1], energies[0][::2])
-
-
-@pytest.mark.slow
 def test_runs_of_a_wave_are_those_of_runs_alone(sets):
     arena = arena_of(sets)
     keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
@@ -118,41 +102,6 @@ def test_runs_of_a_wave_are_those_of_runs_alone(sets):
     for key in keys:
         (alone,) = train([key], arena)
         assert together[key].curve == alone.curve
-
-
-@pytest.mark.slow
-def test_a_failed_run_ends_alone(sets, monkeypatch):
-    advance = contest.Run.advance
-
-    def poisoned(run):
-        if run.key.rate == 1e-2 and run.done == 2:
-            raise RuntimeError("it broke\nat length")
-        advance(run)
-
-    monkeypatch.setattr(contest.Run, "advance", poisoned)
-    keys = [Key("water", "tiny", "adam", rate, 1, 4) for rate in (1e-3, 1e-2)]
-    results = {result.key.rate: result for result in train(keys, arena_of(sets))}
-    assert results[1e-2].failed == "step 3: RuntimeError: it broke"
-    assert not results[1e-3].failed
-
-
-@pytest.mark.slow
-def test_no_wave_goes_on_after_the_time(sets):
-    keys = [Key("water", "tiny", "adam", 1e-3, 1, 8)]
-    assert list(train(keys, arena_of(sets), 0.0)) == []
-    finished = [Key("water", "tiny", "adam", 1e-3, 1, 1)]
-    assert len(list(train(finished, arena_of(sets, steps=1), 0.0))) == 1
-
-
-@pytest.mark.slow
-def test_step_times_are_measured_once(sets, tmp_path, monkeypatch):
-    monkeypatch.setattr(race, "TIMED", 1)
-    monkeypatch.setattr(race, "WARM_UP", 1)
-    results = tmp_path / "results" / "times.jsonl"
-    for _ in range(2):
-        _, times = run_race(sets, results, "--time", contestants=["adam"])
-        assert [entry.contestant for entry in times] == ["adam"]
-    assert times[0].milliseconds > 0
 
 
 @pytest.mark.slow
@@ -211,47 +160,6 @@ def test_every_input_is_accepted(name, model):
     assert given.model.type_map == SETS[name].type_map
     assert given.model.descriptor.needs_counts == (model not in FIXED)
     assert (given.loss.start_pref_v > 0) == SETS[name].cell
-
-
-@pytest.mark.slow
-def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypatch):
-    """What a graph replays on a GPU is the same function, here called eagerly."""
-    key = Key("water", "tiny", "torch_muon", CONTESTANTS["torch_muon"].grid[1], 1, 5)
-    arena = arena_of(sets)
-    expected = contest.Run(key, arena)
-    for _ in range(5):
-        expected.advance()
-
-    def deferred(*, strategy, loss, optimizer, ema, training, scalars):
-        assert isinstance(optimizer, Foreign)
-        optimizer._deferred = True
-        step = TrainingStep(
-            strategy, loss, optimizer, DeviceGuard("error", optimizer, CPU), 0.0, ema
-        )
-        return DeviceStepper(step, scalars, CPU, capture=False)
-
-    monkeypatch.setattr(contest, "build_stepper", deferred)
-    found = contest.Run(key, arena)
-    for step in range(5):
-        found.advance()
-        found._foreign.finish(found._scalars(step)[0])
-    for ours, theirs in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_wave_spans_sets_and_seeds(sets, tmp_path):
-    keys = [Key("water", "tiny", "adam", 1e-3, seed, 2) for seed in (1, 2)]
-    given = ["--data", sets, "--sets", "water", "--results", tmp_path / "a.jsonl"]
-    arenas = race.Arenas(race.arguments(list(map(str, given))), CPU)
-    found = {result.key: result for result in race.train(keys, arenas.of, float("inf"))}
-    for key in keys:
-        (alone,) = race.train([key], arenas.of, float("inf"))
-        assert found[key].curve == alone.curve
-    assert found[keys[0]].curve != found[keys[1]].curve
-    first = arenas.of(keys[0])
-    arenas.keep(keys[:1])
-    assert arenas.of(keys[0]) is first
 
 
 def test_rates_are_those_asked_for(tmp_path):
