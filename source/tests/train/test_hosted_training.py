@@ -166,7 +166,7 @@ def two_branches(system, steps, **training):
         "model_dict": branches,
     }
     data = content["training"].pop("training_data")
-    content["training"]["data_dict"] = dict.fromkeys(branches, {"training_data": data})
+    content["training"]["data_dict"] = {name: {"training_data": data} for name in branches}
     content["loss_dict"] = dict.fromkeys(branches, content.pop("loss"))
     content["optimizer"] = {"type": "HybridMuon"}
     return content
