@@ -287,7 +287,10 @@ def test_lists_with_a_skin_in_any_order_change_nothing(name):
         [random.permutation(np.arange(a, b)) for a, b in itertools.pairwise(starts)]
     )
     shuffled = dataclasses.replace(
-        wide, neighbor=wide.neighbor[:, columns], shift=wide.shift[:, columns]
+        wide,
+        neighbor=wide.neighbor[:, columns],
+        shift=wide.shift[:, columns],
+        filled=np.repeat(np.array(wide.sections)[:, None], len(wide.order), axis=1),
     )
     with torch.no_grad():
         expected = model(structures_of(model, frames))
