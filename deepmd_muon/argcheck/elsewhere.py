@@ -70,6 +70,8 @@ TYPES: dict[str, tuple[str, ...]] = {
 KEYS = {
     "nvnmd": "training for non-von-Neumann hardware",
     "model/spin": "atomic spins",
+    "model/preset": "a model that a preset names",
+    "model/vacuum_ref": "energies of isolated atoms as the reference",
 }
 
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from deepmd_muon.model.branch_settings import ENTIRE, SINGLE, Shared
-from deepmd_muon.model.energy_model import EnergyModel, build_model
+from deepmd_muon.model.energy_model import build_model
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.settings import ModelSettings
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches, branches_of
-from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
+from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import (
     DEFAULT_ALPHA,

@@ -296,7 +296,8 @@ class DescriptorModel(EnergyModel):
     @property
     def out_bias(self) -> Tensor:
         """Energy that is added to each atom of a type `(1, ntypes, 1)` [eV]."""
-        return self.atomic_model.out_bias
+        bias: Tensor = self.atomic_model.out_bias
+        return bias
 
     # ----- what a training run may share or order ------------------------------------------------
 

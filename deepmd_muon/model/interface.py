@@ -6,6 +6,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class EnergyModel(torch.nn.Module, ABC):
         Number of types.
     neighbors
         The neighbour list it reads.
+    atomic_model
+        The parts of the model, named as in deepmd-kit.
     counted
         1 for types whose atoms have an energy, 0 for others `(ntypes,)`; None if all have one.
     fits_own_statistics
@@ -50,6 +53,7 @@ class EnergyModel(torch.nn.Module, ABC):
     type_map: tuple[str, ...]
     ntypes: int
     neighbors: NeighborRequest
+    atomic_model: Any
     counted: Tensor | None
     fits_own_statistics: bool = False
     why_foreign: str | None = None
@@ -132,6 +136,12 @@ class EnergyModel(torch.nn.Module, ABC):
         if values.numel() != self.ntypes:
             raise ModelError(f"the energy bias needs {self.ntypes} values, found {values.numel()}")
         self.out_bias.copy_(values.reshape(1, -1, 1))
+
+    def set_statistics(self, mean: Tensor, stddev: Tensor) -> None:
+        """Set the standardisation of neighbourhoods from `environment_statistics` `(ntypes, 4)`.
+
+        A model without statistics of the data stays unchanged.
+        """
 
     def fit_statistics(self, samples: Sequence[Mapping[str, Tensor]]) -> None:
         """Fit all statistics, the energy bias included, to batches in deepmd-kit's form.

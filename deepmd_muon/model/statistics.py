@@ -29,7 +29,7 @@ _SLOTS_PER_GPU = 1 << 22
 
 @torch.no_grad()
 def environment_statistics(
-    model: DescriptorModel, batches: Iterable[Structures]
+    model: EnergyModel, batches: Iterable[Structures]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the mean and deviation of a descriptor's environment per centre type, as deepmd-kit.
 
@@ -46,7 +46,7 @@ def environment_statistics(
     Returns
     -------
     tuple
-        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `DescriptorModel.set_statistics`; 0
+        mean `(ntypes, 4)` and stddev `(ntypes, 4)`, float64, for `EnergyModel.set_statistics`; 0
         and 1 for a descriptor that standardises nothing.
     """
     ntypes = model.ntypes

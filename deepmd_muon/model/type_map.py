@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.interface import TypeIndexed
-from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ModelError
+from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.nn.type_embedding import TABLE, identity
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.model.settings import ModelSettings, changed

@@ -74,7 +74,8 @@ class EdgeForm:
             # Forces follow from edges here, without the virials of atoms.
             atomic_output_only=True,
         )
-        return output["energy"].double().flatten()
+        energy: Tensor = output["energy"].double().flatten()
+        return energy
 
 
 class NeighborListForm:
@@ -121,7 +122,8 @@ class NeighborListForm:
             fparam=layout.fparam,
             aparam=layout.aparam,
         )
-        return output["energy"].double().flatten()
+        energy: Tensor = output["energy"].double().flatten()
+        return energy
 
     def _full_width(self, nlist: Tensor, sections: tuple[int, ...]) -> Tensor:
         """Return the list with as many slots as `sel`, in each section."""

@@ -43,6 +43,7 @@ class HostedModel(EnergyModel):
 
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
+    hosted: Any
 
     def __init__(self, settings: HostedSettings, seed: int | Sequence[int] | None = None) -> None:
         super().__init__()

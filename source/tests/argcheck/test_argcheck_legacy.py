@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deepmd_muon.argcheck import normalize
+from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig
 
@@ -355,3 +355,16 @@ def test_removed_settings_of_several_processes_have_no_effect(water):
     assert checked.settings.optimizer.sharded == ShardedSettings(slots=2)
     (notice,) = checked.notices
     assert "optimizer/sharded/exchange has no effect any more" in notice
+
+
+def test_save_dir_is_the_folder_of_save_ckpt(water):
+    water["training"] |= {"save_dir": "ckpt", "save_ckpt": "water", "ema_ckpt_keep": 3}
+    checked = normalize(water)
+    assert checked.normalized["training"]["save_ckpt"] == "ckpt/water"
+    assert any("save_dir" in notice for notice in checked.notices)
+    assert any("ema_ckpt_keep" in notice for notice in checked.notices)
+    assert normalize(checked.normalized).normalized == checked.normalized
+    water["training"]["save_dir"] = 3
+    with pytest.raises(InputError) as caught:
+        normalize(water)
+    assert [problem.path for problem in caught.value.problems] == ["training/save_dir"]

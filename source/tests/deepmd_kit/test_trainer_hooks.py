@@ -105,6 +105,25 @@ def test_the_trainer_gets_our_optimizer_with_names_and_all_settings(caplog):
     assert "in place of deepmd-kit's" in caplog.text
 
 
+def test_matrices_that_deepmd_kits_model_declares_go_to_adamw():
+    """After 3.2.0 its trainer passes substrings as `adam_patterns`, which mean AdamW with decay."""
+
+    class Declaring(Trainer):
+        def _create_optimizer(self, optimizer_class, **settings):
+            return super()._create_optimizer(
+                optimizer_class, **settings, adam_patterns=["layer.", "empty"]
+            )
+
+    made = Declaring({"optimizer": {"type": "HybridMuon"}})
+    routes = {entry.name: entry.route for entry in made.optimizer.routing}
+    assert routes == {
+        "layer.matrix": "adamw",
+        "layer.bias": "adam",
+        "experts.matrix": "muon",
+        "empty": "frozen",
+    }
+
+
 def test_another_optimizer_is_left_to_deepmd_kit(caplog):
     made = Trainer({"optimizer": {"type": "Adam"}}, {"state": {}}, torch.optim.Adam)
     assert made.made is torch.optim.Adam
@@ -177,6 +196,24 @@ def test_a_state_of_deepmd_kits_class_restarts(powers):
     made = trained()
     saved = as_deepmd_kit(made.optimizer.state_dict(), powers=powers)
     # Without powers the steps are those of the checkpoint: it counts from 0, so `start_step` 2 is three steps.
+    assert_same_state(made, trainer(restart=saved))
+
+
+@pytest.mark.parametrize("clock", ["of the group", "of each parameter"])
+def test_a_newer_state_of_deepmd_kits_class_restarts(clock):
+    """After 3.2.0 the Adam clock is on the device: β^t in the group, or 1 − β^t of a parameter."""
+    made = trained()
+    saved = as_deepmd_kit(made.optimizer.state_dict())
+    powers = {"1": torch.tensor(0.9**3), "2": torch.tensor(0.95**3)}
+    for values in saved["state"].values():
+        if "beta1_pow" in values:
+            for number, power in powers.items():
+                del values[f"beta{number}_pow"]
+                if clock == "of each parameter":
+                    values[f"bias_correction{number}"] = 1.0 - power
+    if clock == "of the group":
+        (group,) = saved["param_groups"]
+        group.update({f"beta{number}_pow_device": power for number, power in powers.items()})
     assert_same_state(made, trainer(restart=saved))
 
 

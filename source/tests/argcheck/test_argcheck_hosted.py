@@ -1,0 +1,99 @@
+"""Models of deepmd-kit in the input check; deepmd-kit itself checks their sections.
+
+The last tests need deepmd-kit in this environment (`pytest -m deepmd_kit`).
+"""
+
+import importlib.util
+
+import pytest
+
+from deepmd_muon.argcheck import DeepmdKitOnlyError, InputError
+from deepmd_muon.argcheck.load import normalize
+from deepmd_muon.model.settings import HostedSettings, gives_energies
+
+DPA4 = {"type": "dpa4", "type_map": ["O", "H"], "descriptor": {}, "fitting_net": {"neuron": [0]}}
+needs_deepmd_kit = [
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepmd") is None, reason="deepmd-kit is not importable here"
+    ),
+]
+
+
+def whole(model, **changes):
+    content = {
+        "model": model,
+        "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5},
+        "optimizer": {"type": "HybridMuon"},
+        "training": {"training_data": {"systems": ["data"]}, "numb_steps": 10},
+    }
+    return {**content, **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"fitting_net": {"type": "property"}}, False),
+        ({"spin": {"use_spin": [True, False]}}, False),
+        ({"type": "pairwise_dprc"}, False),
+        ({"type": "linear_ener", "models": [{"fitting_net": {"type": "dipole"}}]}, False),
+    ],
+)
+def test_which_models_give_energies(change, expected):
+    assert gives_energies(DPA4 | change) == expected
+
+
+def test_without_deepmd_kit_the_model_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DeepmdKitOnlyError, match="dpa4"):
+        normalize(whole(DPA4))
+
+
+class TestWithDeepmdKit:
+    pytestmark = needs_deepmd_kit
+
+    def test_a_section_is_completed_and_keeps_deepmd_kits_scale(self):
+        checked = normalize(whole(DPA4))
+        assert isinstance(checked.settings.model, HostedSettings)
+        assert checked.normalized["model"]["descriptor"]["lmax"] >= 1
+        assert checked.normalized["optimizer"]["lr_adjust_coeff"] == 0.18
+        assert checked.scales is None
+        again = normalize(checked.normalized)
+        assert again.normalized == checked.normalized
+        assert again.settings == checked.settings
+
+    @pytest.mark.parametrize(
+        ("model", "path", "word"),
+        [
+            (DPA4 | {"descriptor": {"lmaxx": 2}}, "model/descriptor", "lmaxx"),
+            (DPA4 | {"vacuum_reff": "x"}, "model", "vacuum_reff"),
+            (DPA4 | {"descriptor": {"channels": "many"}}, "model/descriptor", "channels"),
+        ],
+    )
+    def test_an_option_that_deepmd_kit_lacks_is_one_error(self, model, path, word):
+        with pytest.raises(InputError) as caught:
+            normalize(whole(model))
+        (problem,) = caught.value.problems
+        assert problem.path == path
+        assert word in problem.message
+
+    def test_other_sections_are_ours_to_check(self):
+        with pytest.raises(InputError) as caught:
+            normalize(whole(DPA4, training={"training_data": {"systems": ["a"]}, "numb_stepz": 3}))
+        assert {problem.path for problem in caught.value.problems} >= {"training/numb_stepz"}
+
+    def test_other_labels_are_handed_over(self):
+        with pytest.raises(DeepmdKitOnlyError, match="property"):
+            normalize(whole(DPA4 | {"fitting_net": {"type": "property", "task_dim": 1}}))
+
+    def test_settings_of_our_descriptors_that_we_lack_are_hosted(self):
+        model = {
+            "type_map": ["O", "H"],
+            "descriptor": {"type": "se_e2_a", "sel": [20, 20], "type_one_side": True},
+            "fitting_net": {},
+            "preset_out_bias": {"energy": [None, 1.0]},
+        }
+        checked = normalize(whole(model))
+        assert isinstance(checked.settings.model, HostedSettings)
+        assert checked.normalized["model"]["preset_out_bias"] == {"energy": [None, 1.0]}
