@@ -366,8 +366,7 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
         yield Choice(
             "model/fitting_net/atom_ener",
             "left out",
-            f"isolated atoms ({listed}) train like other frames; with atom_ener, energies of "
-            "molecules were worse (doc/molecules.md)",
+            f"free atoms ({listed}) train like other frames (why: doc/molecules.md)",
         )
     if wishes.frame_parameters:
         yield Choice(

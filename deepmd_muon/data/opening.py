@@ -259,7 +259,8 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
         raise DataError(
             f"the model reads {parameters.fparam} frame parameters (numb_fparam) and "
             f"{parameters.aparam} of each atom (numb_aparam), which {len(problems)} of "
-            f"{len(systems)} systems do not have:\n  {listed}"
+            f"{len(systems)} systems do not have (frame_parameters, --frame-parameters read them by "
+            f"names such as charge):\n  {listed}"
         )
     return [system.with_parameters(parameters) for system in systems]
 

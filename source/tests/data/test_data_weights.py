@@ -9,6 +9,7 @@ from write_systems import make_arrays, write_hdf5, write_npy
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, SystemFormatError, open_systems, with_parameters
+from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.frames import Parameters
 from deepmd_muon.label_keys import Reading
 
@@ -143,3 +144,23 @@ def test_an_input_reads_data_by_all_of_these_settings():
         max_force=30.0,
         frame_parameters=("charge",),
     )
+
+
+def test_two_energies_of_a_structure_name_the_header_words_that_differ(tmp_path):
+    pytest.importorskip("ase")
+    random = np.random.default_rng(2)
+    path = tmp_path / "a.xyz"
+    frames = []
+    for _ in range(4):
+        rows = [
+            f"{element} " + " ".join(f"{x:.6f}" for x in random.normal(scale=0.1, size=3) + 1.1 * k)
+            for k, element in enumerate("OHH")
+        ]
+        for charge in (0, 1):
+            head = f"energy={-10.0 + 8.0 * charge} charge={charge} method=pbe"
+            frames.append("\n".join(["3", f"{head} Properties=species:S:1:pos:R:3", *rows, ""]))
+    path.write_text("".join(frames))
+    (sentence,) = (line for line in suspicions(open_systems(str(path))) if "same structure" in line)
+    assert "8 eV apart; their headers differ in charge (0 and 1)" in sentence
+    by_charge = open_systems(str(path), reading=Reading(frame_parameters=("charge",)))
+    assert not any("same structure" in line for line in suspicions(by_charge))
