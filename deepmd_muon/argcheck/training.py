@@ -178,6 +178,12 @@ class TrainingDataSettings(Section):
         Rule(("sys_probs", "systems"), _probabilities),
         Rule(("auto_prob", "sys_probs"), _blocks),
     )
+    hints: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("fmt", "file_format", "data_format"), "format"),
+        **dict.fromkeys(("config_type_weights", "weights"), "config_weights"),
+        **dict.fromkeys(("fparam_names", "fparam_keys", "charge", "spin"), "frame_parameters"),
+        **dict.fromkeys(("force_cap", "max_forces", "force_limit", "force_threshold"), "max_force"),
+    }
     foreign: ClassVar[dict[str, Foreign]] = {
         "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
         "min_pair_dist": Foreign("leaving out frames whose atoms are too close", (0,)),

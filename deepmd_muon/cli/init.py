@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.systems import add_label_options, begin, open_listed
+from deepmd_muon.cli.systems import add_label_options, begin, config_weights_of, open_listed
 
 HELP = "look at data, split off validation data, and write an input that trains on them"
 
@@ -103,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
         label_keys=label_keys,
         keep_unconverged=options.keep_unconverged,
         format=options.format,
+        config_weights=config_weights_of(options),
+        max_force=options.max_force,
         frame_parameters=tuple(options.frame_parameters or ()),
         folder=folder,
     )

@@ -90,7 +90,7 @@ class Wishes:
         Length of the run.
     type_map
         Types; empty for those of the data.
-    label_keys, keep_unconverged, format, frame_parameters
+    label_keys, keep_unconverged, format, config_weights, max_force, frame_parameters
         As in `training_data` of an input.
     folder
         Folder for systems that a split cuts.
@@ -106,6 +106,8 @@ class Wishes:
     label_keys: dict[str, str]
     keep_unconverged: bool
     format: str | None
+    config_weights: dict[str, float]
+    max_force: float | None
     frame_parameters: tuple[str, ...]
     folder: Path
 
@@ -372,8 +374,7 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
         yield Choice(
             "model/fitting_net/atom_ener",
             "left out",
-            f"isolated atoms ({listed}) train like other frames; with atom_ener, energies of "
-            "molecules were worse (doc/molecules.md)",
+            f"free atoms ({listed}) train like other frames (why: doc/molecules.md)",
         )
     if wishes.frame_parameters:
         yield Choice(
@@ -497,6 +498,10 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
         if not data.to_write:  # written systems are npy folders with their names
             if wishes.format:
                 section["format"] = wishes.format
+            if wishes.config_weights and kind == "training_data":
+                section["config_weights"] = wishes.config_weights
+            if wishes.max_force is not None:
+                section["max_force"] = wishes.max_force
             if wishes.frame_parameters:
                 section["frame_parameters"] = list(wishes.frame_parameters)
             if wishes.label_keys:

@@ -40,6 +40,12 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
             "their content and name tell"
         ),
     )
+    parser.add_argument(
+        "--max-force",
+        type=float,
+        metavar="FORCE",
+        help="leave out frames with a larger force on an atom [eV/Å], and name them",
+    )
     keys = parser.add_argument_group(
         "files that ASE reads",
         "by default their usual names are recognized: energy, forces, REF_energy, dft_forces, …",
@@ -51,6 +57,12 @@ def add_label_options(parser: argparse.ArgumentParser) -> None:
     keys.add_argument("--virial-key", metavar="KEY", help="name of the virial [eV], −dE/dε")
     keys.add_argument(
         "--stress-key", metavar="KEY", help="name of the stress [eV/Å³], positive under tension"
+    )
+    keys.add_argument(
+        "--config-weights",
+        nargs="+",
+        metavar="TYPE=WEIGHT",
+        help="weights of frames in the loss by their config_type, e.g. dimer=10 Default=1",
     )
     keys.add_argument(
         "--frame-parameters",
@@ -71,6 +83,8 @@ def open_listed(
     """Open systems with the options of `add_label_options`."""
     if type_map and len(set(type_map)) < len(type_map):
         raise CommandError(f"the type map {' '.join(type_map)} names an element twice")
+    if options.max_force is not None and not options.max_force > 0.0:
+        raise CommandError(f"--max-force must be above 0 eV/Å; found {options.max_force:g}")
     from deepmd_muon.data import open_systems
     from deepmd_muon.label_keys import LabelKeys, Reading
 
@@ -79,9 +93,28 @@ def open_listed(
         keys=keys,
         format=options.format,
         keep_unconverged=options.keep_unconverged,
+        config_weights=config_weights_of(options),
+        max_force=options.max_force,
         frame_parameters=tuple(options.frame_parameters or ()),
     )
     return open_systems(paths, type_map, reading)
+
+
+def config_weights_of(options: argparse.Namespace) -> dict[str, float]:
+    """Return the weights that --config-weights gives."""
+    weights = {}
+    for word in options.config_weights or ():
+        name, _, number = word.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if not name or not 0.0 <= weight < float("inf"):
+            raise CommandError(
+                f"--config-weights takes a config_type, = and a number from 0 on; found {word!r}"
+            )
+        weights[name] = weight
+    return weights
 
 
 def write_systems(systems: list[System], output: Path) -> list[str]:

@@ -21,6 +21,7 @@ from deepmd_muon.cli.systems import (
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
     from deepmd_muon.data import System
+    from deepmd_muon.infer.atomization import AtomizationErrors
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import ComparedFrames
     from deepmd_muon.infer.metrics import Errors
@@ -99,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     from deepmd_muon.data.opening import check_labels, with_parameters
+    from deepmd_muon.infer.atomization import AtomizationErrors
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
@@ -116,6 +118,7 @@ def run(options: argparse.Namespace) -> int:
     for name, systems in series.items():
         total: Errors = {}
         by_config_type: dict[str, Errors] = {}
+        atomization = AtomizationErrors(len(predictor.type_map), predictor.model.rcut)
         for system in systems:
             log.info("# testing system : %s", system.name)
             batches = evaluate_system(
@@ -125,11 +128,19 @@ def run(options: argparse.Namespace) -> int:
                 shuffle=shuffle,
                 atomic=options.atomic,
             )
-            of_types = _test_system(batches, system, name, details, picture)
+            of_types = _test_system(
+                batches,
+                system,
+                series=name,
+                atomization=atomization,
+                details=details,
+                picture=picture,
+            )
             for config_type, errors in of_types.items():
                 total = add_errors(total, errors)
                 summed = by_config_type.get(config_type, {})
                 by_config_type[config_type] = add_errors(summed, errors)
+        total = add_errors(total, atomization.errors())
         of_series = f" of {name} data" if name else ""
         log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
@@ -161,11 +172,13 @@ def _begin(options: argparse.Namespace) -> None:
 def _test_system(
     batches: Iterable[ComparedFrames],
     system: System,
+    *,
     series: str,
+    atomization: AtomizationErrors,
     details: DetailFiles | None,
     picture: ParityPicture | None,
 ) -> dict[str, Errors]:
-    """Report the errors of one system, and hand its frames to files and picture.
+    """Report the errors of one system; hand its frames on to sums, files and picture.
 
     Return the errors by the frames' config_type, "" where they have none.
     """
@@ -189,6 +202,7 @@ def _test_system(
             summed = by_config_type.get(config_type, {})
             by_config_type[config_type] = add_errors(summed, of_type)
         nframes += batch.reference.nframes
+        atomization.add(batch.reference, batch.prediction)
         if details is not None:
             details.add(batch.system, batch.reference, batch.prediction)
         if picture is not None:

@@ -14,15 +14,14 @@ from deepmd_muon.data.system import System
 def isolated_energies(systems: Sequence[System], rcut: float) -> dict[str, list[float]]:
     """Return the labelled energies [eV] of isolated atoms by element.
 
-    An isolated atom is alone in its frame, and its images, if any, are beyond `rcut` [Å]: whatever
-    words a file has for such frames ("IsolatedAtom" of MACE's sets), models see nothing else.
+    See `are_isolated`.
     """
     energies: dict[str, list[float]] = {}
     for system in systems:
         if system.natoms > 1 or "energy" not in system.labels or system.type_map is None:
             continue
         frames = system.frames(np.arange(system.nframes))
-        alone = _image_distances(frames) > rcut
+        alone = are_isolated(frames, rcut)
         assert frames.energy is not None
         for kind, energy in zip(frames.atype[alone, 0], frames.energy[alone], strict=True):
             if np.isfinite(energy):
@@ -30,11 +29,17 @@ def isolated_energies(systems: Sequence[System], rcut: float) -> dict[str, list[
     return energies
 
 
-def _image_distances(frames: Frames) -> np.ndarray:
-    """Return the distance of an atom to its nearest image (nframes,) [Å]; inf without a cell."""
-    if frames.box is None:
-        return np.full(frames.nframes, np.inf)
+def are_isolated(frames: Frames, rcut: float) -> np.ndarray:
+    """Return which frames are isolated atoms, bool (nframes,).
+
+    An isolated atom is alone in its frame, and its images, if any, are beyond `rcut` [Å]: whatever
+    words a file has for such frames ("IsolatedAtom" of MACE's sets), models see nothing else.
+    """
+    is_single: np.ndarray = (frames.atype >= 0).sum(axis=1) == 1
+    if frames.box is None or not is_single.any():
+        return is_single
     # Of a skewed cell, images farther than the next may be nearer.
     steps = [step for step in itertools.product(range(-2, 3), repeat=3) if any(step)]
     images = np.einsum("sa,fac->fsc", np.array(steps, dtype=np.float64), frames.box)
-    return np.asarray(np.linalg.norm(images, axis=2).min(axis=1))
+    is_isolated: np.ndarray = is_single & (np.linalg.norm(images, axis=2).min(axis=1) > rcut)
+    return is_isolated

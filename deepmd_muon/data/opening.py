@@ -7,7 +7,7 @@ import glob
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -124,9 +124,35 @@ def open_systems(
     systems = [System(store, type_map) for store in stores]
     if not systems:
         raise SystemNotFoundError("no systems given")
+    if reading.config_weights:
+        _check_config_weights(systems, reading.config_weights)
     if reading.max_force is not None:
         systems = _without_large_forces(systems, reading.max_force)
     return systems
+
+
+def _check_config_weights(systems: Sequence[System], config_weights: Mapping[str, float]) -> None:
+    """Warn of names that no frame has.
+
+    Raises
+    ------
+    DataError
+        When no frame has a config_type: other weights than 1 would be ignored.
+    """
+    config_types = {name for system in systems for name in system.config_types()}
+    if not config_types:
+        raise DataError(
+            "config_weights weighs frames by their config_type, which files that ASE reads have, and "
+            f"no frame of {systems[0].name} and the others has one; write weight.npy instead "
+            "(--config-weights of dp init and dp convert-data does)"
+        )
+    unknown = sorted(config_weights.keys() - config_types - {"Default"})
+    if unknown:
+        log.warning(
+            "config_weights names %s, which no frame has; config_type is one of %s",
+            ", ".join(unknown),
+            ", ".join(sorted(config_types)),
+        )
 
 
 def _without_large_forces(systems: Sequence[System], max_force: float) -> list[System]:
@@ -259,7 +285,8 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
         raise DataError(
             f"the model reads {parameters.fparam} frame parameters (numb_fparam) and "
             f"{parameters.aparam} of each atom (numb_aparam), which {len(problems)} of "
-            f"{len(systems)} systems do not have:\n  {listed}"
+            f"{len(systems)} systems do not have (frame_parameters, --frame-parameters read them by "
+            f"names such as charge):\n  {listed}"
         )
     return [system.with_parameters(parameters) for system in systems]
 

@@ -400,6 +400,11 @@ class System:
         origins = getattr(self._store, "origins", ())
         return origins[number] if origins else FrameOrigin(self.name, number)
 
+    def config_types(self) -> set[str]:
+        """Return the kinds of frames that the headers of its file name."""
+        origins = getattr(self._store, "origins", ())
+        return {origin.config_type for origin in origins if origin.config_type}
+
     def structures(self, indices: Sequence[int] | np.ndarray) -> Frames:
         """Read types, positions and cells of some frames, numbered as in `frames`, and no label."""
         return Frames(**self._structures(np.asarray(indices, dtype=np.int64)))

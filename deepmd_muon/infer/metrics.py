@@ -68,6 +68,7 @@ class Quantity:
 QUANTITIES = {
     "energy": Quantity("Energy {}", "eV"),
     "energy_per_atom": Quantity("Energy {}/Natoms", "eV"),
+    "atomization_per_atom": Quantity("Atomization {}/Natoms", "eV"),
     "force": Quantity("Force  {}", "eV/Å"),
     "force_weighted": Quantity("Force weighted {}", "eV/Å"),
     "virial": Quantity("Virial {}", "eV"),

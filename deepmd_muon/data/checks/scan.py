@@ -307,6 +307,10 @@ def _coarse_positions(frames: Frames) -> Iterator[str]:
 # ----- frames that repeat ------------------------------------------------------------------------
 
 
+# Header words that a sentence names.
+_MOST_WORDS = 5
+
+
 def repeated_frames(scanned: Sequence[Scanned]) -> list[str]:
     """Name structures that occur many times in a system, or with other energies anywhere."""
     frames = _AllFrames.of([one for one in scanned if len(one.numbers)])
@@ -423,5 +427,23 @@ class _AllFrames:
         return (
             f"{low_system.name}: {frame_words(self.number[low])} {are_the_same} "
             f"{frame_words(self.number[high])}{place}, but their energies are {gap:.4g} eV apart; "
-            "are method, reference and charge the same?"
+            f"{self._cause(low[0], high[0])}"
+        )
+
+    def _cause(self, low: int, high: int) -> str:
+        """Say what the headers of two frames differ in, else ask."""
+        words, other_words = (
+            self.systems[self.owner[row]].origin(int(self.number[row])).words or {}
+            for row in (low, high)
+        )
+        differing = [
+            f"{name} ({words.get(name, 'none')} and {other_words.get(name, 'none')})"
+            for name in sorted({*words, *other_words})
+            if words.get(name) != other_words.get(name)
+        ]
+        if not differing:
+            return "are method, reference and charge the same?"
+        return (
+            f"their headers differ in {', '.join(differing[:_MOST_WORDS])}: name numbers of this kind "
+            "in frame_parameters, or keep frames of one kind"
         )

@@ -164,6 +164,15 @@ class Labels:
             if numbers is not None
         }
 
+    def other_words(self, atoms: Atoms) -> dict[str, object]:
+        """Return the words and single numbers in the header of a frame that are no labels."""
+        labels = set(self.names.values())
+        return {
+            name: value
+            for name, value in atoms.info.items()
+            if name not in labels and np.ndim(value) == 0
+        }
+
 
 def parameters_of(
     atoms: Atoms, path: str, place: str, names: Sequence[str] = ()

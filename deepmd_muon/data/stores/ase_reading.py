@@ -269,7 +269,12 @@ def _stores(
         kind = _Kind(tuple(atoms.get_chemical_symbols()), pbc)
         sizes = frozenset((name, array.size) for name, array in arrays.items())
         systems.setdefault(kind, {}).setdefault(sizes, []).append(arrays)
-        origin = FrameOrigin(path, number, str(atoms.info.get("config_type", "")))
+        origin = FrameOrigin(
+            file=path,
+            number=number,
+            config_type=str(atoms.info.get("config_type", "")),
+            words=labels.other_words(atoms),
+        )
         origins.setdefault(kind, {}).setdefault(sizes, []).append(origin)
 
     stores = []

@@ -16,6 +16,7 @@ class FrameOrigin(NamedTuple):
     file: str
     number: int  # of the frame in the file
     config_type: str = ""  # the kind of structure that the file names, if any
+    words: Mapping[str, object] | None = None  # what else its header says, such as a charge
 
 
 class MemoryStore:

@@ -367,3 +367,27 @@ def test_frames_with_a_config_type_have_errors_by_it(checkpoint, frames, capsys)
         of_kind = log.partition(f"# config_type : {kind}")[2].partition("# config_type")[0]
         expected = np.sqrt((error[kinds == kind] ** 2).mean())
         assert table(of_kind)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_energies_are_compared_with_those_of_free_atoms_of_the_data(checkpoint, tmp_path, capsys):
+    random = np.random.default_rng(3)
+    coord = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
+    coord = coord + random.normal(scale=0.05, size=(4, 3, 3))
+    energy = random.normal(size=4)
+    molecules = {"coord": coord.reshape(4, -1), "energy": energy}
+    free = {"O": -2.5, "H": 0.75}
+    write_npy(tmp_path / "data" / "molecule", [0, 1, 1], [molecules], "OH", nopbc=True)
+    for element, energy_of_atom in free.items():
+        # The cell is larger than the cut-off.
+        atom = {"coord": np.zeros((1, 3)), "box": 50.0 * np.eye(3).reshape(1, 9)}
+        atom["energy"] = np.array([energy_of_atom])
+        write_npy(tmp_path / "data" / element, [0], [atom], element)
+    assert main(["test", "-m", checkpoint, "-s", "data"]) == 0
+    shown = table(capsys.readouterr().err)
+
+    predictor = Predictor(checkpoint, device="cpu")
+    predicted = predictor.predict(coord, None, np.array([0, 1, 1])).energy
+    alone = [predictor.predict(np.zeros((1, 1, 3)), None, np.array([k])).energy[0] for k in (0, 1)]
+    error = (predicted - alone[0] - 2 * alone[1]) - (energy - free["O"] - 2 * free["H"])
+    expected = np.sqrt((error**2).mean()) / 3
+    assert shown["Atomization RMSE/Natoms"] == pytest.approx(expected, rel=1e-6)

@@ -1,6 +1,8 @@
 """Weights of frames, kinds of frames, frames left out for their forces, and frame parameters by name."""
 
+import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from write_systems import make_arrays, write_hdf5, write_npy
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, SystemFormatError, open_systems, with_parameters
+from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.frames import Parameters
 from deepmd_muon.label_keys import Reading
 
@@ -143,3 +146,55 @@ def test_an_input_reads_data_by_all_of_these_settings():
         max_force=30.0,
         frame_parameters=("charge",),
     )
+
+
+def test_two_energies_of_a_structure_name_the_header_words_that_differ(tmp_path):
+    pytest.importorskip("ase")
+    random = np.random.default_rng(2)
+    path = tmp_path / "a.xyz"
+    frames = []
+    for _ in range(4):
+        rows = [
+            f"{element} " + " ".join(f"{x:.6f}" for x in random.normal(scale=0.1, size=3) + 1.1 * k)
+            for k, element in enumerate("OHH")
+        ]
+        for charge in (0, 1):
+            head = f"energy={-10.0 + 8.0 * charge} charge={charge} method=pbe"
+            frames.append("\n".join(["3", f"{head} Properties=species:S:1:pos:R:3", *rows, ""]))
+    path.write_text("".join(frames))
+    (sentence,) = (line for line in suspicions(open_systems(str(path))) if "same structure" in line)
+    assert "8 eV apart; their headers differ in charge (0 and 1)" in sentence
+    by_charge = open_systems(str(path), reading=Reading(frame_parameters=("charge",)))
+    assert not any("same structure" in line for line in suspicions(by_charge))
+
+
+def test_a_cap_on_the_command_line_reaches_data_and_input(tmp_path, xyz, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert-data", xyz, "out", "--max-force", "2.5"]) == 0
+    (system,) = open_systems("out")
+    assert system.nframes == 2
+    words = ["init", xyz, "--valid-data", "out", "--steps", "2", "--max-force", "2.5"]
+    assert main(words) == 0
+    training = json.loads(Path("input.json").read_text())["training"]
+    assert training["training_data"]["max_force"] == 2.5
+    assert main(["convert-data", xyz, "other", "--max-force", "0"]) == 2
+    assert "--max-force must be above 0" in capsys.readouterr().err
+
+
+def test_config_weights_become_weights_of_npy_folders_or_are_refused(tmp_path, xyz, capsys):
+    output = tmp_path / "out"
+    assert main(["convert-data", xyz, str(output), "--config-weights", "dimer=3", "bulk=0"]) == 0
+    (system,) = open_systems(str(output))
+    frames = system.frames(range(3))
+    assert dict(zip(frames.energy, frames.weight, strict=True)) == {-1.0: 3.0, -2.0: 1.5, -4.0: 1.0}
+    with pytest.raises(DataError, match=r"weight\.npy"):
+        open_systems(str(output), reading=Reading(config_weights={"dimer": 2.0}))
+    assert main(["convert-data", xyz, str(tmp_path / "b"), "--config-weights", "dimer"]) == 2
+    assert "found 'dimer'" in capsys.readouterr().err
+
+
+def test_a_config_weight_that_no_frame_takes_is_named(xyz, caplog):
+    open_systems(xyz, reading=Reading(config_weights={"dimmer": 2.0}))
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "dimmer" in warning.getMessage()
+    assert "bulk, dimer" in warning.getMessage()

@@ -43,11 +43,11 @@ def wide_lists(monkeypatch):
 
 @pytest.fixture
 def systems(tmp_path):
-    """Six compositions of 1 to 14 atoms in random order of types, one without a cell, some labels missing."""
+    """Six compositions of 1 to 14 atoms in random order of types, one without a cell, some labels and weights missing."""
     rng = np.random.default_rng(4)
     paths = []
     for k, natoms in enumerate([14, 9, 1, 5, 9, 12]):
-        labels = EXACT if k != 4 else ("energy",)
+        labels = {0: (*EXACT, "weight"), 4: ("energy", "weight")}.get(k, EXACT)
         arrays = make_arrays(5, natoms, k, labels, scale=7.0)
         types = np.sort(rng.integers(0, 3, natoms)) if k == 1 else rng.integers(0, 3, natoms)
         paths.append(write_npy(tmp_path / f"system{k}", types, [arrays], NAMES, nopbc=k == 3))

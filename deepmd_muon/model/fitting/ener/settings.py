@@ -123,4 +123,7 @@ class EnerSettings(Section):
         Rule(("trainable", "neuron"), _one_flag_a_layer),
         Rule(("default_fparam", "numb_fparam"), _a_default_for_each),
     )
+    hints: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("E0s", "e0s", "isolated_atom_energies"), "atom_ener"
+    )
     foreign: ClassVar[dict[str, Foreign]] = {"layer_name": Foreign("layers shared by name")}
