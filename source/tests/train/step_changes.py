@@ -57,6 +57,9 @@ SYSTEMS = {
     "systems": [],  # the tests' own
     "rglob_patterns": [],  # which folders are systems
     "label_keys": [],  # names of labels in files of other programs
+    "format": [],  # of files of other programs
+    "frame_parameters": [],  # for models with parameters
+    "config_weights": [],  # for frames of named kinds
     "batch_size": [{"batch_size": size} for size in (1, "auto:20", "mixed:2", "mix:20")],
     "auto_prob": [{"auto_prob": "prob_uniform"}],
     "sys_probs": [{"sys_probs": [0.3, 0.7]}],

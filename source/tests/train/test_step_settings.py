@@ -35,7 +35,9 @@ def chosen(training, monkeypatch):
     monkeypatch.setattr("deepmd_muon.train.strategy.fully_sharded.sharding_mesh", lambda *_: None)
     monkeypatch.setattr(FullySharded, "__init__", lambda *_, **__: None)
     ranks = SimpleNamespace(size=2, rank=0, device=CPU)
-    return choose_strategy(training, ranks, torch.nn.Linear(1, 1))
+    model = torch.nn.Linear(1, 1)
+    model.why_foreign = None
+    return choose_strategy(training, ranks, model)
 
 
 def test_settings_that_need_the_host_are_named(inputs, two_branches, monkeypatch):
