@@ -57,7 +57,9 @@ def test_settings_that_need_the_host_are_named(inputs, two_branches, monkeypatch
 
 def test_a_reason_ends_a_run_that_demands_capture(small_input):
     strategy = SimpleNamespace(
-        ranks=SimpleNamespace(device=torch.device("cuda")), reads_on_host="training/some is true"
+        ranks=SimpleNamespace(device=torch.device("cuda")),
+        reads_on_host="training/some is true",
+        model=torch.nn.Linear(1, 1),
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     for capture in ("on", "auto", "off"):
