@@ -80,9 +80,10 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.train.statistics import change_bias
 
     checkpoint = checkpoint_path(options.INPUT)
-    output = checkpoint.with_name(f"{checkpoint.stem}_updated.pt")
     if options.output:
         output = Path(options.output)
+    else:
+        output = checkpoint.with_name(f"{checkpoint.stem}_updated.pt")
     if output.suffix != ".pt":
         raise CommandError(f"-o must end in .pt; found {output}")
     systems = listed_systems(options.datafile) if options.datafile else [options.system]
