@@ -9,9 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hosted_models import MODELS, hosted_input, write_data
+
+from deepmd_muon.data import open_systems
+from deepmd_muon.infer import Predictor
+from deepmd_muon.model import ModelError
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -144,6 +149,33 @@ def test_fine_tuning_fits_the_bias(in_both, train, load):
         torch.testing.assert_close(
             after[f"model.Default.{other}"], before[f"model.Default.{other}"]
         )
+
+
+def test_types_move_as_in_deepmd_kit(tmp_path, train, load):
+    """Weights of a model of O and H start a model of H, O and C: its forces are the same."""
+    system = write_data(tmp_path)
+    content = hosted_input("dpa2", system, 3)
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"]["type_map"] = ["H", "C", "O"]
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["training"] |= {"numb_steps": 1, "save_ckpt": "more"}
+    assert train(content, skip_neighbor_stat=True, init_model="model.ckpt-3.pt") == 0
+    (frame,) = open_systems([system])
+    forces = []
+    for path in ("model.ckpt-3.pt", "more-1.pt"):
+        predictor = Predictor(path, device="cpu")
+        frames = frame.with_types(predictor.type_map).frames([0])
+        forces.append(predictor.predict(frames.coord[0], frames.box[0], frames.atype[0]).force)
+    np.testing.assert_allclose(forces[1], forces[0], atol=1e-6 * np.abs(forces[0]).max())
+    assert train(content, skip_neighbor_stat=True, finetune="model.ckpt-3.pt") == 0
+
+
+def test_other_types_than_deepmd_kit_can_give_a_model_are_one_error(tmp_path, train):
+    content = hosted_input("dpa4", write_data(tmp_path), 1)
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"]["type_map"] = ["H", "O"]
+    with pytest.raises(ModelError, match="SeZM"):
+        train(content, skip_neighbor_stat=True, init_model="model.ckpt-1.pt")
 
 
 def two_branches(system, steps, **training):
