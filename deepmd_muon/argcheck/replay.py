@@ -22,10 +22,11 @@ from deepmd_muon.model.branch_settings import (
     ENTIRE,
     SINGLE,
     BranchModelSettings,
+    HostedBranchSettings,
     MultiTaskModelSettings,
     Shared,
 )
-from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.model.settings import HostedSettings, ModelSettings
 from deepmd_muon.setting import InvalidSettingError
 
 FINETUNED = "finetuned"
@@ -67,6 +68,12 @@ def check_replay(single: Input) -> Settings:
                 "model/descriptor/trainable",
                 "is false, so replayed data would not train any part of the new model: set "
                 "replay/share_fitting_net to true, or fine-tune without --replay",
+            )
+        )
+    if isinstance(settings.model, HostedSettings) and "descriptor" not in settings.model.section:
+        problems.append(
+            Problem(
+                "model/type", "has no single descriptor, which --replay shares between branches"
             )
         )
     if settings.training.zero_stage > 1:
@@ -131,7 +138,13 @@ def with_replay(
     """
     settings = check_replay(single)
     replay = replay_of(settings)
-    branch = BranchModelSettings(**_fields(model, ModelSettings), finetune_head=head or SINGLE)
+    finetune_head = head or SINGLE
+    if isinstance(model, HostedSettings):
+        branch: BranchModelSettings = HostedBranchSettings.around(
+            model, {"finetune_head": finetune_head}
+        )
+    else:
+        branch = BranchModelSettings(**_fields(model, ModelSettings), finetune_head=finetune_head)
     data = {
         FINETUNED: BranchDataSettings(**_fields(settings.training, BranchDataSettings)),
         REPLAY: BranchDataSettings(training_data=training, validation_data=validation),

@@ -289,7 +289,9 @@ class HostedSettings(ModelSettings):
                     EnerSettings, {key: net[key] for key in read if net.get(key) is not None}
                 ),
                 atom_exclude_types=tuple(section.get("atom_exclude_types") or ()),
-                section={key: section[key] for key in section if key not in _NOT_OF_THE_MODEL},
+                section=_builtin(
+                    {key: section[key] for key in section if key not in _NOT_OF_THE_MODEL}
+                ),
                 **{key: section[key] for key in statistics if key in section},
             )
         except InvalidSettingError as error:
@@ -305,6 +307,15 @@ class HostedSettings(ModelSettings):
     def plain_form(self) -> dict[str, Any]:
         """Return the section in deepmd-kit's form."""
         return {**copy.deepcopy(dict(self.section)), "type_map": list(self.type_map)}
+
+
+def _builtin(value: Any) -> Any:
+    """Return a value with dicts and lists of Python's own classes, which a checkpoint can hold."""
+    if isinstance(value, Mapping):
+        return {key: _builtin(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_builtin(one) for one in value]
+    return value
 
 
 T = TypeVar("T", bound=Section)

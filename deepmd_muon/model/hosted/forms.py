@@ -49,9 +49,14 @@ class EdgeForm:
         nframes, natoms = layout.atype.shape
         neighbor = nearest_first(layout, self._module.get_rcut(), sort=False).neighbor
         centre = torch.arange(nframes * natoms, device=neighbor.device).unsqueeze(1)
-        edge_index = torch.stack(
-            [neighbor.clamp(min=0).flatten(), centre.expand_as(neighbor).flatten()]
-        )
+        sender = neighbor.flatten()
+        receiver = centre.expand_as(neighbor).flatten()
+        vectors = layout.edges.reshape(-1, 3)
+        if layout.slots is not None:
+            sender = sender.index_select(0, layout.slots)
+            receiver = receiver.index_select(0, layout.slots)
+            vectors = vectors.index_select(0, layout.slots)
+        edge_index = torch.stack([sender.clamp(min=0), receiver])
         module = self._module
         conditions = module.convert_charge_spin(
             None, nf=nframes, dtype=layout.edges.dtype, device=neighbor.device
@@ -60,9 +65,9 @@ class EdgeForm:
             coord=layout.edges.new_zeros(nframes, natoms, 3),  # read for device and dtype alone
             atype=layout.atype,
             edge_index=edge_index,
-            edge_vec=layout.edges.reshape(-1, 3),
+            edge_vec=vectors,
             edge_scatter_index=edge_index,
-            edge_mask=(neighbor >= 0).flatten(),
+            edge_mask=sender >= 0,
             fparam=layout.fparam,
             aparam=layout.aparam,
             charge_spin=conditions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,9 @@ class Layout(NamedTuple):
         Parameters of frames and atoms; None without.
     place
         Where the sorted atoms of `Structures` are `(nreal,)`; None if they are all atoms, in order.
+    slots
+        Flat numbers of the slots of `neighbor` that may hold one `(nslots,)`; None for all. Batches
+        that a graph can hold have none.
     """
 
     atype: Tensor
@@ -40,6 +44,7 @@ class Layout(NamedTuple):
     fparam: Tensor | None
     aparam: Tensor | None
     place: Tensor | None
+    slots: Tensor | None
 
     def sorted_values(self, values: Tensor) -> Tensor:
         """Return values `(nframes · natoms,)` in the order of the sorted atoms `(nreal,)`."""
@@ -62,6 +67,7 @@ def lay_out(structures: Structures, edges: Tensor) -> Layout:
         fparam=structures.fparam,
         aparam=structures.aparam,
         place=order,
+        slots=None,
     )
 
 
@@ -83,7 +89,22 @@ def _single_frame(structures: Structures, edges: Tensor) -> Layout:
         fparam=None,
         aparam=aparam,
         place=None,
+        slots=_used_slots(structures),
     )
+
+
+def _used_slots(structures: Structures) -> Tensor | None:
+    """Return `Layout.slots`, which the host knows of batches that it made."""
+    n_used = structures.filled.sum(axis=0)
+    n_slots = structures.neighbor.numel()
+    if len(structures.sections) > 1 or n_used.sum() == n_slots:
+        return None
+    width = structures.neighbor.shape[1]
+    # Slots of an atom are consecutive, from `atom · width` on.
+    first_used = np.cumsum(n_used) - n_used
+    skipped = np.repeat(np.arange(len(n_used)) * width - first_used, n_used)
+    slots = torch.from_numpy(skipped + np.arange(len(skipped)))
+    return slots.to(structures.neighbor.device)
 
 
 def nearest_first(layout: Layout, rcut: float, *, sort: bool) -> Layout:
