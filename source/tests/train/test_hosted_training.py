@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hosted_models import MODELS, hosted_input, write_data
+from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
 
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer import Predictor
@@ -222,3 +222,21 @@ def test_branches_share_a_descriptor_and_restart_bitwise(tmp_path, train, load):
     one["model"]["descriptor"]["type"] = "dpa4"
     options = {"finetune": "model.ckpt-4.pt", "model_branch": "second"}
     assert train(one, skip_neighbor_stat=True, use_pretrain_script=True, **options) == 0
+
+
+def test_sel_auto_and_stat_file(tmp_path, train, load, caplog):
+    """deepmd-kit's rule for "auto" and our counts; the second run reads what the first has fitted."""
+    content = hosted_input("se_e3", write_data(tmp_path, nframes=4), 1, stat_file="stat.hdf5")
+    content["model"]["descriptor"]["sel"] = "auto"
+    assert train(content) == 0
+    normalized = json.loads(Path("out.json").read_text())
+    sel = normalized["model"]["descriptor"]["sel"]
+    assert len(sel) == len(TYPE_MAP)
+    assert all(number > 0 and number % 4 == 0 for number in sel)
+    first = load("model.ckpt-1.pt")["model"]
+    caplog.clear()
+    assert train(content, log_level="INFO") == 0
+    assert "statistics come from stat.hdf5" in caplog.text
+    for name, x in load("model.ckpt-1.pt")["model"].items():
+        if torch.is_tensor(x):
+            torch.testing.assert_close(x, first[name], rtol=0, atol=0)
