@@ -96,12 +96,13 @@ def run(options: argparse.Namespace) -> int:
     if source.suffix == ".pth":
         model, min_distance = restored(source, trust=options.trust)
     else:
-        model = load_model(source, ema=options.ema, head=options.head)
-        if not isinstance(model, DescriptorModel):
+        loaded = load_model(source, ema=options.ema, head=options.head)
+        if not isinstance(loaded, DescriptorModel):
             raise CommandError(
-                f"{source} has no tables here: {model.why_foreign}. Freeze it with dp freeze; "
+                f"{source} has no tables here: {loaded.why_foreign}. Freeze it with dp freeze; "
                 "deepmd-kit's own dp compress takes its frozen file"
             )
+        model = loaded
         min_distance = load_min_distance(source, head=options.head)
     settings = {"step": options.step, "extrapolate": options.extrapolate}
     write_compressed(model, output, source, min_distance=min_distance, **settings)
