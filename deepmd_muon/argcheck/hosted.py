@@ -43,10 +43,13 @@ def host(
 
     `left_out` are keys of our own, which deepmd-kit must not see.
     """
-    from dargs.dargs import ArgumentError
-    from deepmd import __version__
-    from deepmd.utils.argcheck import model_args
-
+    try:
+        from dargs.dargs import ArgumentError
+        from deepmd import __version__
+        from deepmd.utils.argcheck import model_args
+    except ImportError as error:
+        words = "needs deepmd-kit, which cannot be imported"
+        return Problem(path, f"{words} ({error}): pip install 'deepmd-kit[torch]'")
     section = {key: value for key, value in model.items() if key not in left_out}
     arguments = model_args()
     try:

@@ -14,7 +14,7 @@ from deepmd_muon.cli.models import add_model_options, frozen_here
 from deepmd_muon.cli.systems import begin
 
 if TYPE_CHECKING:
-    from deepmd_muon.model import EnergyModel
+    from deepmd_muon.model import DescriptorModel
 
 HELP = (
     "write a checkpoint or frozen file of se_e2_a or DPA-1 as a faster file, with tables for its "
@@ -90,17 +90,19 @@ def run(options: argparse.Namespace) -> int:
     _check(options, source)
     from deepmd_muon.deploy.compress import restored
     from deepmd_muon.infer.predictor import load_min_distance, load_model
+    from deepmd_muon.model import DescriptorModel
 
     begin(options, {"-o": output}, {"the model": source})
     if source.suffix == ".pth":
         model, min_distance = restored(source, trust=options.trust)
     else:
-        model = load_model(source, ema=options.ema, head=options.head)
-        if model.why_foreign:
+        loaded = load_model(source, ema=options.ema, head=options.head)
+        if not isinstance(loaded, DescriptorModel):
             raise CommandError(
-                f"{source} has no tables here: {model.why_foreign}. Freeze it with dp freeze; "
+                f"{source} has no tables here: {loaded.why_foreign}. Freeze it with dp freeze; "
                 "deepmd-kit's own dp compress takes its frozen file"
             )
+        model = loaded
         min_distance = load_min_distance(source, head=options.head)
     settings = {"step": options.step, "extrapolate": options.extrapolate}
     write_compressed(model, output, source, min_distance=min_distance, **settings)
@@ -138,7 +140,7 @@ def _check(options: argparse.Namespace, source: Path) -> None:
 
 
 def write_compressed(
-    model: EnergyModel, output: Path, source: Path, *, min_distance: float, **settings: Any
+    model: DescriptorModel, output: Path, source: Path, *, min_distance: float, **settings: Any
 ) -> None:
     """Compress a model, and log the differences that the tables cause.
 

@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     )
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_min_distance, load_model
+    from deepmd_muon.model import DescriptorModel
     from deepmd_muon.model.errors import ForeignModelError
 
     checkpoint = checkpoint_path(_checkpoint(Path(options.checkpoint)))
@@ -81,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
         model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
-    if model.why_foreign:
-        _hand_over_hosted(options, checkpoint, output, model.why_foreign)
+    if not isinstance(model, DescriptorModel):
+        _hand_over_hosted(options, checkpoint, output, str(model.why_foreign))
     min_distance = load_min_distance(checkpoint, head=options.head)
     if options.interpolate:
         write_compressed(model, output, checkpoint, min_distance=min_distance)

@@ -227,6 +227,8 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Desc
     """
     program: Any = FrozenModel(path, "cpu", trust=trust).program
     model = build_model(settings_of(json.loads(program.get_model_def_script())))
+    if not isinstance(model, DescriptorModel):
+        raise CheckpointError(f"{path} has the model section of another program")
     _table_of(model)
     if not hasattr(program.descriptor, "nets"):
         kind = DESCRIPTORS.name_of(model.settings.descriptor)

@@ -251,6 +251,7 @@ class HostedDescriptorSettings(DescriptorSettings):
     """
 
     type: ClassVar[str] = "hosted"
+    one_fitting_net: ClassVar[bool] = True  # deepmd-kit judges whether its types may change
     trainable: bool = setting(True, doc="Train its parameters.")
 
 
@@ -287,6 +288,7 @@ class HostedSettings(ModelSettings):
                 fitting_net=freeze(
                     EnerSettings, {key: net[key] for key in read if net.get(key) is not None}
                 ),
+                atom_exclude_types=tuple(section.get("atom_exclude_types") or ()),
                 section=_builtin(
                     {key: section[key] for key in section if key not in _NOT_OF_THE_MODEL}
                 ),
@@ -294,6 +296,13 @@ class HostedSettings(ModelSettings):
             )
         except InvalidSettingError as error:
             raise ModelError(f"model section: {error}") from error
+
+    def with_fitting_net_of(self, other: ModelSettings) -> HostedSettings:
+        """Return the model with the fitting net of another hosted model."""
+        if not isinstance(other, HostedSettings) or "fitting_net" not in self.section:
+            raise ModelError("the fitting net of this model cannot be replaced")
+        section = {**self.plain_form(), "fitting_net": other.section.get("fitting_net")}
+        return HostedSettings.of(section)
 
     def plain_form(self) -> dict[str, Any]:
         """Return the section in deepmd-kit's form."""

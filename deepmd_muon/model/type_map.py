@@ -17,7 +17,7 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.nn.type_embedding import TABLE, identity
 from deepmd_muon.model.registry import DESCRIPTORS
-from deepmd_muon.model.settings import ModelSettings, changed
+from deepmd_muon.model.settings import HostedSettings, ModelSettings, changed
 
 _MOST_NAMES = 6  # that a message lists
 
@@ -171,6 +171,11 @@ def type_axes(model: EnergyModel) -> dict[str, int]:
     ModelError
         If a part of another package does not name its tensors.
     """
+    if isinstance(model.settings, HostedSettings):
+        raise ModelError(
+            "optimizer state and averages of this model cannot follow another type map: start from "
+            "its weights with --init-model, or keep the type map of the checkpoint"
+        )
     axes = {"atomic_model.out_bias": 1, "atomic_model.out_std": 1}
     for name in ("descriptor", "fitting_net"):
         part = getattr(model.atomic_model, name)
@@ -204,6 +209,10 @@ def move_weights(
     ModelError
         See `check_move` and `type_axes`.
     """
+    if isinstance(model.settings, HostedSettings):
+        from deepmd_muon.model.hosted.type_map import with_type_map
+
+        return with_type_map(model, saved, move.saved)
     check_move(move, model.settings)
     fresh_weights = model.state_dict()
     weights = dict(saved)

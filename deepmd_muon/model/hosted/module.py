@@ -41,6 +41,7 @@ class HostedModel(EnergyModel):
         If deepmd-kit cannot build the model.
     """
 
+    settings: HostedSettings
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
     hosted: Any

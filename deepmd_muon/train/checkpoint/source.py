@@ -114,6 +114,9 @@ class Source:
         """
         if self.way != "finetune":
             return self.model
+        if isinstance(self.model, HostedSettings):
+            saved = self._model_for(present)
+            return self._with_new_fitting(saved, present) if self.new_fitting else saved
         saved_model = self._model_for(present)
         parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]
         scripted = {}
@@ -134,8 +137,15 @@ class Source:
         """
         saved_model = self._model_for(present)
         if self.new_fitting:
-            saved_model = changed(saved_model, {"fitting_net": present.fitting_net})
+            saved_model = self._with_new_fitting(saved_model, present)
         check_model_section(saved_model, present, self.path, insist=insist)
+
+    @staticmethod
+    def _with_new_fitting(saved: ModelSettings, present: ModelSettings) -> ModelSettings:
+        """Return a saved model with the fitting net of another one."""
+        if isinstance(saved, HostedSettings):
+            return saved.with_fitting_net_of(present)
+        return changed(saved, {"fitting_net": present.fitting_net})
 
     def _model_for(self, present: ModelSettings) -> ModelSettings:
         """Return its model with the type map of another one, if rows can move."""

@@ -201,10 +201,27 @@ def dpa4(tmp_path):
     return path
 
 
-def test_an_input_that_deepmd_kit_alone_can_train_goes_to_it(dpa4, deepmd_kit, capsys):
-    assert main(["train", str(dpa4)]) == 0
-    assert deepmd_kit == [["--pt", "train", str(dpa4)]]
-    assert "the model 'dpa4': handing over to deepmd-kit" in capsys.readouterr().err
+@pytest.fixture
+def dipole(tmp_path):
+    """An input of a fit that deepmd-kit's trainer alone has."""
+    path = tmp_path / "dipole.json"
+    model = {"descriptor": {"type": "se_e2_a"}, "fitting_net": {"type": "dipole"}}
+    path.write_text(json.dumps({"model": model, "training": {"numb_steps": 1}}))
+    return path
+
+
+def test_an_input_that_deepmd_kit_alone_can_train_goes_to_it(dipole, deepmd_kit, capsys):
+    assert main(["train", str(dipole)]) == 0
+    assert deepmd_kit == [["--pt", "train", str(dipole)]]
+    assert "the fitting net 'dipole': handing over to deepmd-kit" in capsys.readouterr().err
+
+
+def test_a_model_of_a_deepmd_kit_that_cannot_be_imported_is_one_line(dpa4, deepmd_kit, capsys):
+    """The fixture's package is empty."""
+    assert main(["train", str(dpa4)]) == 2
+    shown = capsys.readouterr().err
+    assert "model: needs deepmd-kit, which cannot be imported" in shown
+    assert "pip install 'deepmd-kit[torch]'" in shown
 
 
 def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd_kit, capsys):
@@ -264,19 +281,19 @@ def test_unknown_topics_and_attributes_are_answered_with_the_known_ones(tmp_path
     ids=["no MPI", "no library", "other torch"],
 )
 def test_a_deepmd_kit_that_lacks_libraries_is_one_message(
-    error, dpa4, deepmd_kit, monkeypatch, capsys
+    error, dipole, deepmd_kit, monkeypatch, capsys
 ):
-    """deepmd-kit imports its backend only in main: without mpich a DPA-2 input ended in a traceback there."""
+    """deepmd-kit imports its backend only in main: without mpich such an input ended in a traceback there."""
 
     def fail(args):
         raise error
 
     monkeypatch.setattr(sys.modules["deepmd.main"], "main", fail)
-    assert main(["train", str(dpa4)]) == 2
+    assert main(["train", str(dipole)]) == 2
     shown = capsys.readouterr().err
     assert str(error) in shown
     assert "pip install 'deepmd-kit[torch]'" in shown
-    assert f"python -m deepmd --pt train {dpa4}" in shown
+    assert f"python -m deepmd --pt train {dipole}" in shown
 
 
 def test_errors_of_deepmd_kit_itself_keep_their_traceback(deepmd_kit, monkeypatch):

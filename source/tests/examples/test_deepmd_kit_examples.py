@@ -2,14 +2,16 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepmd_muon.argcheck import InputError, load
+from deepmd_muon.argcheck import DeepmdKitOnlyError, InputError, load
 from deepmd_muon.cli.main import main
 from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.model.settings import HostedSettings
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -76,6 +78,35 @@ def test_an_example_trains_two_steps(name, tmp_path, monkeypatch):
     assert all(
         np.isfinite(values).all() for name, values in columns.items() if "rmse_v" not in name
     )
+
+
+@pytest.mark.skipif(find_spec("deepmd") is None, reason="deepmd-kit is not importable here")
+def test_every_energy_model_is_accepted():
+    """Others ask for other labels, for features of deepmd-kit's trainer, or for TensorFlow."""
+    kinds = {"native": set(), "hosted": set(), "handed over": set()}
+    for path in sorted(EXAMPLES.rglob("*.json")):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and {"model", "training"} <= content.keys():
+            name = path.relative_to(EXAMPLES).as_posix()
+            try:
+                branches = load(path).branches.values()
+            except DeepmdKitOnlyError:
+                kinds["handed over"].add(name)
+                continue
+            hosted = any(isinstance(branch.model, HostedSettings) for branch in branches)
+            kinds["hosted" if hosted else "native"].add(name)
+    assert len(kinds["native"]) >= 15
+    assert kinds["hosted"] >= {
+        "water/dpa2/input_torch_small.json",
+        "water/dpa4/input.json",
+        "water/dpa4/input_multitask.json",
+        "water/hybrid/input.json",
+        "water/linear/input_pt.json",
+        "water/se_e2_r/input.json",
+        "water/se_e3/input.json",
+        "water/se_e3_tebd/input_torch.json",
+        "water_multi_task/pytorch_example/input_torch.json",
+    }
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,9 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hosted_models import MODELS, hosted_input, write_data
+from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
+
+from deepmd_muon.data import open_systems
+from deepmd_muon.infer import Predictor
+from deepmd_muon.model import ModelError
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -146,6 +151,33 @@ def test_fine_tuning_fits_the_bias(in_both, train, load):
         )
 
 
+def test_types_move_as_in_deepmd_kit(tmp_path, train, load):
+    """Weights of a model of O and H start a model of H, O and C: its forces are the same."""
+    system = write_data(tmp_path)
+    content = hosted_input("dpa2", system, 3)
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"]["type_map"] = ["H", "C", "O"]
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["training"] |= {"numb_steps": 1, "save_ckpt": "more"}
+    assert train(content, skip_neighbor_stat=True, init_model="model.ckpt-3.pt") == 0
+    (frame,) = open_systems([system])
+    forces = []
+    for path in ("model.ckpt-3.pt", "more-1.pt"):
+        predictor = Predictor(path, device="cpu")
+        frames = frame.with_types(predictor.type_map).frames([0])
+        forces.append(predictor.predict(frames.coord[0], frames.box[0], frames.atype[0]).force)
+    np.testing.assert_allclose(forces[1], forces[0], atol=1e-6 * np.abs(forces[0]).max())
+    assert train(content, skip_neighbor_stat=True, finetune="model.ckpt-3.pt") == 0
+
+
+def test_other_types_than_deepmd_kit_can_give_a_model_are_one_error(tmp_path, train):
+    content = hosted_input("dpa4", write_data(tmp_path), 1)
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"]["type_map"] = ["H", "O"]
+    with pytest.raises(ModelError, match="SeZM"):
+        train(content, skip_neighbor_stat=True, init_model="model.ckpt-1.pt")
+
+
 def two_branches(system, steps, **training):
     """Return an input of two DPA-4 models with one descriptor."""
     content = hosted_input("dpa4", system, steps, save_freq=2, **training)
@@ -190,3 +222,21 @@ def test_branches_share_a_descriptor_and_restart_bitwise(tmp_path, train, load):
     one["model"]["descriptor"]["type"] = "dpa4"
     options = {"finetune": "model.ckpt-4.pt", "model_branch": "second"}
     assert train(one, skip_neighbor_stat=True, use_pretrain_script=True, **options) == 0
+
+
+def test_sel_auto_and_stat_file(tmp_path, train, load, caplog):
+    """deepmd-kit's rule for "auto" and our counts; the second run reads what the first has fitted."""
+    content = hosted_input("se_e3", write_data(tmp_path, nframes=4), 1, stat_file="stat.hdf5")
+    content["model"]["descriptor"]["sel"] = "auto"
+    assert train(content) == 0
+    normalized = json.loads(Path("out.json").read_text())
+    sel = normalized["model"]["descriptor"]["sel"]
+    assert len(sel) == len(TYPE_MAP)
+    assert all(number > 0 and number % 4 == 0 for number in sel)
+    first = load("model.ckpt-1.pt")["model"]
+    caplog.clear()
+    assert train(content, log_level="INFO") == 0
+    assert "statistics come from stat.hdf5" in caplog.text
+    for name, x in load("model.ckpt-1.pt")["model"].items():
+        if torch.is_tensor(x):
+            torch.testing.assert_close(x, first[name], rtol=0, atol=0)
