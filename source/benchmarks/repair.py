@@ -1,6 +1,6 @@
 """Does a repair without labels make a potential right, or only quiet? Water, labels of GFN1-xTB.
 
-    python source/benchmarks/repair.py examples/water_explore/model.ckpt.pt --rounds 4
+    python source/benchmarks/repair.py examples/water_explore/model.ckpt.pt
 
 The potential runs at 527 K. Structures that leave its data teach it: without labels, or with labels of GFN1-xTB
 (`--labels`, as `dp explore` does). Without labels, two hinges act on them: the energy must be at least that of the
@@ -276,7 +276,7 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path, help="checkpoint of examples/water_explore")
     parser.add_argument("--labels", action="store_true", help="label the bad structures")
-    parser.add_argument("--rounds", type=int, default=4, help="0: only run the potential")
+    parser.add_argument("--rounds", type=int, default=3, help="0: only run the potential")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--weight", type=float, default=1.0, help="of the bad structures")
     parser.add_argument("--picoseconds", type=float, default=1.0)
@@ -299,7 +299,7 @@ def main() -> None:
         for one in labelled(chosen(run.bad, coverage, 6))
         if np.abs(one.force).max() < LARGEST_FORCE
     ]
-    bad = usable if args.labels else [replace(one, force=None) for one in usable]
+    bad = list(usable) if args.labels else [replace(one, force=None) for one in usable]
     for number in range(1, args.rounds + 1):
         begun = time.monotonic()
         fine_tune(predictor.model, train, bad, steps=args.steps, seed=number, weight=args.weight)
