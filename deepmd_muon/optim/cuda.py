@@ -96,11 +96,14 @@ def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.de
 
     Exceptions are dropped: the same launch raises them again where its result is needed.
     """
+    # A thread starts on the default stream, which does not wait for other streams. The kernels would
+    # read tables of addresses before the caller's stream has written them, or after it has reused
+    # their memory.
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run(launch: Callable[[], object]) -> None:
-        is_cuda = device.type == "cuda"
-        on_device = torch.cuda.device(device) if is_cuda else contextlib.nullcontext()
-        with contextlib.suppress(Exception), on_device, torch.no_grad():
+        on_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with contextlib.suppress(Exception), on_stream, torch.no_grad():
             launch()
 
     n_threads = min(len(launches), os.cpu_count() or 1)

@@ -445,6 +445,12 @@ def jobs() -> list[Job]:
     ]
 
 
+@functools.cache
+def _stream_of_process() -> torch.cuda.Stream:
+    """Return the stream of all runs of this process, which a graph can be captured on."""
+    return torch.cuda.Stream()
+
+
 def run_job(job: Job, device: str) -> dict[str, object]:
     """Train one model; return its losses."""
     torch.set_num_threads(1)
@@ -452,11 +458,18 @@ def run_job(job: Job, device: str) -> dict[str, object]:
     task = TASKS[job.task]
     make = variants()[job.optimizer]
     begun = time.perf_counter()
-    with torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext():
-        run = Run(lambda model: make(model, *job.rates), job.seed, task.steps, device, task.make)
-        for _ in range(task.steps):
-            run.step()
-        result = run.result()
+    with contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(_stream_of_process()):
+        try:
+            run = Run(
+                lambda model: make(model, *job.rates), job.seed, task.steps, device, task.make
+            )
+            for _ in range(task.steps):
+                run.step()
+            result = run.result()
+        except torch.AcceleratorError as error:
+            print(f"{job} failed: {error}".splitlines()[0], flush=True)
+            time.sleep(3600)  # the process has lost its device, and must take no other run
+            raise
     count = sum(p.numel() for p in run.model.parameters())
     seconds = time.perf_counter() - begun
     return {**job._asdict(), **result._asdict(), "weights": count, "seconds": seconds}

@@ -215,7 +215,7 @@ def settings_shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
     Lists of more than two patterns are counted.
     """
-    shown = {"lr": float(group["lr"])}
+    shown: dict[str, Any] = {"lr": float(group["lr"])}
     for field in dataclasses.fields(GroupArguments):
         value = group.get(field.name, field.default)
         default = field.default

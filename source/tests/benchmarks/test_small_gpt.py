@@ -13,7 +13,7 @@ import torch
 from deepmd_muon.optim import MuonConfig
 
 TOP = Path(__file__).parents[3]
-RAW = TOP / "doc" / "benchmarks" / "raw" / "small_gpt_cpu_2026-11-24.log"
+RAW = TOP / "doc" / "benchmarks" / "raw" / "small_gpt_cpu_2026-11-28.log"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -264,6 +265,23 @@ def test_first_launches_run_beside_each_other_and_their_errors_wait():
     with mock.patch.object(os, "cpu_count", return_value=2):
         launch_in_threads([fail, lambda: done.append(meeting.wait())], torch.device("cpu"))
     assert len(done) == 1
+
+
+def test_first_launches_use_the_stream_of_their_caller():
+    """Else they read tables of addresses that its stream has not written yet."""
+    used = []
+
+    @contextlib.contextmanager
+    def use(stream):
+        used.append(stream)
+        yield
+
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda device: f"that of {device}"),
+        mock.patch.object(torch.cuda, "stream", use),
+    ):
+        launch_in_threads([lambda: used.append("launch")], torch.device("cuda", 0))
+    assert used == ["that of cuda:0", "launch"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

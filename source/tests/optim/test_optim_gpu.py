@@ -321,3 +321,19 @@ def test_a_captured_step_of_float64_parameters_keeps_the_learning_rate_in_float6
     (group,) = HybridMuon([("w", p)], 0.1, capturable=True).param_groups
     assert group["lr"].dtype == torch.float64
     assert float(group["lr"]) == 0.1
+
+
+def test_first_launches_wait_for_the_stream_of_a_busy_caller():
+    """A thread's default stream does not: kernels read addresses that were not written yet."""
+    from deepmd_muon.optim.update import fused_steps  # needs Triton
+
+    params, optimizer = make("cuda")
+    give_gradients(params, 0)
+    optimizer.step()  # compiles
+    fused_steps._COMPILED.clear()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**9)
+        optimizer.compile_kernels()
+        junk = [torch.full((64,), -1, device="cuda") for _ in range(100)]
+    torch.cuda.synchronize()  # raises an illegal access
+    assert all(x[0] == -1 for x in junk)
