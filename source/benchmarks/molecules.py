@@ -32,7 +32,28 @@ _SETS = {
     "six": ("CH3CH2OH CH3SH CH3CHO CH3CN CH3Cl CF4 HCOOH CH3NO2 C3H8 thiooxirane", 40),
 }
 _MULTIPLICITY = {"H": 2, "C": 3, "N": 4, "O": 3, "F": 2, "S": 3, "Cl": 2}
-_VARIANTS = ("auto", "mix", "mix-drop", "mix-atom_ener")
+_VARIANTS = (
+    "auto",
+    "mix",
+    "mix-drop",
+    "mix-atom_ener",
+    "mix-atom_ener-davg_zero",
+    "mix-dpa1",
+    "mix-dpa1-sel120",
+)
+_COMMON = ("seed", "rcut", "rcut_smth", "precision")  # settings of both descriptors
+_DPA1 = {
+    "type": "dpa1",
+    "sel": "auto",
+    "neuron": [16, 32, 64],
+    "axis_neuron": 8,
+    "tebd_dim": 8,
+    "tebd_input_mode": "concat",
+    "type_one_side": True,
+    "attn_layer": 0,
+    "smooth_type_embedding": True,
+    "set_davg_zero": True,
+}
 
 
 def main() -> None:
@@ -41,6 +62,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sets", nargs="+", choices=_SETS, default=list(_SETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=_VARIANTS[:4])
     parser.add_argument("--steps", type=int, default=800)
     options = parser.parse_args()
     for name in options.sets:
@@ -51,7 +73,7 @@ def main() -> None:
             command = ["dp", "init", "all.xyz", "--steps", str(options.steps)]
             subprocess.run([*command, "--descriptor", "se_e2_a"], cwd=folder, check=True)
         for seed in options.seeds:
-            for variant in _VARIANTS:
+            for variant in options.variants:
                 force, energy = train(folder, variant, seed)
                 print(f"{name:8} {variant:14} {seed} {force:.4f} eV/Å {energy:.4f} eV/atom")
 
@@ -97,7 +119,15 @@ def train(folder: Path, variant: str, seed: int) -> tuple[float, float]:
     for section in (model["descriptor"], model["fitting_net"], training):
         section["seed"] = seed
     systems = open_systems(str((folder / "split" / "train").resolve()))
-    kept = [s for s in systems if s.natoms > 1 or variant in ("auto", "mix")]
+    if "dpa1" in variant:
+        descriptor = {name: model["descriptor"][name] for name in _COMMON}
+        model["descriptor"] = {**descriptor, **_DPA1}
+    if "sel120" in variant:
+        model["descriptor"]["sel"] = 120
+    if "davg_zero" in variant:
+        model["descriptor"]["set_davg_zero"] = True
+    with_atoms = "drop" not in variant and "atom_ener" not in variant
+    kept = [system for system in systems if system.natoms > 1 or with_atoms]
     training["training_data"]["systems"] = [system.name for system in kept]
     training["training_data"]["batch_size"] = "auto" if variant == "auto" else "mix:32"
     training["validation_data"] |= {
@@ -106,7 +136,7 @@ def train(folder: Path, variant: str, seed: int) -> tuple[float, float]:
         "numb_btch": "all",
     }
     training |= {"disp_freq": training["numb_steps"], "save_freq": training["numb_steps"]}
-    if variant == "mix-atom_ener":
+    if "atom_ener" in variant:
         energies = _free_energies(systems)
         model["fitting_net"]["atom_ener"] = [energies[name] for name in model["type_map"]]
     place = folder / f"{variant}-{seed}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,8 @@ _ARRAYS = {
     "spins": "spin",
 }
 _OF_CELLS = ("cells", "virials")
+# Earlier releases take Hartree in headers of extended XYZ for eV.
+_LOWEST = (1, 1)
 # Keyword of formats that leave out frames whose electronic loop did not converge.
 _CHECK = "convergence_check"
 
@@ -33,9 +36,10 @@ def dpdata_formats(path: str, name: str) -> dict[str, type]:
     Raises
     ------
     DataError
-        When dpdata is not installed, which may read the file at `path` as `name`.
+        When dpdata, which may read the file at `path` as `name`, is not installed or too old.
     """
     try:
+        import dpdata
         from dpdata.format import Format
         from dpdata.system import load_format  # noqa: F401 - its import registers the formats
     except ImportError as error:
@@ -43,6 +47,12 @@ def dpdata_formats(path: str, name: str) -> dict[str, type]:
             f"system {path}: ASE does not read it, dpdata may read it as {name}, and dpdata is not "
             "installed: pip install dpdata"
         ) from error
+    release = tuple(int(part) for part in re.findall(r"\d+", dpdata.__version__)[:2])
+    if release < _LOWEST:
+        raise DataError(
+            f"system {path}: dpdata {dpdata.__version__} would read it as {name}, and releases "
+            'before 1.1 ignore units: pip install -U "dpdata>=1.1"'
+        )
     return {
         name: format_class
         for name, format_class in Format.get_formats().items()

@@ -101,7 +101,7 @@ def read_as(path: str, name: str, reading: Reading) -> list[MemoryStore]:
     similar = difflib.get_close_matches(name.lower(), [*of_ase, *of_dpdata], n=5, cutoff=0.5)
     hint = f"; similar: {', '.join(similar)}" if similar else ""
     raise DataError(
-        f"neither ASE nor dpdata reads a format {name!r}{hint} ; `ase info --formats` lists ASE's, and "
+        f"neither ASE nor dpdata reads a format {name!r}{hint}; `ase info --formats` lists ASE's, and "
         "the page on data those of dpdata"
     )
 

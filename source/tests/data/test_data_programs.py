@@ -10,7 +10,7 @@ from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, 
 from deepmd_muon.label_keys import Reading
 
 ase_io = pytest.importorskip("ase.io")
-dpdata = pytest.importorskip("dpdata")
+dpdata = pytest.importorskip("dpdata", minversion="1.1")
 STEPS = [vasp_files.Step(-3.0, 5, 5e-5), vasp_files.Step(-3.1, 5, 5e-5)]
 
 
@@ -96,6 +96,14 @@ def test_without_dpdata_the_error_names_format_and_package(tmp_path, labelled, m
     labelled.to("n2p2", str(path))
     monkeypatch.setitem(sys.modules, "dpdata.format", None)
     with pytest.raises(DataError, match=r"n2p2.*pip install dpdata"):
+        open_systems(str(path))
+
+
+def test_a_dpdata_that_ignores_units_is_refused(tmp_path, labelled, monkeypatch):
+    path = tmp_path / "run.txt"
+    labelled.to("n2p2", str(path))
+    monkeypatch.setattr(dpdata, "__version__", "1.0.1")
+    with pytest.raises(DataError, match=r"1\.0\.1.*dpdata>=1\.1"):
         open_systems(str(path))
 
 
