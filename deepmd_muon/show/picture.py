@@ -6,7 +6,7 @@ A picture has its final size: three panels fill the two columns of a journal pag
 from __future__ import annotations
 
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -19,22 +19,20 @@ COLUMN = 3.4
 PANEL = 2.35
 #: One font size for all text. Give it to `matplotlib.rc_context` around drawing and writing: texts
 #: of ticks take the size that holds when they are written.
-STYLE = MappingProxyType(
-    {
-        "font.size": 8.0,
-        "axes.titlesize": 8.0,
-        "axes.labelsize": 8.0,
-        "xtick.labelsize": 8.0,
-        "ytick.labelsize": 8.0,
-        "legend.fontsize": 8.0,
-        "figure.titlesize": 8.0,
-        "legend.frameon": False,
-        "axes.linewidth": 0.6,
-        "lines.linewidth": 1.2,
-        "lines.markersize": 3.0,
-        "pdf.fonttype": 42,  # text that journals and editors can read
-    }
-)
+STYLE: dict[Any, Any] = {
+    "font.size": 8.0,
+    "axes.titlesize": 8.0,
+    "axes.labelsize": 8.0,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "legend.fontsize": 8.0,
+    "figure.titlesize": 8.0,
+    "legend.frameon": False,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.0,
+    "pdf.fonttype": 42,  # text that journals and editors can read
+}
 _DPI = 300
 
 
