@@ -472,6 +472,19 @@ def _reason_of_split(wishes: Wishes, shares: list[Share]) -> str:
     return f"{' and '.join(held_out)}, because neighbours in time are nearly copies;"
 
 
+def _reading(wishes: Wishes, *, trains: bool) -> dict[str, Any]:
+    """Return the keys of a data section that say how files are read."""
+    keys = {
+        "format": wishes.format,
+        "config_weights": wishes.config_weights if trains else None,
+        "max_force": wishes.max_force,
+        "frame_parameters": list(wishes.frame_parameters or ()),
+        "label_keys": wishes.label_keys,
+        "keep_unconverged": wishes.keep_unconverged,
+    }
+    return {key: value for key, value in keys.items() if value}
+
+
 def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any]:
     """Return the input, with the reasons as comments."""
     if wishes.rcut <= 0.5:
@@ -496,18 +509,7 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
             "batch_size": _batch_size(data) if kind == "training_data" else "auto",
         }
         if not data.to_write:  # written systems are npy folders with their names
-            if wishes.format:
-                section["format"] = wishes.format
-            if wishes.config_weights and kind == "training_data":
-                section["config_weights"] = wishes.config_weights
-            if wishes.max_force is not None:
-                section["max_force"] = wishes.max_force
-            if wishes.frame_parameters:
-                section["frame_parameters"] = list(wishes.frame_parameters)
-            if wishes.label_keys:
-                section["label_keys"] = wishes.label_keys
-            if wishes.keep_unconverged:
-                section["keep_unconverged"] = True
+            section |= _reading(wishes, trains=kind == "training_data")
         return section
 
     kind = _descriptor_kind(wishes, data)

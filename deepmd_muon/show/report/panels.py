@@ -119,7 +119,7 @@ def _draw_distances(coverage: Coverage, model: ModelCheck, figure: FigureBase) -
     axes = figure.subplots()
     pairs = coverage.pairs[:_MAX_PAIRS]
     for row, pair in enumerate(pairs):
-        ends = np.flatnonzero(np.diff(np.r_[False, coverage.known[pair], False].astype(np.int8)))
+        ends = np.flatnonzero(np.diff(np.r_[False, coverage.seen[pair], False].astype(np.int8)))
         bars = [
             (first * WIDTH, min(end * WIDTH, coverage.rcut) - first * WIDTH)
             for first, end in ends.reshape(-1, 2).tolist()
