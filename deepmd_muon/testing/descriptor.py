@@ -15,7 +15,7 @@ from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.files import whole_file
 from deepmd_muon.infer import load_model
-from deepmd_muon.model import EnergyModel, ModelError, Structures, build_model
+from deepmd_muon.model import DescriptorModel, EnergyModel, ModelError, Structures, build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.testing.structures import Structure, scattered, structures
@@ -61,7 +61,7 @@ class DescriptorChecks:
 
     # ----- the model under test ------------------------------------------------------------------
 
-    def build(self) -> EnergyModel:
+    def build(self) -> DescriptorModel:
         """Return the model under test, always with the same weights, statistics and biases."""
         torch.manual_seed(1)
         model = build_model(
@@ -71,6 +71,7 @@ class DescriptorChecks:
                 "fitting_net": dict(self.fitting_net),
             }
         )
+        assert isinstance(model, DescriptorModel)
         scale = 1.0 + 0.1 * torch.arange(model.ntypes, dtype=torch.float64)[:, None]
         mean = torch.tensor([[0.02, 0.0, 0.0, 0.0]])
         stddev = torch.tensor([[0.2, 0.1, 0.1, 0.1]])
