@@ -15,13 +15,7 @@ from deepmd_muon.data import Frames, build_neighbors, stack_neighbors
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.files import whole_file
 from deepmd_muon.infer import load_model
-from deepmd_muon.model import (
-    DescriptorModel,
-    EnergyModel,
-    ModelError,
-    Structures,
-    build_model,
-)
+from deepmd_muon.model import DescriptorModel, EnergyModel, ModelError, Structures, build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.testing.structures import Structure, scattered, structures
@@ -131,8 +125,8 @@ class DescriptorChecks:
             for atom, axis in ((0, 0), (1, 2), (len(frame.coord) - 1, 1)):
                 energies = []
                 for offset in OFFSETS:
-                    displaced = frame.moved(atom, axis, STEP * offset)
-                    energies.append(self.predict(model, displaced)["energy"][0])
+                    moved = frame.moved(atom, axis, STEP * offset)
+                    energies.append(self.predict(model, moved)["energy"][0])
                 assert abs(force[atom, axis] + _slope(energies)) < 1e-8, (name, atom, axis)
             np.testing.assert_allclose(force.sum(0), 0.0, atol=1e-10, err_msg=name)
         force = self.predict(model, self._structures()["cluster"])["force"]
@@ -235,8 +229,8 @@ class DescriptorChecks:
         """Atoms of a periodic structure may lie outside the cell."""
         model = self.build()
         for name, frame in self._structures().items():
-            translated = frame._replace(coord=frame.coord + np.array([3.1, -20.7, 0.4]))
-            after = self.predict(model, translated)
+            moved = frame._replace(coord=frame.coord + np.array([3.1, -20.7, 0.4]))
+            after = self.predict(model, moved)
             for key, value in self.predict(model, frame).items():
                 np.testing.assert_allclose(
                     after[key], value, rtol=1e-10, atol=1e-9, err_msg=f"{name} {key}"
