@@ -320,3 +320,13 @@ def test_names_and_statistics_are_deepmd_kits():
     counts = torch.bincount(sample["atype"][0]).double()
     fitted = float(counts @ model.out_bias[0, :, 0])
     assert fitted == pytest.approx(-7.0, abs=1e-6)
+
+
+def test_a_model_that_waits_for_the_device_says_what_waits():
+    """It runs all the same, without a graph."""
+    two_sided = SE_A | {"type_one_side": False}
+    model = build(section_of({"type": "hybrid", "list": [two_sided, SE_R]}))
+    assert "type_one_side" in model.why_not_captured
+    frames = random_frames(model, periodic=True)
+    expected = predict_in_deepmd_kit(model, frames)
+    assert_near(model(structures_of(model, frames))["force"], expected["force"])
