@@ -71,9 +71,18 @@ COMMANDS = {
     "change-bias": ("change-bias FILE -b 0.5 -o changed.pt", NO_CHECKPOINT),
     "neighbor-stat": ("neighbor-stat -s FILE -r 3", NO_DATA),
     "convert-data": ("convert-data FILE converted.hdf5", NO_DATA),
-    "init-model": ("train again.json -v WARNING -i FILE", NO_CHECKPOINT),
-    "restart": ("train again.json -v WARNING -r FILE", NO_CHECKPOINT),
-    "finetune": ("train again.json -v WARNING -t FILE", NO_CHECKPOINT),
+    "init-model": (
+        "train again.json -v WARNING -i FILE",
+        {**NO_CHECKPOINT, "frozen.pth": None},
+    ),
+    "restart": (
+        "train again.json -v WARNING -r FILE",
+        {**NO_CHECKPOINT, "frozen.pth": "frozen file"},
+    ),
+    "finetune": (
+        "train again.json -v WARNING -t FILE",
+        {**NO_CHECKPOINT, "frozen.pth": None},
+    ),
 }
 COMMANDS["show model-branch"][1]["input.json"] = NO_CHECKPOINT["input.json"]
 
