@@ -31,7 +31,8 @@ def can_host(model: Any, problems: Sequence[Problem], path: str = "model") -> bo
         isinstance(model, Mapping)
         and bool(problems)
         and all(one.elsewhere and one.path.startswith(f"{path}/") for one in problems)
-        and all(map(gives_energies, model.get("model_dict", {SINGLE: model}).values()))
+        and isinstance(branches := model.get("model_dict", {SINGLE: model}), Mapping)
+        and all(map(gives_energies, branches.values()))
         and importlib.util.find_spec("deepmd") is not None
     )
 

@@ -86,12 +86,6 @@ def open_systems(
     patterns : sequence of str, optional
         Then each path is a folder, and those folders below it are systems that fit one of the
         patterns, at any depth, and have a ``type.raw``.
-    keep_unconverged : bool
-        Keep frames whose electronic loop did not converge, of files that ASE or dpdata read.
-    format : str, optional
-        Format of all paths, by ASE's or dpdata's name; by default content and name of each file
-        tell. A path is then a file, a folder or the beginning of several files, as the format
-        needs it.
 
     Returns
     -------

@@ -232,15 +232,34 @@ _OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding", "lora", "hessia
 _NOT_OF_THE_MODEL = ("info", "model_branch_alias", "finetune_head", "shared_dict")
 
 
-def gives_energies(section: Mapping[str, Any]) -> bool:
-    """Return whether deepmd-kit's model of a section maps positions to energies."""
-    parts = [section, *section.get("models", ())]
-    return section.get("type", "standard") in _ENERGY_MODELS and all(
-        isinstance(part, Mapping)
-        and (part.get("fitting_net") or {}).get("type", "ener") in _ENERGY_FITTING_NETS
-        and not any(part.get(key) for key in _OTHER_KEYS)
-        for part in parts
+def gives_energies(section: Any) -> bool:
+    """Return whether deepmd-kit's model of a section maps positions to energies.
+
+    A malformed section does not.
+    """
+    if not isinstance(section, Mapping):
+        return False
+    models = section.get("models", ())
+    return (
+        _is_one_of(section.get("type", "standard"), _ENERGY_MODELS)
+        and isinstance(models, list | tuple)
+        and all(map(_part_gives_energies, (section, *models)))
     )
+
+
+def _part_gives_energies(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    net = part.get("fitting_net") or {}
+    return (
+        isinstance(net, Mapping)
+        and _is_one_of(net.get("type", "ener"), _ENERGY_FITTING_NETS)
+        and not any(part.get(key) for key in _OTHER_KEYS)
+    )
+
+
+def _is_one_of(kind: Any, kinds: frozenset[str]) -> bool:
+    return isinstance(kind, str) and kind in kinds
 
 
 @dataclasses.dataclass(frozen=True)

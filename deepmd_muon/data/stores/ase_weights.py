@@ -50,16 +50,24 @@ class Weights(NamedTuple):
         """
         by_frame: dict[int, float] = {}
         n_frames: Counter[tuple[str, float]] = Counter()
+        weighted = []  # frames with a weight of their own
         for number in numbers:
             config_type = str(frames[number].info.get("config_type", _DEFAULT))
             of_type = config_weights.get(config_type, config_weights.get(_DEFAULT, 1.0))
-            by_frame[number] = of_type * _weight_of(frames[number], path, f"frame {number}")
+            own_weight = _weight_of(frames[number], path, f"frame {number}")
+            if own_weight != 1.0:
+                weighted.append(number)
+            by_frame[number] = of_type * own_weight
             n_frames[config_type, of_type] += 1
         if config_weights:
             listed = [
                 f"{count} of {name}: {weight:g}" for (name, weight), count in n_frames.items()
             ]
             log.info("%s: weights of frames by config_weights: %s", path, ", ".join(listed))
+        if weighted:
+            log.info(
+                "%s: the loss has the weights in the headers of %s", path, frame_words(weighted)
+            )
         counting = [number for number in numbers if by_frame[number] > 0.0]
         if not counting:
             raise SystemFormatError(path, "", "the weight of every frame is 0")

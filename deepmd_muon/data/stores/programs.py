@@ -30,6 +30,9 @@ class Program(NamedTuple):
         return " or ".join(f"--format {name}" for name in self.dpdata)
 
 
+# Structures, whose comments may name the program that computed them.
+_XYZ = re.compile(rb"\s*\d+[ \t]*\r?\n")
+
 # ASE recognizes Gaussian, ORCA and others by content, too; VASP's files by their names alone.
 _PROGRAMS = (
     Program("VASP (OUTCAR)", re.compile(rb"\A\s*vasp\.\d"), "vasp-out", ("vasp/outcar",)),
@@ -60,7 +63,7 @@ _PROGRAMS = (
     Program("n2p2", re.compile(rb"\Abegin\s*\n(comment|lattice|atom)\b"), dpdata=("n2p2",)),
     Program(
         "SIESTA",
-        re.compile(rb"(?i)^\s*siesta version\b", re.MULTILINE),
+        re.compile(rb"(?i)^[ \t]*siesta version\b", re.MULTILINE),
         dpdata=("siesta/output", "siesta/aimd_output"),
     ),
     Program(
@@ -78,6 +81,8 @@ def recognize(path: str) -> Program | None:
         with open_regular(path) as file:
             head = file.read(_HEAD)
     except OSError:
+        return None
+    if _XYZ.match(head):
         return None
     return next((program for program in _PROGRAMS if program.signature.search(head)), None)
 

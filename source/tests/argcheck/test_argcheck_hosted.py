@@ -38,6 +38,10 @@ def whole(model, **changes):
         ({"spin": {"use_spin": [True, False]}}, False),
         ({"type": "pairwise_dprc"}, False),
         ({"type": "linear_ener", "models": [{"fitting_net": {"type": "dipole"}}]}, False),
+        ({"type": ["dpa4"]}, False),
+        ({"fitting_net": "ener"}, False),
+        ({"fitting_net": {"type": ["ener"]}}, False),
+        ({"type": "linear_ener", "models": None}, False),
     ],
 )
 def test_which_models_give_energies(change, expected):
@@ -48,6 +52,12 @@ def test_without_deepmd_kit_the_model_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DeepmdKitOnlyError, match="dpa4"):
         normalize(whole(DPA4))
+
+
+def test_a_malformed_branch_beside_a_model_of_deepmd_kit_is_answered():
+    branches = {"model_dict": {"first": DPA4, "second": "first"}}
+    with pytest.raises(InputError, match="dpa4"):
+        normalize(whole(branches))
 
 
 class TestWithDeepmdKit:

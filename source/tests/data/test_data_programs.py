@@ -32,6 +32,15 @@ def labelled():
     return dpdata.LabeledSystem(data=data)
 
 
+def test_comments_of_xyz_files_may_name_a_program(tmp_path):
+    path = tmp_path / "a.xyz"
+    path.write_text(
+        '2\nProperties=species:S:1:pos:R:3 energy=-1.5 source="ABACUS v3.2"\nH 0 0 0\nH 0.8 0 0\n'
+    )
+    (system,) = open_systems(str(path))
+    assert system.frames([0]).energy.tolist() == [-1.5]
+
+
 @pytest.mark.parametrize(("text", "name"), [("outcar", "vasp-out"), ("vasprun", "vasp-xml")])
 def test_files_of_vasp_may_have_any_name(tmp_path, text, name):
     path = tmp_path / "run1"

@@ -42,9 +42,10 @@ def xyz(tmp_path):
     return str(path)
 
 
-def test_a_frame_has_the_weight_of_its_header_times_that_of_its_config_type(xyz):
+def test_a_frame_has_the_weight_of_its_header_times_that_of_its_config_type(xyz, caplog):
     (system,) = open_systems(xyz)
     assert system.frames(range(4)).weight.tolist() == [1.0, 0.5, 4.0, 1.0]
+    assert any("weights in the headers of frames 1 and 2" in word for word in caplog.messages)
     assert [system.origin(k).config_type for k in range(4)] == ["dimer", "dimer", "bulk", ""]
     weights = {"dimer": 2.0, "Default": 0.25}
     (system,) = open_systems(xyz, reading=Reading(config_weights=weights))
