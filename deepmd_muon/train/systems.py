@@ -13,7 +13,6 @@ import numpy as np
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
-    DataError,
     DataLoader,
     NeighborCache,
     Parameters,
@@ -24,9 +23,9 @@ from deepmd_muon.data import (
 from deepmd_muon.data.checks.digest import ContentDigest, content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
-from deepmd_muon.data.opening import check_labels, elements_of
+from deepmd_muon.data.opening import check_labels, elements_of, refuse_charge_spin
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.settings import HostedSettings, ModelSettings
+from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -105,7 +104,8 @@ def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
                 list(elements),
             )
         run_input = _with_number_of_parameters(run_input, name)
-        _refuse_charge_spin(branch.model, [*training, *validation])
+        if isinstance(branch.model, HostedSettings) and branch.model.embeds_charge_and_spin:
+            refuse_charge_spin([*training, *validation])
         parameters = Parameters.of(run_input.branches[name].model.fitting_net)
         # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
@@ -133,25 +133,6 @@ def _with_number_of_parameters(run_input: Input, name: str) -> Input:
         return run_input.with_models({name: branch.model.with_frame_parameters(len(names))})
     fitting_net = dataclasses.replace(fitting_net, numb_fparam=len(names))
     return run_input.with_model([name], fitting_net=fitting_net)
-
-
-def _refuse_charge_spin(model: ModelSettings, systems: Sequence[System]) -> None:
-    """Refuse charges and spins of frames that a hosted model would read in deepmd-kit alone.
-
-    Raises
-    ------
-    DataError
-        If a system has them.
-    """
-    if not isinstance(model, HostedSettings) or not model.embeds_charge_and_spin:
-        return
-    for system in systems:
-        if system.has_charge_spin:
-            raise DataError(
-                f"{system.name} has charge_spin.npy, which only deepmd-kit's own trainer gives to a "
-                "model with add_chg_spin_ebd: train with `python -m deepmd --pt train`, or remove "
-                "the files to train all frames with default_chg_spin"
-            )
 
 
 def _look_at(kind: str, systems: Sequence[System]) -> None:

@@ -16,6 +16,7 @@ from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
 
 from deepmd_muon.data import DataError, open_systems
 from deepmd_muon.infer import Predictor
+from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.model import ModelError
 
 pytestmark = [
@@ -262,3 +263,6 @@ def test_charges_and_spins_of_frames_are_refused(tmp_path, train):
     np.save(Path(system, "set.000", "charge_spin.npy"), np.array([[1.0, 2.0]]))
     with pytest.raises(DataError, match=r"charge_spin\.npy"):
         train(content, skip_neighbor_stat=True)
+    (opened,) = open_systems(system, TYPE_MAP)
+    with pytest.raises(DataError, match=r"charge_spin\.npy"):
+        next(evaluate_system(Predictor("model.ckpt-1.pt", device="cpu"), opened))
