@@ -109,7 +109,7 @@ def config_weights_of(options: argparse.Namespace) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if not name or not 0.0 <= weight < float("inf"):
+        if not name or "=" in name or not 0.0 <= weight < float("inf"):
             raise CommandError(
                 f"--config-weights takes a config_type, = and a number from 0 on; found {word!r}"
             )

@@ -257,6 +257,23 @@ def check_labels(systems: Sequence[System]) -> None:
         log.warning("%s: no labels", name)
 
 
+def refuse_charge_spin(systems: Iterable[System]) -> None:
+    """Refuse charges and spins of frames, which deepmd-kit's models with add_chg_spin_ebd read.
+
+    Raises
+    ------
+    DataError
+        If a system has them.
+    """
+    for system in systems:
+        if system.has_charge_spin:
+            raise DataError(
+                f"{system.name} has charge_spin.npy, which only deepmd-kit itself gives to a model "
+                "with add_chg_spin_ebd: use its commands (python -m deepmd --pt train), or remove "
+                "the files to compute all frames with default_chg_spin"
+            )
+
+
 def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[System]:
     """Return systems whose frames carry the parameters that a model reads, if any.
 

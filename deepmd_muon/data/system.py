@@ -105,6 +105,7 @@ class System:
         }
         self.labels = frozenset(label for label in LABELS if any(self._files[label]))
         self._has_spins = any("spin.npy" in names for names in files_of_sets)
+        self.has_charge_spin = any("charge_spin.npy" in names for names in files_of_sets)
         self.parameters = Parameters()
         # Of files whose first axis does not count frames; filled when their shapes are checked.
         self._rows_per_frame: dict[str, int] = {}
@@ -236,7 +237,8 @@ class System:
 
         These are frame and atomic parameters, asked for or not, and spins, which no model reads.
         """
-        return self._has_spins or any(any(self._files[name]) for name in PARAMETERS)
+        has_spins = self._has_spins or self.has_charge_spin
+        return has_spins or any(any(self._files[name]) for name in PARAMETERS)
 
     @property
     def uniform_labels(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -322,6 +323,21 @@ class HostedSettings(ModelSettings):
             raise ModelError("the fitting net of this model cannot be replaced")
         section = {**self.plain_form(), "fitting_net": other.section.get("fitting_net")}
         return HostedSettings.of(section)
+
+    def with_frame_parameters(self, count: int) -> HostedSettings:
+        """Return the model with fitting nets that read so many parameters of each frame."""
+        section = copy.deepcopy(dict(self.section))
+        for part in (section, *section.get("models", ())):
+            if "fitting_net" in part:
+                part["fitting_net"]["numb_fparam"] = count
+        fitting_net: Any = self.fitting_net
+        fitting_net = dataclasses.replace(fitting_net, numb_fparam=count)
+        return dataclasses.replace(self, section=section, fitting_net=fitting_net)
+
+    @property
+    def embeds_charge_and_spin(self) -> bool:
+        """Whether a part reads charge and spin of a frame, for which it has a default."""
+        return '"add_chg_spin_ebd": true' in json.dumps(self.section)
 
     def plain_form(self) -> dict[str, Any]:
         """Return the section in deepmd-kit's form."""

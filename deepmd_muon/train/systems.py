@@ -23,8 +23,9 @@ from deepmd_muon.data import (
 from deepmd_muon.data.checks.digest import ContentDigest, content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
-from deepmd_muon.data.opening import check_labels, elements_of
+from deepmd_muon.data.opening import check_labels, elements_of, refuse_charge_spin
 from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -103,6 +104,8 @@ def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
                 list(elements),
             )
         run_input = _with_number_of_parameters(run_input, name)
+        if isinstance(branch.model, HostedSettings) and branch.model.embeds_charge_and_spin:
+            refuse_charge_spin([*training, *validation])
         parameters = Parameters.of(run_input.branches[name].model.fitting_net)
         # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
@@ -126,6 +129,8 @@ def _with_number_of_parameters(run_input: Input, name: str) -> Input:
     if not names or getattr(fitting_net, "numb_fparam", None) != 0:
         return run_input
     log.info("fitting_net/numb_fparam becomes %d: %s", len(names), ", ".join(names))
+    if isinstance(branch.model, HostedSettings):
+        return run_input.with_models({name: branch.model.with_frame_parameters(len(names))})
     fitting_net = dataclasses.replace(fitting_net, numb_fparam=len(names))
     return run_input.with_model([name], fitting_net=fitting_net)
 

@@ -190,8 +190,9 @@ def test_config_weights_become_weights_of_npy_folders_or_are_refused(tmp_path, x
     assert dict(zip(frames.energy, frames.weight, strict=True)) == {-1.0: 3.0, -2.0: 1.5, -4.0: 1.0}
     with pytest.raises(DataError, match=r"weight\.npy"):
         open_systems(str(output), reading=Reading(config_weights={"dimer": 2.0}))
-    assert main(["convert-data", xyz, str(tmp_path / "b"), "--config-weights", "dimer"]) == 2
-    assert "found 'dimer'" in capsys.readouterr().err
+    for word in ("dimer", "dimer=2,bulk=3"):
+        assert main(["convert-data", xyz, str(tmp_path / "b"), "--config-weights", word]) == 2
+        assert f"found '{word}'" in capsys.readouterr().err
 
 
 def test_a_config_weight_that_no_frame_takes_is_named(xyz, caplog):

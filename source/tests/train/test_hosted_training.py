@@ -14,8 +14,9 @@ import pytest
 import torch
 from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
 
-from deepmd_muon.data import open_systems
+from deepmd_muon.data import DataError, open_systems
 from deepmd_muon.infer import Predictor
+from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.model import ModelError
 
 pytestmark = [
@@ -240,3 +241,28 @@ def test_sel_auto_and_stat_file(tmp_path, train, load, caplog):
     for name, x in load("model.ckpt-1.pt")["model"].items():
         if torch.is_tensor(x):
             torch.testing.assert_close(x, first[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["dpa4", "linear"])
+def test_named_frame_parameters_reach_the_module(kind, tmp_path, train, load):
+    system = write_data(tmp_path, nframes=2)
+    np.save(Path(system, "set.000", "charge.npy"), np.array([0.0, 1.0]))
+    content = hosted_input(kind, system, 1)
+    content["training"]["training_data"]["frame_parameters"] = ["charge"]
+    assert train(content, skip_neighbor_stat=True) == 0
+    weights = load("model.ckpt-1.pt")["model"]
+    means = [x for name, x in weights.items() if name.endswith("fitting_net.fparam_avg")]
+    assert [mean.tolist() for mean in means] == [[0.5]] * (2 if kind == "linear" else 1)
+
+
+def test_charges_and_spins_of_frames_are_refused(tmp_path, train):
+    system = write_data(tmp_path)
+    content = hosted_input("dpa4", system, 1)
+    content["model"]["descriptor"] |= {"add_chg_spin_ebd": True, "default_chg_spin": [0, 1]}
+    assert train(content, skip_neighbor_stat=True) == 0
+    np.save(Path(system, "set.000", "charge_spin.npy"), np.array([[1.0, 2.0]]))
+    with pytest.raises(DataError, match=r"charge_spin\.npy"):
+        train(content, skip_neighbor_stat=True)
+    (opened,) = open_systems(system, TYPE_MAP)
+    with pytest.raises(DataError, match=r"charge_spin\.npy"):
+        next(evaluate_system(Predictor("model.ckpt-1.pt", device="cpu"), opened))
