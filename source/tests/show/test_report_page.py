@@ -31,6 +31,7 @@ def data(tmp_path):
     write(path, frames, format="extxyz")
     predictor = SimpleNamespace(
         parameters=Parameters(),
+        model=None,
         type_map=("O", "H"),
         evaluate=lambda frames: Prediction.zeros(frames.nframes, frames.natoms),
     )
