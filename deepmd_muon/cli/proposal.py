@@ -369,8 +369,8 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
     yield Choice("model/descriptor/sel", str(sel), reason)
     atoms = isolated_energies([share.system for share in data.shares], wishes.rcut)
     if atoms:
-        known = [name for name in data.type_map if name in atoms]
-        listed = ", ".join(f"{name} {np.mean(atoms[name]):.6g} eV" for name in known)
+        elements = [name for name in data.type_map if name in atoms]
+        listed = ", ".join(f"{name} {np.mean(atoms[name]):.6g} eV" for name in elements)
         yield Choice(
             "model/fitting_net/atom_ener",
             "left out",

@@ -98,9 +98,9 @@ class HostedBranchSettings(HostedSettings, BranchModelSettings):
     @classmethod
     def around(cls, model: HostedSettings, branch: Mapping[str, Any]) -> HostedBranchSettings:
         """Return a branch with a model, and the branch's own keys of its plain section."""
-        own: dict[str, Any] = {"finetune_head": branch.get("finetune_head")}
-        own["model_branch_alias"] = tuple(branch.get("model_branch_alias") or ())
-        return cls(**_values_of(HostedSettings, model), **own)
+        keys: dict[str, Any] = {"finetune_head": branch.get("finetune_head")}
+        keys["model_branch_alias"] = tuple(branch.get("model_branch_alias") or ())
+        return cls(**_values_of(HostedSettings, model), **keys)
 
     @property
     def alone(self) -> HostedSettings:
@@ -109,10 +109,10 @@ class HostedBranchSettings(HostedSettings, BranchModelSettings):
 
     def plain_form(self) -> dict[str, Any]:
         """Return the section in deepmd-kit's form, with the keys of the branch."""
-        own: dict[str, Any] = {"model_branch_alias": list(self.model_branch_alias)}
+        keys: dict[str, Any] = {"model_branch_alias": list(self.model_branch_alias)}
         if self.finetune_head is not None:
-            own["finetune_head"] = self.finetune_head
-        return {**super().plain_form(), **own}
+            keys["finetune_head"] = self.finetune_head
+        return {**super().plain_form(), **keys}
 
 
 def _values_of(kind: type, settings: Any) -> dict[str, Any]:

@@ -298,8 +298,9 @@ class HostedSettings(ModelSettings):
         ModelError
             If a value that the trainer reads is wrong.
         """
-        first = (section.get("models") or [section])[0]
-        net = first.get("fitting_net") or {}
+        # The terms of a sum of models read the same parameters.
+        model = (section.get("models") or [section])[0]
+        net = model.get("fitting_net") or {}
         read = ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd")
         statistics = ("data_stat_nbatch", "data_stat_protect")
         try:
@@ -327,9 +328,9 @@ class HostedSettings(ModelSettings):
     def with_frame_parameters(self, count: int) -> HostedSettings:
         """Return the model with fitting nets that read so many parameters of each frame."""
         section = copy.deepcopy(dict(self.section))
-        for part in (section, *section.get("models", ())):
-            if "fitting_net" in part:
-                part["fitting_net"]["numb_fparam"] = count
+        for model in (section, *section.get("models", ())):
+            if "fitting_net" in model:
+                model["fitting_net"]["numb_fparam"] = count
         fitting_net: Any = self.fitting_net
         fitting_net = dataclasses.replace(fitting_net, numb_fparam=count)
         return dataclasses.replace(self, section=section, fitting_net=fitting_net)
@@ -347,9 +348,9 @@ class HostedSettings(ModelSettings):
 def _builtin(value: Any) -> Any:
     """Return a value with dicts and lists of Python's own classes, which a checkpoint can hold."""
     if isinstance(value, Mapping):
-        return {key: _builtin(one) for key, one in value.items()}
+        return {key: _builtin(element) for key, element in value.items()}
     if isinstance(value, list):
-        return [_builtin(one) for one in value]
+        return [_builtin(element) for element in value]
     return value
 
 

@@ -72,7 +72,7 @@ def build_muon(
         splits += [
             f"{glob.escape(name)}: rows {groups}" for name, groups in kernels.items() if groups > 1
         ]
-    chosen: list[str] = []
+    omitted: list[str] = []  # settings and patterns that the model decides
     if isinstance(config, MuonConfig):
         fused = fused_splits(model)
         splits += fused
@@ -80,8 +80,8 @@ def build_muon(
         settings["magma_muon"] = False
         choices = _chosen_settings(config, model, settings, splits)
         rates = {*choices.get("adam_patterns", ())} - {*settings["adam_patterns"]}
-        chosen = [key for key in CHOSEN_BY_BUILD if getattr(config, key) is None]
-        chosen += [*fused, *sorted(rates)]
+        omitted = [key for key in CHOSEN_BY_BUILD if getattr(config, key) is None]
+        omitted += [*fused, *sorted(rates)]
         settings |= choices
     else:
         settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
@@ -89,9 +89,9 @@ def build_muon(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
-    if chosen:
+    if omitted:
         for group in optimizer.param_groups:
-            group[CHOSEN] = chosen
+            group[CHOSEN] = omitted
     for warning in caught:  # settings cause them, not code, so they belong in the log
         # `Buildable.build` names these as the configuration does.
         if not issubclass(warning.category, IdleSettingWarning):
@@ -131,7 +131,7 @@ def _chosen_settings(
     fused = [FusedSplit.parse(split).pattern for split in splits]
     adamw_patterns = settings["adamw_patterns"] or ()
     decided = [*settings["muon_patterns"], *settings["adam_patterns"], *adamw_patterns]
-    chosen: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "vector_route": config.vector_route or "adam",
         "adam_lr_ratio": config.adam_lr_ratio or 1.0,
         "expert_patterns": config.expert_patterns or (),
@@ -142,14 +142,14 @@ def _chosen_settings(
         tables = _undecided(tables_and_heads(model), [*matrices, *map(glob.escape, rates)])
         _log_found("Adam", rates)
         _log_found("AdamW", tables)
-        chosen["adam_patterns"] = (*settings["adam_patterns"], *map(glob.escape, rates))
-        chosen["adamw_patterns"] = (*adamw_patterns, *map(glob.escape, tables))
-        decided += [*chosen["adam_patterns"], *chosen["adamw_patterns"]]
+        choices["adam_patterns"] = (*settings["adam_patterns"], *map(glob.escape, rates))
+        choices["adamw_patterns"] = (*adamw_patterns, *map(glob.escape, tables))
+        decided += [*choices["adam_patterns"], *choices["adamw_patterns"]]
     if config.expert_patterns is None and config.muon_mode == "2d":
         stacks = _undecided(stacked_matrices(model), [*decided, *settings["conv_patterns"]])
         _log_found("Muon", stacks)
-        chosen["expert_patterns"] = tuple(map(glob.escape, stacks))
-    return chosen
+        choices["expert_patterns"] = tuple(map(glob.escape, stacks))
+    return choices
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -533,8 +533,8 @@ class HybridMuonConfig(
     @property
     def adamw_decay(self) -> float:
         """The weight decay of the AdamW route."""
-        own = self.adam_weight_decay
-        return self.weight_decay if own is None else own
+        decay = self.adam_weight_decay
+        return self.weight_decay if decay is None else decay
 
     def schedule_of(self, shape: Sequence[int]) -> str | Steps:
         """Return the schedule for matrices of a shape (..., rows, columns)."""

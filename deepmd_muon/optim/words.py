@@ -343,10 +343,10 @@ def understand_words(cls: type[T]) -> type[T]:
 
 def _unexpected_keywords(cls: type, keys: Iterable[str], settings: Collection[str]) -> list[str]:
     """Describe the keywords that are neither settings nor words."""
-    known = {*settings, *WORDS, *_HINTS, *RENAMED_SETTINGS, *REMOVED_SETTINGS}
+    answered = {*settings, *WORDS, *_HINTS, *RENAMED_SETTINGS, *REMOVED_SETTINGS}
     problems = []
     for key in keys:
-        if key in known:
+        if key in answered:
             continue
         near = difflib.get_close_matches(key, (*settings, *sorted(WORDS)), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -54,8 +54,8 @@ class HostedModel(EnergyModel):
         module = _build(settings.plain_form(), seed)
         # No child: its children are ours.
         object.__setattr__(self, "hosted", module)
-        for name, part in module.named_children():
-            self.add_module(name, part)
+        for name, child in module.named_children():
+            self.add_module(name, child)
         for parameter in self.parameters():
             # Room for the tables of a compressed model.
             if not parameter.numel():
@@ -124,9 +124,9 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
     import_deepmd_kit()
     from deepmd.pt.model.model import get_model
 
-    for part in _parts_with_seed(section):
-        if part.get("seed") is None:
-            part["seed"] = copy.deepcopy(seed)
+    for subsection in _subsections_with_seed(section):
+        if subsection.get("seed") is None:
+            subsection["seed"] = copy.deepcopy(seed)
     try:
         return get_model(section)
     except (ValueError, NotImplementedError, RuntimeError, TypeError, KeyError, OSError) as error:
@@ -141,14 +141,14 @@ def _declared_adamw(module: Any) -> tuple[str, ...]:
     return () if declared is None else tuple(declared([module]))
 
 
-def _parts_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
+def _subsections_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptors and fitting nets of a model section."""
-    parts: list[dict[str, Any]] = []
+    subsections: list[dict[str, Any]] = []
     for model in (section, *section.get("models", ())):
         descriptor = model.get("descriptor", {})
-        parts += descriptor.get("list", [descriptor])
-        parts.append(model.get("fitting_net", {}))
-    return parts
+        subsections += descriptor.get("list", [descriptor])
+        subsections.append(model.get("fitting_net", {}))
+    return subsections
 
 
 def _neighbors(module: Any, form: Any) -> NeighborRequest:

@@ -84,38 +84,38 @@ def compare(
     rng = np.random.default_rng(0)
     for system, count in zip(systems, counts, strict=True):
         shuffle = rng if count < system.nframes else None
-        for part in evaluate_system(predictor, system, limit=count, shuffle=shuffle):
-            if part.prediction.not_finite:
+        for batch in evaluate_system(predictor, system, limit=count, shuffle=shuffle):
+            if batch.prediction.not_finite:
                 raise ShowError(
-                    f"{' and '.join(part.prediction.not_finite)} predicted for {part.system} are "
+                    f"{' and '.join(batch.prediction.not_finite)} predicted for {batch.system} are "
                     "not finite: the weights of the model are spoiled; report an earlier checkpoint"
                 )
-            _add(errors, system, part)
-            errors.points.add(part.reference, part.prediction, series)
+            _add(errors, system, batch)
+            errors.points.add(batch.reference, batch.prediction, series)
     return errors
 
 
-def _add(errors: DataErrors, system: System, part: ComparedFrames) -> None:
+def _add(errors: DataErrors, system: System, batch: ComparedFrames) -> None:
     """Add some frames of a system."""
     difference = None
-    if part.reference.force is not None:
-        difference = part.prediction.force - part.reference.force  # (nframes, natoms, 3)
+    if batch.reference.force is not None:
+        difference = batch.prediction.force - batch.reference.force  # (nframes, natoms, 3)
         for kind, element in enumerate(errors.elements):
-            of_element = difference[part.reference.atype == kind]
+            of_element = difference[batch.reference.atype == kind]
             if of_element.size:
                 total = errors.by_element.get(element, ErrorSum())
                 errors.by_element[element] = total + ErrorSum.of(of_element)
-    for k, number in enumerate(part.numbers.tolist()):
+    for k, number in enumerate(batch.numbers.tolist()):
         atom = None
         element = ""
         force = 0.0
         if difference is not None:
             lengths = np.linalg.norm(difference[k], axis=-1)
-            lengths[part.reference.atype[k] < 0] = 0.0  # padding
+            lengths[batch.reference.atype[k] < 0] = 0.0  # padding
             atom = int(lengths.argmax())
-            element = errors.elements[part.reference.atype[k, atom]]
+            element = errors.elements[batch.reference.atype[k, atom]]
             force = float(lengths[atom])
-        of_frame = frame_errors(part.reference.rows([k]), part.prediction.rows([k]))
+        of_frame = frame_errors(batch.reference.rows([k]), batch.prediction.rows([k]))
         frame = FrameError(
             origin=system.origin(number),
             errors=of_frame,
@@ -124,7 +124,9 @@ def _add(errors: DataErrors, system: System, part: ComparedFrames) -> None:
             force=force,
         )
         errors.frames.append(frame)
-        errors.by_system[part.system] = add_errors(errors.by_system.get(part.system, {}), of_frame)
+        errors.by_system[batch.system] = add_errors(
+            errors.by_system.get(batch.system, {}), of_frame
+        )
 
 
 def _summed(parts: Sequence[Errors]) -> Errors:

@@ -71,7 +71,7 @@ class Report:
 def page_of(report: Report) -> str:
     """Return the page as HTML."""
     series, errors = list(report.data.items())[-1]
-    parts = [
+    blocks = [
         f"<h1>{escape(report.title)}</h1>",
         *(f"<p>{escape(note)}</p>" for note in report.notes),
         *_verdict(report.check),
@@ -87,7 +87,7 @@ def page_of(report: Report) -> str:
         _section("Commands", _commands(report.commands)),
         _section("Input file", f"<pre class=wide>{escape(report.input_text)}</pre>"),
     ]
-    body = "\n".join(part for part in parts if part)
+    body = "\n".join(block for block in blocks if block)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -167,11 +167,11 @@ def _errors_table(kind: str, errors: Mapping[str, Errors]) -> str:
         [row, *(_thousandths(errors[row].get(name, ErrorSum()).rmse) for name in names)]
         for row in ordered[:_MAX_SYSTEMS]
     ]
-    rest = ""
+    note = ""
     if len(ordered) > _MAX_SYSTEMS:
-        rest = f"<p>and {len(ordered) - _MAX_SYSTEMS} with smaller force errors</p>"
+        note = f"<p>and {len(ordered) - _MAX_SYSTEMS} with smaller force errors</p>"
     titles = [kind, *(f"{_COLUMNS[name]} RMSE" for name in names)]
-    return _table(titles, rows) + rest
+    return _table(titles, rows) + note
 
 
 def _elements(errors: DataErrors) -> str:
