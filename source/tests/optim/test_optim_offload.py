@@ -303,9 +303,12 @@ class TestOnAGPU:
         made = []
         for settings in ({}, {"offload": True, "offload_bytes": 3 * 2**20}):
             gc.collect()  # memory of tests before this one that is freed later would count
+            torch._C._cuda_clearCublasWorkspaces()
             before = torch.cuda.memory_allocated()
             pair = self.make(workspace=3 * 2**18, **settings)
             self.train(*pair, 5)
+            # cuBLAS keeps a workspace for each stream that it has run on, also for earlier tests'.
+            torch._C._cuda_clearCublasWorkspaces()
             made.append((pair, torch.cuda.memory_allocated() - before))
         (plain, held), (other, held_with_offload) = made
         moments, rooms = (

@@ -60,6 +60,7 @@ SYSTEMS = {
     "format": [],  # of files of other programs
     "frame_parameters": [],  # for models with parameters
     "config_weights": [],  # for frames of named kinds
+    "max_force": [{"max_force": 3.0}],  # leaves 7 of 12 frames
     "batch_size": [{"batch_size": size} for size in (1, "auto:20", "mixed:2", "mix:20")],
     "auto_prob": [{"auto_prob": "prob_uniform"}],
     "sys_probs": [{"sys_probs": [0.3, 0.7]}],
