@@ -158,7 +158,7 @@ class Trainer:
                 training=self._training,
                 scalars=self._rate_and_fraction,
                 model=branch.model,
-                parts=device_parts,
+                device_parts=device_parts,
             )
             for name, branch in self.branches.items()
         }

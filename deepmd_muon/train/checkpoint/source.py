@@ -325,8 +325,8 @@ def _choose_for_single(state: Mapping[str, Any], way: Way, branch: str | None) -
     if way != "finetune" or branch not in (None, RANDOM):
         return Choice(way, branch, new_fitting=False)
     branches = saved_branches(state)
-    first = next(iter(branches), None)
-    return Choice(way, first, new_fitting=bool(branches) or branch == RANDOM)
+    descriptor_branch = next(iter(branches), None)
+    return Choice(way, descriptor_branch, new_fitting=bool(branches) or branch == RANDOM)
 
 
 def _choose(
@@ -352,8 +352,8 @@ def _choose(
                 )
             choices[name] = Choice(way, branch_of_name[head], new_fitting=False)
         elif head == RANDOM or name not in branch_of_name.values():
-            first = next(iter(branch_of_name.values()))
-            choices[name] = Choice(way, first, new_fitting=True)
+            descriptor_branch = next(iter(branch_of_name.values()))
+            choices[name] = Choice(way, descriptor_branch, new_fitting=True)
         else:
             # A saved branch without a head continues as it is, while the others are fine-tuned.
             choices[name] = Choice("init_model", name, new_fitting=False)

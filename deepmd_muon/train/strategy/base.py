@@ -263,6 +263,8 @@ def _build_muon(
 def _declared_adamw(model: nn.Module, config: HybridMuonConfig) -> tuple[str, ...]:
     """Return patterns for the matrices that models leave to AdamW, see `adamw_substrings`."""
     models = branches_of(model).values() if isinstance(model, EnergyModel | Branches) else ()
-    substrings = [part for one in models for part in one.adamw_substrings]
+    substrings = [
+        substring for branch_model in models for substring in branch_model.adamw_substrings
+    ]
     shapes = {name: p.shape for name, p in model.named_parameters()}
     return adamw_patterns_of(substrings, shapes, config.muon_mode) if substrings else ()
