@@ -316,7 +316,10 @@ def _spread_moment(moment, h, tile, c, form):
 
 @triton.jit
 def _add_spread(out, spread, tile, c, form):
-    """Add what moments contribute to ē or ê, and store it for v in the row of each edge."""
+    """Add what moments contribute to ē or ê, and store it for v in the row of each edge.
+
+    No barrier between calls: each takes other columns.
+    """
     e_mask = tile.mask[:, None] & (c < form.E)[None, :]
     e_at = out.e + tile.edge[:, None] * form.E + c[None, :]
     tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
@@ -469,13 +472,15 @@ def adjoint_kernel(
             _store_zero_e(out.e, tile, number, form)
             zeros = tl.zeros([form.tile_rows], tl.float32)
             tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
-            for a in tl.static_range(3):
+            for a in tl.static_range(3):  # each chunk repeats this
                 tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
-        # The next chunk adds to ē, which other threads of this program have written.
+        # The next chunk, and the moments below, add to ē, which other threads of this program have
+        # written.
         tl.debug_barrier()
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
         tile = _tile(index, tiles, form)
+        # Three variables, because Triton cannot add to a column of a tensor.
         h_bar_x = tl.zeros([form.tile_rows], tl.float32)
         h_bar_y = tl.zeros([form.tile_rows], tl.float32)
         h_bar_z = tl.zeros([form.tile_rows], tl.float32)
@@ -602,7 +607,8 @@ def gradient_kernel(
         weight_row = tl.program_id(0) * form.E + i[:, None]
         weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
         tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
-        # The next chunk adds to ê, which other threads of this program have written.
+        # The next chunk, and the moments below, add to ê, which other threads of this program have
+        # written.
         tl.debug_barrier()
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):

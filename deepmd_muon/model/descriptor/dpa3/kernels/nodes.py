@@ -178,13 +178,13 @@ class Nodes(FourPasses):
         )
         return (x_bar, moment_bar, *message_bars), saved
 
-    def tangent(self, tangents: Any, at: AdjointSaved) -> tuple[Perhaps, Nested]:
+    def tangent(self, tangents: Any, adjoint: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return ẋ′ from ẋ, Ḣ and the tangent of each message."""
         x_dot, moment_dot, *message_dots = tangents
-        squares_dot = self._symmetrize(at.moment, moment_dot)
+        squares_dot = self._symmetrize(adjoint.moment, moment_dot)
         saved = TangentSaved(
-            h_self_dot=torch.mm(x_dot, at.self_weight),
-            h_symmetric_dot=torch.mm(squares_dot, at.symmetric_weight),
+            h_self_dot=torch.mm(x_dot, adjoint.self_weight),
+            h_symmetric_dot=torch.mm(squares_dot, adjoint.symmetric_weight),
             squares_dot=squares_dot,
             x_dot=x_dot,
             moment_dot=moment_dot,
@@ -196,8 +196,8 @@ class Nodes(FourPasses):
             x_dot=x_dot,
             message_dots=saved.message_dots,
             h_dot=(saved.h_self_dot, saved.h_symmetric_dot),
-            h=(at.h_self, at.h_symmetric),
-            step_sizes=at.step_sizes,
+            h=(adjoint.h_self, adjoint.h_symmetric),
+            step_sizes=adjoint.step_sizes,
             alpha=self.alpha,
             **self._common(x_dot),
         )
