@@ -196,7 +196,7 @@ class TrainingStep:
         """Return the mean loss and all metrics of several batches, the mean gradients in `grad`."""
         losses: list[Tensor] = []
         metrics_of_batches: list[dict[str, Tensor]] = []
-        for batch_feed in feed.parts:
+        for batch_feed in feed.feeds:
             loss, metrics = self._differentiate(batch_feed.read(), lr_fraction)
             losses.append(loss)
             metrics_of_batches.append(metrics)
