@@ -31,39 +31,24 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 
-class Terms(NamedTuple):
-    """The inputs that depend on positions, or their tangents."""
-
-    a: Tensor  # (angles, A)
-    u: Tensor  # (slots, Y)
-    t: Tensor  # (slots, Y)
-    s: Tensor  # (slots,)
-
-
 class AngleInputs(NamedTuple):
     """The inputs of the operation; of ρ there is none if a′ is not wanted."""
 
-    terms: Terms
+    terms: AngleTerms
     weight: Tensor  # W (A, Y)
     rho: Tensor | None  # (A,)
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m (slots, M) and a′ (angles, A); None for one that did not arrive."""
-
-    message: Tensor | None
-    a_new: Tensor | None
 
 
 class AdjointSaved(NamedTuple):
     """What pass 2 hands over to pass 3 (all) and pass 4 (the cotangents)."""
 
-    bars: Cotangents
+    bars: AngleCotangents
     inputs: AngleInputs
 
 
@@ -111,7 +96,7 @@ class Angles(FourPasses):
         self, cotangents: Any, inputs: AngleInputs, value_saved: Any
     ) -> tuple[Tensors, Nested]:
         """Pass 2: return ā, ū, t̄, s̄, and all tensors that came."""
-        bars = Cotangents(*cotangents)
+        bars = AngleCotangents(*cotangents)
         terms, weight, rho = inputs
         saved = AdjointSaved(bars=bars, inputs=inputs)
         kernels = _kernels(self, weight)
@@ -137,7 +122,7 @@ class Angles(FourPasses):
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return the derivatives of m and a′, and ȧ, u̇, ṫ, ṡ."""
-        dots = Terms(*tangents)
+        dots = AngleTerms(*tangents)
         bars, inputs = saved
         terms, weight, rho = inputs
         kernels = _kernels(self, weight)
@@ -167,19 +152,19 @@ class Angles(FourPasses):
         inputs: AngleInputs,
         value_saved: Any,
         adjoint_saved: AdjointSaved | None,
-        dots: Terms | None,
+        dots: AngleTerms | None,
     ) -> Nested:
         """Pass 4: return the gradients of a, u, t, W, ρ; s depends on positions alone."""
-        hats = Cotangents(*cotangents)
+        hats = AngleCotangents(*cotangents)
         terms, weight, rho = inputs
-        bars = Cotangents(None, None) if adjoint_saved is None else adjoint_saved.bars
+        bars = AngleCotangents(None, None) if adjoint_saved is None else adjoint_saved.bars
         kernels = _kernels(self, weight)
         if kernels is not None:
             a_hat, u_hat, t_hat, weight_hat, rho_hat = kernels.gradient(
                 hats=_without_none(self, hats, inputs),
-                bars=[] if dots is None else _without_none(self, bars, inputs),
+                bars=None if dots is None else _without_none(self, bars, inputs),
                 terms=terms,
-                dots=[] if dots is None else dots,
+                dots=dots,
                 layer=_layer(self, inputs),
             )
             return a_hat, u_hat, t_hat, None, weight_hat, None if rho is None else rho_hat
@@ -238,7 +223,12 @@ class Angles(FourPasses):
             first_angle += n_angles
 
     def _cotangent_of_y(
-        self, block: _Block, pairs: Tensor, cotangents: Cotangents, rho: Tensor | None, like: Tensor
+        self,
+        block: _Block,
+        pairs: Tensor,
+        cotangents: AngleCotangents,
+        rho: Tensor | None,
+        like: Tensor,
     ) -> Tensor:
         """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
         y_bar = torch.empty_like(like)
@@ -295,7 +285,7 @@ class _Block(NamedTuple):
         """Return (atoms, j, k, n) as (atoms·j·k, n)."""
         return values.view(self.atoms * self.neighbors**2, -1)
 
-    def pre_activation(self, terms: Terms, weight: Tensor) -> Tensor:
+    def pre_activation(self, terms: AngleTerms, weight: Tensor) -> Tensor:
         """Return z = a·W + u_j + t_k (atoms, j, k, Y), or ż from tangents."""
         z = torch.mm(terms.a[self.angles], weight)
         z = z.view(self.atoms, self.neighbors, self.neighbors, -1)
@@ -350,8 +340,10 @@ def _layer(angles: Angles, inputs: AngleInputs) -> Any:
     )
 
 
-def _without_none(angles: Angles, cotangents: Cotangents, inputs: AngleInputs) -> list[Tensor]:
-    """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
+def _without_none(
+    angles: Angles, cotangents: AngleCotangents, inputs: AngleInputs
+) -> AngleCotangents:
+    """Return the cotangents as kernels take them."""
     message, a_new = cotangents
     if message is None:
         message = inputs.terms.u.new_zeros(inputs.terms.u.shape[0], angles.message_columns)
@@ -359,4 +351,4 @@ def _without_none(angles: Angles, cotangents: Cotangents, inputs: AngleInputs) -
         a_new = (
             inputs.terms.a.new_empty(0) if inputs.rho is None else torch.zeros_like(inputs.terms.a)
         )
-    return [message, a_new]
+    return AngleCotangents(message, a_new)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.geometry import Incoming
+from deepmd_muon.model.descriptor.dpa3.tensors import EdgeCotangents, EdgeTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
@@ -43,35 +44,17 @@ from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensor
 EDGE_BLOCK_ROWS = 1024
 
 
-class Terms(NamedTuple):
-    """The inputs that depend on positions, their tangents, or their adjoints."""
-
-    e: Tensor  # (atoms, slots, E): edge features
-    p: Tensor  # (atoms, Y): term of the centre
-    table: Tensor  # (atoms, Y + V): term q and node features v of a neighbour, side by side
-    w: Tensor  # (atoms, slots): weight of an edge in the message; 0 in empty slots
-    h: Tensor  # (atoms, slots, 3): weighted direction of an edge; 0 in empty slots
-
-
 class EdgeInputs(NamedTuple):
     """The inputs of the operation."""
 
-    terms: Terms
+    terms: EdgeTerms
     weight: Tensor  # W (E, Y)
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m, y[M:] and H; None for one that did not arrive."""
-
-    message: Tensor | None  # (atoms, M)
-    update: Tensor | None  # (atoms, slots, Y − M)
-    moment: Tensor | None  # (atoms, 3, E + V)
 
 
 class AdjointSaved(NamedTuple):
     """What pass 2 hands over to pass 3 (all) and pass 4 (the cotangents)."""
 
-    bars: Cotangents
+    bars: EdgeCotangents
     inputs: EdgeInputs
 
 
@@ -124,8 +107,8 @@ class Edges(FourPasses):
     def adjoint(
         self, cotangents: Any, inputs: EdgeInputs, value_saved: Any
     ) -> tuple[Tensors, Nested]:
-        """Pass 2: return the adjoints of `Terms`, and all tensors that came."""
-        bars = Cotangents(*cotangents)
+        """Pass 2: return the adjoints of `EdgeTerms`, and all tensors that came."""
+        bars = EdgeCotangents(*cotangents)
         terms, weight = inputs
         saved = AdjointSaved(bars=bars, inputs=inputs)
         kernels = _kernels(self, weight)
@@ -133,7 +116,7 @@ class Edges(FourPasses):
             present = _without_none(self, bars, inputs)
             return kernels.adjoint(present, terms, _layer(self, weight)), saved
         E, Y = weight.shape
-        adjoints = Terms(*(torch.zeros_like(term) for term in terms))
+        adjoints = EdgeTerms(*(torch.zeros_like(term) for term in terms))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
             y, for_slope = self.activation(block.pre_activation(weight))
@@ -157,14 +140,14 @@ class Edges(FourPasses):
         return adjoints, saved
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
-        """Pass 3: return the derivatives of m, y[M:] and H, and the tangents of `Terms`."""
-        dots = Terms(*tangents)
+        """Pass 3: return the derivatives of m, y[M:] and H, and the tangents of `EdgeTerms`."""
+        dots = EdgeTerms(*tangents)
         bars, (terms, weight) = saved
         kernels = _kernels(self, weight)
         if kernels is not None:
             return kernels.tangent(terms, dots, _layer(self, weight)), dots
         E, Y = weight.shape
-        out = Cotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
+        out = EdgeCotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
             dot = self._block(dots, atoms, Y)
@@ -187,22 +170,22 @@ class Edges(FourPasses):
         inputs: EdgeInputs,
         value_saved: Any,
         adjoint_saved: AdjointSaved | None,
-        dots: Terms | None,
+        dots: EdgeTerms | None,
     ) -> Nested:
         """Pass 4: return the gradients of e, p, the table and W.
 
         w and h get none: they depend on positions alone, which pass 4 does not differentiate by.
         """
-        hats = Cotangents(*cotangents)
+        hats = EdgeCotangents(*cotangents)
         terms, weight = inputs
-        bars = Cotangents(None, None, None) if adjoint_saved is None else adjoint_saved.bars
+        bars = EdgeCotangents(None, None, None) if adjoint_saved is None else adjoint_saved.bars
         kernels = _kernels(self, weight)
         if kernels is not None:
             weight_hat, e_hat, p_hat, table_hat = kernels.gradient(
                 hats=_without_none(self, hats, inputs),
-                bars=[] if dots is None else _without_none(self, bars, inputs),
+                bars=None if dots is None else _without_none(self, bars, inputs),
                 terms=terms,
-                dots=[] if dots is None else dots,
+                dots=dots,
                 layer=_layer(self, weight),
             )
             return e_hat, p_hat, table_hat, None, None, weight_hat
@@ -254,7 +237,7 @@ class Edges(FourPasses):
         for start in range(0, n_atoms, step):
             yield slice(start, start + step)
 
-    def _block(self, terms: Terms, atoms: slice, Y: int) -> _Block:
+    def _block(self, terms: EdgeTerms, atoms: slice, Y: int) -> _Block:
         """Return the terms of some atoms' edges."""
         neighbor = self.neighbor[atoms]
         rows = terms.table.index_select(0, neighbor.flatten())
@@ -269,7 +252,7 @@ class Edges(FourPasses):
         )
 
     def _cotangent_of_y(
-        self, cotangents: Cotangents, atoms: slice, w: Tensor, like: Tensor
+        self, cotangents: EdgeCotangents, atoms: slice, w: Tensor, like: Tensor
     ) -> Tensor:
         """Return [w·m̄, ȳ[M:]] of a block from the cotangents of m and y[M:]; zeros for None."""
         y_bar = torch.empty_like(like)
@@ -353,11 +336,8 @@ def _layer(edges: Edges, weight: Tensor) -> Any:
     )
 
 
-def _without_none(edges: Edges, cotangents: Cotangents, inputs: EdgeInputs) -> list[Tensor]:
-    """Return the cotangents as kernels take them.
-
-    One that did not arrive is zeros, that of an absent y[M:] has no elements.
-    """
+def _without_none(edges: Edges, cotangents: EdgeCotangents, inputs: EdgeInputs) -> EdgeCotangents:
+    """Return the cotangents as kernels take them."""
     n_atoms, n_slots = edges.neighbor.shape
     E, Y = inputs.weight.shape
     n_update = Y - edges.width
@@ -366,7 +346,9 @@ def _without_none(edges: Edges, cotangents: Cotangents, inputs: EdgeInputs) -> l
         (n_atoms, n_slots, n_update) if n_update else (0,),
         (n_atoms, 3, E + inputs.terms.table.shape[1] - Y),
     )
-    return [
-        inputs.weight.new_zeros(*shape) if cotangent is None else cotangent
-        for cotangent, shape in zip(cotangents, shapes, strict=True)
-    ]
+    return EdgeCotangents(
+        *(
+            inputs.weight.new_zeros(*shape) if cotangent is None else cotangent
+            for cotangent, shape in zip(cotangents, shapes, strict=True)
+        )
+    )

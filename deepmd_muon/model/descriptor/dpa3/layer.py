@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.angles import AngleInputs, Angles
-from deepmd_muon.model.descriptor.dpa3.angles import Terms as AngleTerms
 from deepmd_muon.model.descriptor.dpa3.edges import EdgeInputs, Edges
-from deepmd_muon.model.descriptor.dpa3.edges import Terms as EdgeTerms
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleTerms, EdgeTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import run

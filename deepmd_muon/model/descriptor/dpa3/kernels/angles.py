@@ -55,26 +55,11 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     precision,
     share,
 )
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.layer_kernels import curve
 
 # ----- arguments ---------------------------------------------------------------------------------
-
-
-class Terms(NamedTuple):
-    """The tensors a, u, t, s, their tangents, or what passes 2 and 4 write for them."""
-
-    a: Any
-    u: Any
-    t: Any
-    s: Any
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m and a′; zeros where none arrived, and no elements for an absent a′."""
-
-    message: Any
-    a_new: Any
 
 
 class ParameterParts(NamedTuple):
@@ -281,7 +266,7 @@ def update_kernel(
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -330,14 +315,14 @@ def update_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def adjoint_kernel(
-    # Terms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
+    # AngleTerms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
     out,
     s_second_parts,  # (chunks·groups, slots), written: s̄ as second neighbour; out.s as first
-    bars,  # Cotangents
+    bars,  # AngleCotangents
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -419,11 +404,11 @@ def adjoint_kernel(
 def tangent_kernel(
     message_parts,  # (blocks, slots, M), written: ṁ
     a_new,  # (angles, A), written if Y > M: ȧ′
-    dots,  # Terms: ȧ, u̇, ṫ, ṡ
+    dots,  # AngleTerms: ȧ, u̇, ṫ, ṡ
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -484,16 +469,16 @@ def tangent_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def gradient_kernel(
-    # Terms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
+    # AngleTerms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
     out,
     parameters,  # ParameterParts, written
-    hats,  # Cotangents
-    bars,  # Cotangents of pass 2; any tensors without forces
-    dots,  # Terms; any that may be read without forces: their values are not used then
+    hats,  # AngleCotangents
+    bars,  # AngleCotangents of pass 2; any tensors without forces
+    dots,  # AngleTerms; any that may be read without forces: their values are not used then
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -620,7 +605,7 @@ OTHER_PASSES = Tuning(chunk_columns=32, programs=4)
 class Launch:
     """The grid of a pass over one layer's angles, its arguments that all passes share, and outputs."""
 
-    def __init__(self, terms: Tensors, layer: AngleLayer, tuning: Tuning = OTHER_PASSES) -> None:
+    def __init__(self, terms: AngleTerms, layer: AngleLayer, tuning: Tuning = OTHER_PASSES) -> None:
         self.terms = _contiguous(terms)
         self.layer = layer
         self.weight = layer.weight.contiguous()
@@ -676,8 +661,8 @@ class Launch:
         return t_parts
 
 
-def _contiguous(terms: Tensors) -> Terms:
-    return Terms(*(x.contiguous() for x in terms))
+def _contiguous(terms: AngleTerms) -> AngleTerms:
+    return AngleTerms(*(x.contiguous() for x in terms))
 
 
 def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
@@ -693,7 +678,7 @@ def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
     return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
 
 
-def update(terms: Tensors, layer: AngleLayer) -> Tensors:
+def update(terms: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 1: return m and a′."""
     launch = Launch(terms, layer, PASS_1)
     message_parts, a_new = launch.empty_outputs()
@@ -701,14 +686,14 @@ def update(terms: Tensors, layer: AngleLayer) -> Tensors:
     return add_parts(message_parts)[0], a_new
 
 
-def adjoint(cotangents: Tensors, terms: Tensors, layer: AngleLayer) -> Tensors:
+def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 2: return the adjoints of a, u, t, s."""
     launch = Launch(terms, layer)
     s = launch.terms.s
     n_first = launch.n_chunks * launch.n_blocks
     n_second = launch.n_chunks * launch.n_groups
     s_parts = s.new_empty(n_first + n_second, *s.shape)  # added up together
-    out = Terms(
+    out = AngleTerms(
         a=launch.terms.a.new_empty(launch.terms.a.shape),
         u=launch.empty_u_parts(),
         t=launch.empty_t_parts(),
@@ -717,13 +702,13 @@ def adjoint(cotangents: Tensors, terms: Tensors, layer: AngleLayer) -> Tensors:
     adjoint_kernel[launch.grid](
         out=out,
         s_second_parts=s_parts[n_first:],
-        bars=Cotangents(*cotangents),
+        bars=cotangents,
         **launch.arguments,
     )
     return out.a, *add_parts(out.u, out.t, s_parts)
 
 
-def tangent(terms: Tensors, dots: Tensors, layer: AngleLayer) -> Tensors:
+def tangent(terms: AngleTerms, dots: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 3: return the tangents of m and a′, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
     message_parts, a_new = launch.empty_outputs()
@@ -734,18 +719,21 @@ def tangent(terms: Tensors, dots: Tensors, layer: AngleLayer) -> Tensors:
 
 
 def gradient(
-    hats: Tensors, bars: Tensors, terms: Tensors, dots: Tensors, layer: AngleLayer
+    hats: AngleCotangents,
+    bars: AngleCotangents | None,
+    terms: AngleTerms,
+    dots: AngleTerms | None,
+    layer: AngleLayer,
 ) -> Tensors:
     """Pass 4: return the gradients of a, u, t, W, ρ.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
     such pass.
     """
     launch = Launch(terms, layer)
-    with_forces = len(dots) > 0
     a_hat = launch.terms.a.new_empty(launch.terms.a.shape)
     # s has no gradient. A tensor must stand in its place, which the kernel does not write.
-    out = Terms(a=a_hat, u=launch.empty_u_parts(), t=launch.empty_t_parts(), s=a_hat)
+    out = AngleTerms(a=a_hat, u=launch.empty_u_parts(), t=launch.empty_t_parts(), s=a_hat)
     parameters = ParameterParts(
         weight=launch.weight.new_empty(*launch.grid, *launch.weight.shape),
         rho=launch.rho.new_empty(*launch.grid, *launch.rho.shape),
@@ -753,11 +741,11 @@ def gradient(
     gradient_kernel[launch.grid](
         out=out,
         parameters=parameters,
-        hats=Cotangents(*hats),
+        hats=hats,
         # Dummies without forces: the kernel uses nothing that it reads of them.
-        bars=Cotangents(*(bars if with_forces else hats)),
-        dots=_contiguous(dots) if with_forces else launch.terms,
-        with_forces=with_forces,
+        bars=bars or hats,
+        dots=_contiguous(dots) if dots else launch.terms,
+        with_forces=dots is not None,
         num_stages=1,
         **launch.arguments,
     )
