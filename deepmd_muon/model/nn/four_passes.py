@@ -34,9 +34,8 @@ Nested = tuple[Any, ...]
 class FourPasses(ABC):
     """An operation and its passes.
 
-    Inputs, and what passes save, are `Nested`; every pass gets them as they were. Inputs that depend
-    on positions come before all others. Cotangents and tangents come in a row. They arrive
-    contiguous. A cotangent may be None; a tangent that autograd does not have arrives as zeros.
+    Inputs, and what passes save, are `Nested`; every pass gets them as they were. Inputs that
+    depend on positions come before all others. Cotangents and tangents come in a row, contiguous. A cotangent may be None; a tangent that autograd does not have arrives as zeros.
     """
 
     @abstractmethod
@@ -170,8 +169,8 @@ class _Value(torch.autograd.Function):
             gradients = _Adjoint.apply(arguments, order, *cotangents)
         elif create_graph:
             raise RuntimeError(
-                f"{type(call.passes).__name__} was differentiated twice with create_graph: its forces "
-                "can be differentiated once, and there is no third derivative"
+                f"{type(call.passes).__name__} was differentiated twice with create_graph: its "
+                "forces can be differentiated once, and there is no third derivative"
             )
         else:
             gradients = _in_a_row(

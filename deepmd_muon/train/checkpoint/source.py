@@ -205,7 +205,7 @@ class Source:
             )
 
     def _model_state_for(self, model: EnergyModel) -> Mapping[str, torch.Tensor]:
-        """Return its state in the type map of a model, with the model's own fitting net if it is new.
+        """Return its state in the type map of a model; a new fitting net is the model's own.
 
         If the type maps differ, this sets the energy bias of the model to 0.
         """

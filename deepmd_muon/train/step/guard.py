@@ -210,7 +210,7 @@ class DeviceGuard(Guard):
         self.skip.zero_()
 
     def note(self, origin: Origin, evaluate: Callable[[Origin], list[FrameLoss]]) -> None:
-        """Remember on the host where the batch of the next step comes from; `evaluate` judges its frames."""
+        """Remember where the batch of the next step comes from; `evaluate` judges its frames."""
         self._origins.append((origin, evaluate))
 
     def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:

@@ -45,7 +45,8 @@ def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Br
     for branch_model in branches_of(model).values():
         if branch_model.why_foreign:
             raise TrainingError(
-                f"training/zero_stage {stage} cannot cut this model ({branch_model.why_foreign}): use 0 or 1"
+                f"training/zero_stage {stage} cannot cut this model "
+                f"({branch_model.why_foreign}): use 0 or 1"
             )
     from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
 

@@ -221,9 +221,9 @@ class SumInputs(NamedTuple):
 class Sums(FourPasses):
     """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā.
 
-    Inputs: `SumInputs`. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first
-    component, through which s enters. Only the layers have a gradient: R is data, and s its first
-    component.
+    Inputs: `SumInputs`. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with
+    R·Ā·G′ on the first component, through which s enters. Only the layers have a gradient: R is
+    data, and s its first component.
 
     Attributes
     ----------
