@@ -35,7 +35,8 @@ class FourPasses(ABC):
     """An operation and its passes.
 
     Inputs, and what passes save, are `Nested`; every pass gets them as they were. Inputs that
-    depend on positions come before all others. Cotangents and tangents come in a row, contiguous. A cotangent may be None; a tangent that autograd does not have arrives as zeros.
+    depend on positions come before all others. Cotangents and tangents come in a row, contiguous. A
+    cotangent may be None; a tangent that autograd does not have arrives as zeros.
     """
 
     @abstractmethod
