@@ -30,7 +30,7 @@ def can_host(model: Any, problems: Sequence[Problem], path: str = "model") -> bo
     return (
         isinstance(model, Mapping)
         and bool(problems)
-        and all(one.elsewhere and one.path.startswith(f"{path}/") for one in problems)
+        and all(problem.elsewhere and problem.path.startswith(f"{path}/") for problem in problems)
         and isinstance(branches := model.get("model_dict", {SINGLE: model}), Mapping)
         and all(map(gives_energies, branches.values()))
         and importlib.util.find_spec("deepmd") is not None

@@ -174,10 +174,8 @@ def _join_save_dir(upgraded: Upgrade, training: dict[str, Any]) -> None:
     if folder is None or not isinstance(prefix, str):
         return  # the check judges save_ckpt
     if not isinstance(folder, str):
-        found = shown(folder)
-        upgraded.problems.append(
-            Problem("training/save_dir", f"must be the name of a folder; found {found}")
-        )
+        words = f"must be the name of a folder; found {shown(folder)}"
+        upgraded.problems.append(Problem("training/save_dir", words))
         return
     training["save_ckpt"] = str(PurePath(folder, prefix))
     upgraded.origins["training/save_ckpt"] = "training/save_dir"

@@ -194,20 +194,24 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     checked: Checked[Settings | MultiTaskSettings]
     multi_task = is_multi_task(upgraded.data)
     expanded = expand(upgraded.data) if multi_task else Expanded(upgraded.data)
-    whole: type[Settings | MultiTaskSettings] = MultiTaskSettings if multi_task else Settings
+    settings_class: type[Settings | MultiTaskSettings] = (
+        MultiTaskSettings if multi_task else Settings
+    )
     elsewhere = _only_in_deepmd_kit(expanded)
-    checked = check(whole, expanded.data)
+    checked = check(settings_class, expanded.data)
     model = expanded.data.get("model")
     if can_host(model, elsewhere or expanded.located(checked.problems)):
         refused = _host_models(expanded)
         if refused:
             raise InputError(refused, source)
         elsewhere = _only_in_deepmd_kit(expanded)
-        checked = check(whole, expanded.data)
+        checked = check(settings_class, expanded.data)
 
     def in_file(problems: Iterable[Problem]) -> list[Problem]:
         """Return problems of the upgraded input with their paths in the file."""
-        return [dataclasses.replace(one, path=upgraded.origin(one.path)) for one in problems]
+        return [
+            dataclasses.replace(problem, path=upgraded.origin(problem.path)) for problem in problems
+        ]
 
     problems = in_file(elsewhere)  # if there are any, they are the only ones to report
     if not elsewhere:
@@ -281,8 +285,8 @@ def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
         single = {**data, "model": branch, "loss": loss}
         sections = {"model": f"model/model_dict/{name}", "loss": f"loss_dict/{name}"}
         for problem in only_in_deepmd_kit(single, tree(Settings)):
-            section, slash, rest = problem.path.partition("/")
-            path = expanded.origin(sections.get(section, section) + slash + rest)
+            section, slash, key = problem.path.partition("/")
+            path = expanded.origin(sections.get(section, section) + slash + key)
             problems[path] = dataclasses.replace(problem, path=path)
     return list(problems.values())
 

@@ -171,12 +171,11 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     # A sum of models has several of each.
-    parts = {"descriptor": "descriptor.", "fitting-net": "fitting_net."}
-    sizes = {
-        name: sum(p.numel() for full_name, p in model.named_parameters() if part in full_name)
-        for name, part in parts.items()
-    }
-    sizes["total"] = sum(p.numel() for p in model.parameters())
+    sizes = {"descriptor": 0, "fitting-net": 0, "total": 0}
+    for name, p in model.named_parameters():
+        sizes["descriptor"] += p.numel() if "descriptor." in name else 0
+        sizes["fitting-net"] += p.numel() if "fitting_net." in name else 0
+        sizes["total"] += p.numel()
     return [
         "Parameter counts:",
         *(f"Parameters in {name}: {size:,}" for name, size in sizes.items()),

@@ -197,7 +197,7 @@ def _test_system(
         errors = add_errors(errors, batch.errors)
         config_types = [system.origin(number).config_type for number in batch.numbers.tolist()]
         for config_type in dict.fromkeys(config_types):
-            rows = [k for k, other in enumerate(config_types) if other == config_type]
+            rows = [row for row, name in enumerate(config_types) if name == config_type]
             of_type = frame_errors(batch.reference.rows(rows), batch.prediction.rows(rows))
             summed = by_config_type.get(config_type, {})
             by_config_type[config_type] = add_errors(summed, of_type)

@@ -121,20 +121,20 @@ class Frames:
         return counts.reshape(self.nframes, ntypes + 1)[:, 1:]
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Frames]) -> Frames:
+    def concatenate(cls, blocks: Sequence[Frames]) -> Frames:
         """Join frames of several systems, padding smaller ones with atoms of type −1.
 
-        Padding atoms sit at the origin and carry zeros. Frames whose part lacks a label that
-        another part has hold NaN there; frames without a cell have zeros.
+        Padding atoms sit at the origin and carry zeros. Frames of a block without a label that
+        another block has hold NaN there; frames without a cell have zeros.
         """
-        if len(parts) == 1:
-            return parts[0]
-        natoms = max(part.natoms for part in parts)
-        ends = np.cumsum([part.nframes for part in parts]).tolist()
+        if len(blocks) == 1:
+            return blocks[0]
+        natoms = max(block.natoms for block in blocks)
+        ends = np.cumsum([block.nframes for block in blocks]).tolist()
         joined: dict[str, np.ndarray] = {}
         for field in fields(cls):
             name = field.name
-            arrays = [getattr(part, name) for part in parts]
+            arrays = [getattr(block, name) for block in blocks]
             present = [array for array in arrays if array is not None]
             if not present:
                 continue
@@ -145,12 +145,12 @@ class Frames:
                 shape[1] = natoms
             padding = -1 if name == "atype" else 0
             joined[name] = np.full(shape, padding, dtype=np.result_type(*present))
-            for part, array, end in zip(parts, arrays, ends, strict=True):
-                rows = joined[name][end - part.nframes : end]
+            for block, array, end in zip(blocks, arrays, ends, strict=True):
+                rows = joined[name][end - block.nframes : end]
                 if array is None:
                     rows[:] = 0.0 if name == "box" else np.nan
                 elif is_of_atoms:
-                    rows[:, : part.natoms] = array
+                    rows[:, : block.natoms] = array
                 else:
                     rows[:] = array
         return cls(**joined)

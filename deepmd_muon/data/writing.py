@@ -95,25 +95,33 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
                 f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ "
                 "needs it"
             )
-        images += [_image(frames, k, elements) for k in range(frames.nframes)]
+        images += [_labelled_image(frames, k, elements) for k in range(frames.nframes)]
     write_images(images, path, new=True)
     return [str(path)]
 
 
-def _image(frames: Frames, k: int, elements: Sequence[str]) -> Atoms:
-    """Return a frame with its labels as ASE has it."""
+def image_of(frames: Frames, k: int, elements: Sequence[str]) -> Atoms:
+    """Return the atoms and the cell of a frame as ASE has them, without labels and padding."""
     from ase import Atoms
-    from ase.calculators.singlepoint import SinglePointCalculator
 
-    frame = frames.rows(slice(k, k + 1))  # labels that it lacks are None
-    real = frame.atype[0] >= 0
-    box = None if frame.box is None else frame.box[0]
-    atoms = Atoms(
-        [elements[kind] for kind in frame.atype[0][real]],
-        positions=frame.coord[0][real],
+    real = frames.atype[k] >= 0
+    box = frames.cell(k)
+    return Atoms(
+        [elements[kind] for kind in frames.atype[k][real]],
+        positions=frames.coord[k][real],
         cell=box,
         pbc=box is not None,
     )
+
+
+def _labelled_image(frames: Frames, k: int, elements: Sequence[str]) -> Atoms:
+    """Return a frame with its labels as ASE has it."""
+    from ase.calculators.singlepoint import SinglePointCalculator
+
+    atoms = image_of(frames, k, elements)
+    frame = frames.rows(slice(k, k + 1))  # labels that it lacks are None
+    real = frame.atype[0] >= 0
+    box = frame.cell(0)
     if frame.fparam is not None and not np.isnan(frame.fparam).any():
         atoms.info["fparam"] = frame.fparam[0]
     if frame.aparam is not None and not np.isnan(frame.aparam).any():

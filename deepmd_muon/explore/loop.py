@@ -23,7 +23,7 @@ from deepmd_muon.argcheck.files import read
 from deepmd_muon.checkpoint_file.file import checkpoint_path
 from deepmd_muon.data import System, open_systems
 from deepmd_muon.data.checks.digest import content_digest
-from deepmd_muon.data.writing import write_images
+from deepmd_muon.data.writing import image_of, write_images
 from deepmd_muon.explore.candidates import Candidate, TrainingData, choose, draw
 from deepmd_muon.explore.fingerprints import Fingerprints
 from deepmd_muon.explore.labelling import calculator_of, label_all, read_xyz, try_calculator
@@ -448,17 +448,7 @@ def _force_error(path: Path, labelled: Path) -> float | None:
 
 def _atoms(candidate: Candidate, type_map: Sequence[str], number: int) -> Any:
     """Return a candidate as `ase.Atoms`, with its history in `info`."""
-    from ase import Atoms
-
-    frame = candidate.frame
-    real = frame.atype[0] >= 0  # no padding
-    box = frame.cell(0)
-    atoms = Atoms(
-        [type_map[k] for k in frame.atype[0][real]],
-        positions=frame.coord[0][real],
-        cell=box,
-        pbc=box is not None,
-    )
+    atoms = image_of(candidate.frame, 0, type_map)
     atoms.info |= {
         "round": number,
         "trajectory": candidate.copy,

@@ -154,9 +154,9 @@ def _names_once(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
     for name, branch in model_dict.items():
         for alias in branch.model_branch_alias:
             if alias in taken:
-                other = f"{taken[alias]} {alias!r}"
+                owner = f"{taken[alias]} {alias!r}"
                 problems.append(
-                    f"has the alias {alias!r} of {name!r}, which is already a name of {other}"
+                    f"has the alias {alias!r} of {name!r}, which is already a name of {owner}"
                 )
             else:
                 taken[alias] = f"{name!r} as"

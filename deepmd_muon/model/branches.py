@@ -115,8 +115,8 @@ def build_branches(
                 links.setdefault((part, shared.key), []).append(_Link(name, shared.level))
     for (part, _), part_links in links.items():
         # The base is the first of the branches that share most.
-        base, *others = sorted(part_links, key=lambda link: link.level)
-        for link in others:
+        base, *followers = sorted(part_links, key=lambda link: link.level)
+        for link in followers:
             _share(built, part, link, base.branch)
     rows = sorted(built)  # deepmd-kit's order
     for name, model in built.items():

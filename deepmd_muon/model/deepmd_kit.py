@@ -188,7 +188,7 @@ def own_parameter_name(name: str) -> str:
 
 def naming_of(model: EnergyModel | Branches) -> Callable[[str], str]:
     """Return the function from names of parameters in files to those of a model's parameters."""
-    hosted = any(one.fits_own_statistics for one in branches_of(model).values())
+    hosted = any(branch_model.fits_own_statistics for branch_model in branches_of(model).values())
     return str if hosted else own_parameter_name
 
 

@@ -192,9 +192,9 @@ def branch_curves(columns: Columns, label: str) -> list[Curve]:
     common: Columns = {}  # step, time, learning rate
     branches: dict[str, Columns] = {}
     for name, column in columns.items():
-        parts = _BRANCH_COLUMN.fullmatch(name)
-        if parts:
-            branches.setdefault(parts["branch"], {})[parts["error"]] = column
+        match = _BRANCH_COLUMN.fullmatch(name)
+        if match:
+            branches.setdefault(match["branch"], {})[match["error"]] = column
         else:
             common[name] = column
     if not branches:

@@ -171,10 +171,10 @@ def without_offset(
         The fraction of every element, `(nframes, ntypes)`; an array may end at the highest type in
         its frames.
     """
-    ntypes = max(part.shape[1] for parts in fractions.values() for part in parts)
+    ntypes = max(array.shape[1] for arrays in fractions.values() for array in arrays)
     by_series = {}
-    for series, parts in fractions.items():
-        padded = [np.pad(part, ((0, 0), (0, ntypes - part.shape[1]))) for part in parts]
+    for series, arrays in fractions.items():
+        padded = [np.pad(array, ((0, 0), (0, ntypes - array.shape[1]))) for array in arrays]
         by_series[series] = np.concatenate(padded)
     all_fractions = np.concatenate(list(by_series.values()))
     energies = np.concatenate([values[0] for values in points.values()])

@@ -125,8 +125,8 @@ class DescriptorChecks:
             for atom, axis in ((0, 0), (1, 2), (len(frame.coord) - 1, 1)):
                 energies = []
                 for offset in OFFSETS:
-                    moved = frame.moved(atom, axis, STEP * offset)
-                    energies.append(self.predict(model, moved)["energy"][0])
+                    displaced = frame.moved(atom, axis, STEP * offset)
+                    energies.append(self.predict(model, displaced)["energy"][0])
                 assert abs(force[atom, axis] + _slope(energies)) < 1e-8, (name, atom, axis)
             np.testing.assert_allclose(force.sum(0), 0.0, atol=1e-10, err_msg=name)
         force = self.predict(model, self._structures()["cluster"])["force"]
@@ -229,8 +229,8 @@ class DescriptorChecks:
         """Atoms of a periodic structure may lie outside the cell."""
         model = self.build()
         for name, frame in self._structures().items():
-            moved = frame._replace(coord=frame.coord + np.array([3.1, -20.7, 0.4]))
-            after = self.predict(model, moved)
+            translated = frame._replace(coord=frame.coord + np.array([3.1, -20.7, 0.4]))
+            after = self.predict(model, translated)
             for key, value in self.predict(model, frame).items():
                 np.testing.assert_allclose(
                     after[key], value, rtol=1e-10, atol=1e-9, err_msg=f"{name} {key}"

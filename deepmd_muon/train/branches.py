@@ -160,7 +160,9 @@ def length_and_probabilities(run_input: Input, data: Mapping[str, Data]) -> Leng
     if training.model_prob:
         weights = {name: training.model_prob[name] for name in data}
     else:
-        weights = {name: float(len(part.training_systems)) for name, part in data.items()}
+        weights = {
+            name: float(len(branch_data.training_systems)) for name, branch_data in data.items()
+        }
     return Length(training.numb_steps, _normalized(weights))
 
 

@@ -89,10 +89,10 @@ def _with_saved_type_maps(run_input: Input, sources: Mapping[str, Source]) -> In
     """Return the input with the type maps that it omits."""
     for name, source in sources.items():
         if not run_input.branches[name].model.type_map:
-            run_input = run_input.with_model([name], type_map=source.model.type_map)
+            run_input = run_input.with_model([name], type_map=source.settings.type_map)
             log.info(
                 "model/type_map is left out and becomes %s, as in %s",
-                list(source.model.type_map),
+                list(source.settings.type_map),
                 source.path,
             )
     return run_input
@@ -178,7 +178,7 @@ def resolve_sel(
         with_sel = [name for name in names if _has_sel_for(run_input, sources, name)]
         if with_sel:
             source = sources[with_sel[0]]
-            descriptor = descriptor.with_counts_of(source.model.descriptor)
+            descriptor = descriptor.with_counts_of(source.settings.descriptor)
             run_input = run_input.with_model(names, descriptor=descriptor)
             sel = list(descriptor.neighbors().sel)
             log.info("sel of %s becomes %s, as in %s", path, sel, source.path)
@@ -237,9 +237,9 @@ def _has_sel_for(run_input: Input, sources: Mapping[str, Source], name: str) -> 
     """
     if name not in sources:
         return False
-    saved_model = sources[name].model
-    same_types = saved_model.type_map == run_input.branches[name].model.type_map
-    return same_types or not saved_model.descriptor.neighbors().by_type
+    saved_settings = sources[name].settings
+    same_types = saved_settings.type_map == run_input.branches[name].model.type_map
+    return same_types or not saved_settings.descriptor.neighbors().by_type
 
 
 def _count_within(

@@ -193,8 +193,8 @@ def _log_remarks(run_input: Input, sources: Mapping[str, Source]) -> None:
     if run_input.small_steps and not any(source.way == "restart" for source in sources.values()):
         log.warning("%s", run_input.small_steps)
     # `suit_scales` logs those that are not kept, once the length of descriptors is known.
-    kept = [run_input.scales.notice] if run_input.scales and run_input.scales.kept else []
-    for remark in (*run_input.remarks, *kept):
+    scales_notices = [run_input.scales.notice] if run_input.scales and run_input.scales.kept else []
+    for remark in (*run_input.remarks, *scales_notices):
         log.info("%s", remark)
     for name, branch in run_input.branches.items():
         finetune = name in sources and sources[name].way == "finetune"
@@ -228,10 +228,10 @@ def _check_outputs(run_input: Input, output: str) -> None:
 
 def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]) -> None:
     """Refuse a model whose table of `use_srtab` cannot be read and is in no checkpoint."""
-    for name, one in branches_of(model).items():
+    for name, branch_model in branches_of(model).items():
         carried = name in sources and sources[name].has_table
-        if one.missing_file and not carried:
-            raise TrainingError(one.missing_file)
+        if branch_model.missing_file and not carried:
+            raise TrainingError(branch_model.missing_file)
 
 
 def _prepare(
@@ -277,7 +277,7 @@ def _prepare(
     seed = run_input.settings.training.seed
     if seed is None:
         seed = ranks.run_on_rank0("drawing a seed", new_seed)
-    if any(one.fits_own_statistics for one in branches_of(model).values()):
+    if any(branch_model.fits_own_statistics for branch_model in branches_of(model).values()):
         torch.manual_seed(seed)  # some hosted models draw numbers in a step
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}

@@ -356,7 +356,9 @@ def _is_place(key: str) -> bool:
 
 def _differing_system(section: _Section, digest: ContentDigest, other: ContentDigest) -> str:
     """Name the first system with another content; empty if only the number of systems differs."""
-    for system, one, another in zip(section.systems, digest.systems, other.systems, strict=False):
-        if one != another:
+    for system, system_digest, another in zip(
+        section.systems, digest.systems, other.systems, strict=False
+    ):
+        if system_digest != another:
             return f" in system {system.name}"
     return ""

@@ -77,9 +77,9 @@ class Trainer:
     ----------
     step
         Updates done so far.
-    source
-        The checkpoint of --restart; None in a fresh run, which --init-model and --finetune begin,
-        too.
+    restarted_from
+        The checkpoint of --restart; None in a run that begins at step 0, as those of --init-model
+        and --finetune do.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Trainer:
         self.ranks = ranks or Ranks(self._device)
         self.step = 0
         self._first_step = 0
-        self.source: Path | None = None
+        self.restarted_from: Path | None = None
         self._moment = Moment("starting")
         self._throughput = Throughput(self.ranks)
         self._divergence = Divergence()
@@ -158,7 +158,7 @@ class Trainer:
                 training=self._training,
                 scalars=self._rate_and_fraction,
                 model=branch.model,
-                parts=device_parts,
+                device_parts=device_parts,
             )
             for name, branch in self.branches.items()
         }
@@ -218,7 +218,7 @@ class Trainer:
         # The launcher of several ranks repeats signals that they have received from the terminal.
         repeats = 0 if self.ranks.size == 1 else 1
         with (
-            explained(lambda: self._moment, lambda: self.checkpoints.newest or self.source),
+            explained(lambda: self._moment, lambda: self.checkpoints.newest or self.restarted_from),
             StopSignals(
                 self.strategy.request_stop, lambda: self.checkpoints.is_saving, repeats
             ) as signals,
@@ -249,7 +249,7 @@ class Trainer:
     def _non_finite_error(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error with the number of the update and the last checkpoint that is finite."""
         update = error.update or self.step + 1
-        good = last_good(newest_finite(self.checkpoints.saved, self.source))
+        good = last_good(newest_finite(self.checkpoints.saved, self.restarted_from))
         return NonFiniteError(f"training stopped before update {update}: {error}; {good}", update)
 
     def _log_end(self) -> None:
@@ -295,7 +295,7 @@ class Trainer:
                 atoms=lambda: self._throughput.atoms,
             )
             stack.callback(reports.close)
-            self.validation.begin(self.step, fresh=self.source is None)
+            self.validation.begin(self.step, fresh=self.restarted_from is None)
             stack.callback(self.validation.close)
             # After a position has been restored, and before loaders read ahead.
             self._order.deal({name: branch.data.training for name, branch in self.branches.items()})
@@ -454,7 +454,7 @@ class Trainer:
         except Exception as error:
             log.warning("step %d could not be saved either: %s", self.step, error)
 
-    def restart(self, content: Mapping[str, Any], source: Path) -> None:
+    def restart(self, content: Mapping[str, Any], path: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers.
 
         The weights are loaded already.
@@ -466,26 +466,26 @@ class Trainer:
         RoutingMismatchError
             If a parameter's route or matrix view has changed.
         """
-        self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
-        self.source = source
-        self.step = self._state.restore(content, source)
+        self.strategy.load_optimizer_state(self.optimizer, content, path, self._build_whole)
+        self.restarted_from = path
+        self.step = self._state.restore(content, path)
         with self.ranks.barrier("checking the optimizer's state"):
-            check_state(self.optimizer, self.ema.averages() if self.ema else {}, source)
+            check_state(self.optimizer, self.ema.averages() if self.ema else {}, path)
         train_infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(train_infos)
-        self._compare_rates(train_infos, source)
+        self._compare_rates(train_infos, path)
         if self.step > self.num_steps:
             raise CheckpointError(
-                f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this "
+                f"{path} is at step {self.step}, beyond the last step {self.num_steps} of this "
                 "input: raise training/numb_steps, or start from its weights with --init-model"
             )
         if OWN_KEY in content:  # not deepmd-kit's
-            self.checkpoints.adopt(content[OWN_KEY], source)
+            self.checkpoints.adopt(content[OWN_KEY], path)
             for tuning in self._table_tunings:
                 tuning.looked = "pieces" in content[OWN_KEY]
-        log.info("restarting from %s at step %d", source, self.step)
+        log.info("restarting from %s at step %d", path, self.step)
 
-    def _compare_rates(self, train_infos: Mapping[str, Any], source: Path) -> None:
+    def _compare_rates(self, train_infos: Mapping[str, Any], path: Path) -> None:
         """Warn if the schedule gives another rate for the last update than the saved one."""
         if not self.step:
             return
@@ -495,7 +495,7 @@ class Trainer:
             log.warning(
                 "the learning rate was %.3g when %s was written and goes on from %.3g",
                 saved,
-                source,
+                path,
                 present,
             )
 

@@ -64,17 +64,17 @@ def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, n
     rows, atoms = np.nonzero(frames.atype >= 0)
     # Sort along the direction with the fewest atoms within the limit.
     directions = sorted(_directions(frames, limit), key=lambda direction: direction.crowd(limit))
-    sorting, second, third = directions
+    sorting, columns, remaining = directions
     along = sorting.along[rows, atoms]
     # Columns are at least 2·limit wide.
-    n_columns = np.clip(second.period // (2.0 * limit), 1, _MOST_COLUMNS)[rows]
-    across = second.along[rows, atoms] / second.period[rows] * n_columns
+    n_columns = np.clip(columns.period // (2.0 * limit), 1, _MOST_COLUMNS)[rows]
+    across = columns.along[rows, atoms] / columns.period[rows] * n_columns
     # The first atoms of a column follow its last ones, a period later.
     repeated = np.flatnonzero(along < limit)
     entry_atom = np.concatenate([np.arange(len(rows)), repeated])
     entry_along = np.concatenate([along, along[repeated] + sorting.period[rows[repeated]]])
     span = entry_along.max(initial=0.0) + 2.0 * limit  # longer than any column
-    parts = []
+    candidates = []
     for offset in (0.0, 0.5):
         column = rows * _MOST_COLUMNS + np.floor(across + offset) % n_columns
         keys = column[entry_atom] * span + entry_along
@@ -85,14 +85,17 @@ def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, n
             at = np.flatnonzero(keys[ahead:] - keys[:-ahead] < near)
             if not len(at):
                 break
-            parts.append(np.stack([entry_atom[order[at]], entry_atom[order[at + ahead]]]))
-    first, last = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0), dtype=np.int64)
-    distinct = first != last  # a cell may be flatter than the limit
-    frame = rows[first[distinct]]
-    i = atoms[first[distinct]]
-    j = atoms[last[distinct]]
+            candidates.append(np.stack([entry_atom[order[at]], entry_atom[order[at + ahead]]]))
+    if not candidates:
+        none = np.zeros(0, dtype=np.int64)
+        return none, none, none
+    a, b = np.concatenate(candidates, axis=1)  # entries of `rows` and `atoms`
+    distinct = a != b  # a cell may be flatter than the limit
+    frame = rows[a[distinct]]
+    i = atoms[a[distinct]]
+    j = atoms[b[distinct]]
     # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
-    for direction in (second, third):
+    for direction in (columns, remaining):
         near_pairs = direction.near(frame, i, j, limit)
         frame = frame[near_pairs]
         i = i[near_pairs]
@@ -168,7 +171,7 @@ def distance_problem(
         return f"{place}; remove such frames, or see that positions are in Å"
     if np.isfinite(shortest):
         return None
-    nframes = sum(len(chosen) for chosen in numbers)
+    nframes = sum(map(len, numbers))
     return (
         f"no atom has a neighbour within the cut-off of {rcut:g} Å in the {nframes} frames that "
         "were counted: a model can learn nothing but energies of single atoms from them; see that "
@@ -183,10 +186,10 @@ def first_close_pair(systems: Sequence[System], numbers: Sequence[np.ndarray]) -
     """
     closest = np.inf
     words = None
-    for system, chosen in zip(systems, numbers, strict=True):
+    for system, numbers_of_system in zip(systems, numbers, strict=True):
         step = max(1, _CHUNK // system.natoms)
-        for begin in range(0, len(chosen), step):
-            chunk = chosen[begin : begin + step]
+        for begin in range(0, len(numbers_of_system), step):
+            chunk = numbers_of_system[begin : begin + step]
             pairs = close_pairs(system.frames(chunk))
             row = int(pairs.distance.argmin())
             if pairs.distance[row] < closest:

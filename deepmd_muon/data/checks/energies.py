@@ -92,8 +92,8 @@ class Work:
             return cls(none.astype(int), none.astype(int), none, none, 0.0)
         assert frames.energy is not None
         assert frames.force is not None
-        i, j, moved = _near_frames(frames)
-        implied = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
+        i, j, displacements = _near_frames(frames)
+        implied = -0.5 * ((frames.force[i] + frames.force[j]) * displacements).sum(axis=(1, 2))
         noise = max(_NOISE, _ROUNDING * float(np.abs(frames.energy).max()))
         return cls(i, j, implied, frames.energy[j] - frames.energy[i], noise)
 
@@ -272,19 +272,19 @@ def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Near frames have nearly the same positions and forces. The ways are `(npairs, natoms, 3)`.
     """
     i, j = np.triu_indices(frames.nframes, 1)
-    moved = frames.coord[j] - frames.coord[i]
+    displacements = frames.coord[j] - frames.coord[i]
     near = (frames.atype[i] == frames.atype[j]).all(axis=1)
     if frames.box is not None:
-        fractions = np.einsum("fac,fcd->fad", moved, np.linalg.inv(frames.box[i]))
-        moved -= np.round(fractions) @ frames.box[i]
+        fractions = np.einsum("fac,fcd->fad", displacements, np.linalg.inv(frames.box[i]))
+        displacements -= np.round(fractions) @ frames.box[i]
         near &= np.abs(frames.box[i] - frames.box[j]).max(axis=(1, 2)) < 1e-6
     assert frames.force is not None
     difference = ((frames.force[j] - frames.force[i]) ** 2).sum(axis=(1, 2))
     total = ((frames.force[i] + frames.force[j]) ** 2).sum(axis=(1, 2))
-    distance = np.sqrt((moved**2).sum(axis=-1).mean(axis=-1))
+    distance = np.sqrt((displacements**2).sum(axis=-1).mean(axis=-1))
     alike = (difference < _LIKE * total) & (distance < _NEAR)
     near &= alike | (distance < HARDLY_MOVED)
-    return i[near], j[near], moved[near]
+    return i[near], j[near], displacements[near]
 
 
 def _without_volume(energies: np.ndarray, frames: Frames) -> np.ndarray:

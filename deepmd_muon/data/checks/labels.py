@@ -214,10 +214,10 @@ def _factor_problems(sample: Sample) -> Iterator[str]:
     if fit is None or frames is None or sample.pairs is None:
         return
     work = Work.of(frames)
-    least = _UNRELATED
+    threshold = _UNRELATED
     if sample.hardly_moves:
-        least = -np.inf if sample.force < _FAR_FROM_BALANCE else _UNRELATED_AT_REST
-    if fit.explained < least and not work.agrees:
+        threshold = -np.inf if sample.force < _FAR_FROM_BALANCE else _UNRELATED_AT_REST
+    if fit.explained < threshold and not work.agrees:
         yield (
             "forces do not follow from the positions (a pair potential explains "
             f"{max(fit.explained, 0):.0%}): are they of other frames or of atoms in another order?"

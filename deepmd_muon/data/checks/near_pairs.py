@@ -38,7 +38,7 @@ class NearPairs:
     def of(cls, frames: Frames) -> NearPairs:
         """Find the pairs; cells have a volume, and the caller has checked `pairs_to_try`."""
         inverse = None if frames.box is None else np.linalg.inv(frames.box)
-        parts = []
+        pairs_of_frames = []
         for k in range(frames.nframes):
             real = np.flatnonzero(frames.atype[k] >= 0)
             i, j, vector = _pairs_of_frame(
@@ -46,9 +46,10 @@ class NearPairs:
                 box=None if frames.box is None else frames.box[k],
                 inverse=None if inverse is None else inverse[k],
             )
-            parts.append((real.take(i), real.take(j), vector))
-        i, j, vector = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        frame = np.repeat(np.arange(len(parts)), [len(i_part) for i_part, _, _ in parts])
+            pairs_of_frames.append((real.take(i), real.take(j), vector))
+        i, j, vector = (np.concatenate(arrays) for arrays in zip(*pairs_of_frames, strict=True))
+        npairs = [len(i_of_frame) for i_of_frame, _, _ in pairs_of_frames]
+        frame = np.repeat(np.arange(frames.nframes), npairs)
         return cls(frame, i, j, vector, np.sqrt((vector**2).sum(axis=1)))
 
 

@@ -65,11 +65,11 @@ def _place(system: System) -> tuple[str, str]:
 
 def _keys(systems: Sequence[System], share: float) -> np.ndarray:
     """Return the structure keys of a share of the frames, evenly spread, (nframes, 6)."""
-    parts = []
+    keys = []
     for system in systems[:: -(-len(systems) // _SYSTEMS)]:
         count = max(1, round(min(1.0, share) * system.nframes))
         numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
         step = max(1, _CHUNK_ATOMS // system.natoms)
         chunks = (numbers[begin : begin + step] for begin in range(0, len(numbers), step))
-        parts += [structure_keys(system.structures(chunk)) for chunk in chunks]
-    return np.concatenate(parts)
+        keys += [structure_keys(system.structures(chunk)) for chunk in chunks]
+    return np.concatenate(keys)

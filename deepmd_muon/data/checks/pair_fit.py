@@ -61,7 +61,7 @@ class PairFit:
         ntypes = int(frames.atype.max(initial=0)) + 1
         code = np.minimum(i_type, j_type) * ntypes + np.maximum(i_type, j_type)
         codes, kind = np.unique(code, return_inverse=True)
-        self.kinds = tuple(divmod(one, ntypes) for one in codes.tolist())
+        self.kinds = tuple(divmod(code, ntypes) for code in codes.tolist())
         self.labels = frames.force.reshape(-1)
         self._pairs = pairs
         self._nframes = frames.nframes
@@ -203,7 +203,7 @@ class PairFit:
 
 def _swapped(kind: tuple[int, int], swap: Sequence[int]) -> tuple[int, int]:
     """Return the pair of types that takes the place of a pair, lower type first."""
-    a, b = (swap[one] for one in kind)
+    a, b = (swap[number] for number in kind)
     return min(a, b), max(a, b)
 
 

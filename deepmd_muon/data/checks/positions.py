@@ -169,11 +169,11 @@ def closest_atoms(frames: Frames, names: Sequence[str] | None) -> ClosestAtoms:
 
 def _least_lengths(vectors: np.ndarray, box: np.ndarray) -> np.ndarray:
     """Return the least lengths of vectors `(npairs, 3)` over the 27 nearest images of a cell."""
-    least = np.full(len(vectors), np.inf)
+    squares = np.full(len(vectors), np.inf)
     for image in product((-1.0, 0.0, 1.0), repeat=3):
-        moved = vectors + image @ box
-        np.minimum(least, np.einsum("pc,pc->p", moved, moved), out=least)
-    return np.asarray(np.sqrt(least))
+        image_vectors = vectors + image @ box
+        np.minimum(squares, np.einsum("pc,pc->p", image_vectors, image_vectors), out=squares)
+    return np.asarray(np.sqrt(squares))
 
 
 @lru_cache(maxsize=4)  # the frames of a system have the same number of atoms

@@ -103,13 +103,13 @@ def _largest_move(frames: Frames) -> float:
     """
     if (frames.atype != frames.atype[:1]).any():
         return np.inf
-    moved = frames.coord - frames.coord[:1]
+    displacements = frames.coord - frames.coord[:1]
     if frames.box is not None:
         fractions = fractions_of(frames)
-        moved = fractions - fractions[:1]
-        moved = (moved - np.round(moved)) @ frames.box[0]
-    moved = moved - moved.mean(axis=1, keepdims=True)
-    return float(np.sqrt((moved**2).sum(axis=-1).mean(axis=-1)).max())
+        displacements = fractions - fractions[:1]
+        displacements = (displacements - np.round(displacements)) @ frames.box[0]
+    displacements = displacements - displacements.mean(axis=1, keepdims=True)
+    return float(np.sqrt((displacements**2).sum(axis=-1).mean(axis=-1)).max())
 
 
 def fractions_of(frames: Frames) -> np.ndarray:

@@ -74,9 +74,9 @@ class Scanned:
 
 def share_of(systems: Sequence[System]) -> float:
     """Return the share of the frames of systems that a scan reads."""
-    chosen = chosen_systems(systems)
-    atoms = sum(system.natoms * system.nframes for system in chosen)
-    frames = sum(system.nframes for system in chosen)
+    scanned = chosen_systems(systems)
+    atoms = sum(system.natoms * system.nframes for system in scanned)
+    frames = sum(system.nframes for system in scanned)
     return min(1.0, _ATOMS / max(1, atoms), _FRAMES / max(1, frames))
 
 
@@ -313,7 +313,7 @@ _MOST_WORDS = 5
 
 def repeated_frames(scanned: Sequence[Scanned]) -> list[str]:
     """Name structures that occur many times in a system, or with other energies anywhere."""
-    frames = _AllFrames.of([one for one in scanned if len(one.numbers)])
+    frames = _AllFrames.of([scan for scan in scanned if len(scan.numbers)])
     copies: list[str] = []
     # Rows with different energies for one structure, by the numbers of their systems.
     contradictions: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -338,14 +338,14 @@ class _AllFrames:
 
     @classmethod
     def of(cls, scanned: Sequence[Scanned]) -> _AllFrames:
-        counts = [len(one.numbers) for one in scanned]
+        counts = [len(scan.numbers) for scan in scanned]
         # The empty arrays are for no systems.
         return cls(
-            systems=[one.system for one in scanned],
+            systems=[scan.system for scan in scanned],
             owner=np.repeat(np.arange(len(scanned)), counts),
-            number=np.concatenate([np.zeros(0, dtype=int), *(one.numbers for one in scanned)]),
-            keys=np.concatenate([np.zeros((0, 6)), *(one.keys for one in scanned)]),
-            energy=np.concatenate([np.zeros(0), *(one.energy for one in scanned)]),
+            number=np.concatenate([np.zeros(0, dtype=int), *(scan.numbers for scan in scanned)]),
+            keys=np.concatenate([np.zeros((0, 6)), *(scan.keys for scan in scanned)]),
+            energy=np.concatenate([np.zeros(0), *(scan.energy for scan in scanned)]),
         )
 
     def groups(self) -> Iterator[np.ndarray]:
@@ -408,12 +408,12 @@ class _AllFrames:
 
         Of a large group, only some rows are compared.
         """
-        rows = [row, *(other for other in group.tolist() if other != row)][:_MOST_VERIFIED]
-        parts = [self.systems[self.owner[r]].structures([int(self.number[r])]) for r in rows]
-        shapes = {(part.natoms, part.box is None) for part in parts}
+        rows = [row, *(r for r in group.tolist() if r != row)][:_MOST_VERIFIED]
+        frames = [self.systems[self.owner[r]].structures([int(self.number[r])]) for r in rows]
+        shapes = {(frame.natoms, frame.box is None) for frame in frames}
         if len(shapes) > 1:
             return np.array(rows[:1])
-        same: np.ndarray = np.array(rows)[same_structure(Frames.concatenate(parts))]
+        same: np.ndarray = np.array(rows)[same_structure(Frames.concatenate(frames))]
         return same
 
     def contradiction(self, pairs: Sequence[tuple[int, int]]) -> str:

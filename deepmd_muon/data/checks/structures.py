@@ -60,16 +60,18 @@ def same_structure(frames: Frames) -> np.ndarray:
     Symmetric copies may have the same keys, but are other structures.
     """
     same = (frames.atype == frames.atype[:1]).all(axis=1)
-    moved = frames.coord - frames.coord[:1]
+    displacements = frames.coord - frames.coord[:1]
     real = frames.atype[0] >= 0
     if frames.box is None:
-        moved = moved - moved[:, real].mean(axis=1, keepdims=True)
+        displacements = displacements - displacements[:, real].mean(axis=1, keepdims=True)
     else:
         same &= np.abs(frames.box - frames.box[:1]).max(axis=(1, 2)) < _SAME_PLACE
-        fractions = moved @ np.linalg.inv(frames.box[0])
+        fractions = displacements @ np.linalg.inv(frames.box[0])
         fractions -= fractions[:, real.argmax(), None].copy()
-        moved = (fractions - np.round(fractions)) @ frames.box[0]
-    return np.asarray(same & (np.abs(moved[:, real]).max(axis=(1, 2), initial=0.0) < _SAME_PLACE))
+        displacements = (fractions - np.round(fractions)) @ frames.box[0]
+    return np.asarray(
+        same & (np.abs(displacements[:, real]).max(axis=(1, 2), initial=0.0) < _SAME_PLACE)
+    )
 
 
 def _weights(frames: Frames) -> np.ndarray:

@@ -48,8 +48,8 @@ def differing_systems(fitted: Sequence[FittedSystem]) -> list[str]:
     Only systems with the same type map are compared: elsewhere a type has another number.
     """
     by_type_map: dict[tuple[str, ...] | None, list[FittedSystem]] = {}
-    for one in fitted:
-        by_type_map.setdefault(one.system.type_map, []).append(one)
+    for entry in fitted:
+        by_type_map.setdefault(entry.system.type_map, []).append(entry)
     sentences = []
     for alike in by_type_map.values():
         sentences += _differing_forces(alike)
@@ -59,7 +59,7 @@ def differing_systems(fitted: Sequence[FittedSystem]) -> list[str]:
 
 def _differing_forces(alike: Sequence[FittedSystem]) -> list[str]:
     """Compare the forces of each system with the potentials of other systems."""
-    fits = [(one.system, one.fit) for one in alike if one.fit is not None]
+    fits = [(entry.system, entry.fit) for entry in alike if entry.fit is not None]
     sentences = []
     for k, (system, fit) in enumerate(fits):
         references = [reference for n, (_, reference) in enumerate(fits) if n != k]
@@ -74,8 +74,8 @@ def _differing_forces(alike: Sequence[FittedSystem]) -> list[str]:
 def _force_problems(system: System, fit: PairFit, references: Sequence[PairFit]) -> Iterator[str]:
     """Compare with the potentials of others, with types as they are, and swapped."""
     agreements = [fit.agreement(reference) for reference in references]
-    odd = [one.factor for one in agreements if _has_odd_factor(one)]
-    n_compared = sum(one.correlation != 0 for one in agreements)
+    odd = [agreement.factor for agreement in agreements if _has_odd_factor(agreement)]
+    n_compared = sum(agreement.correlation != 0 for agreement in agreements)
     if len(odd) > n_compared / 2 and len(odd) > 1:
         of_forces = {
             words.replace("energies", "forces"): value
@@ -121,19 +121,19 @@ def _fits_only_swapped(
 
 def _differing_energies(alike: Sequence[FittedSystem]) -> list[str]:
     """Compare energies per atom with a sum over elements that fits most systems."""
-    labeled = [one for one in alike if one.frames.present("energy").any()]
+    labeled = [entry for entry in alike if entry.frames.present("energy").any()]
     if len(labeled) < 3:
         return []
-    ntypes = max(int(one.frames.atype.max(initial=0)) + 1 for one in labeled)
+    ntypes = max(int(entry.frames.atype.max(initial=0)) + 1 for entry in labeled)
     shares = []  # of the types in the atoms of each system
     energies = []  # per atom [eV]
-    for one in labeled:
-        assert one.frames.energy is not None
-        present = one.frames.present("energy")
-        counts = one.frames.type_counts(ntypes)[present]
+    for entry in labeled:
+        assert entry.frames.energy is not None
+        present = entry.frames.present("energy")
+        counts = entry.frames.type_counts(ntypes)[present]
         natoms = counts.sum(axis=1)
         shares.append((counts / natoms[:, None]).mean(axis=0))
-        energies.append((one.frames.energy[present] / natoms).mean())
+        energies.append((entry.frames.energy[present] / natoms).mean())
     x = np.array(shares)  # (nsystems, ntypes)
     y = np.array(energies)  # (nsystems,)
     if len(labeled) < 2 * np.linalg.matrix_rank(x) + 1:

@@ -13,8 +13,8 @@ _NAMED = 5
 def frame_words(numbers: Sequence[int] | np.ndarray) -> str:
     """Name frames by their numbers in a system: "frame 7", or "frames 1, 2, 5 and 12 others"."""
     named = [str(int(number)) for number in numbers[:_NAMED]]
-    others = len(numbers) - len(named)
+    n_unnamed = len(numbers) - len(named)
     if len(named) == 1:
         return f"frame {named[0]}"
-    last = f"{others} other{'s' if others > 1 else ''}" if others else named.pop()
+    last = f"{n_unnamed} other{'s' if n_unnamed > 1 else ''}" if n_unnamed else named.pop()
     return f"frames {', '.join(named)} and {last}"

@@ -192,8 +192,9 @@ class NeighborCache:
 
         A batch of one frame is a view of the cache: do not write into it.
         """
-        parts = [self.frame(system, int(number), frames, row) for row, number in enumerate(indices)]
-        return stack_neighbors(parts)
+        return stack_neighbors(
+            [self.frame(system, int(number), frames, row) for row, number in enumerate(indices)]
+        )
 
 
 def _cell(system: System, frames: Frames, row: int) -> np.ndarray | None:
@@ -279,11 +280,11 @@ def neighbor_statistics(
 
     chunks = []
     for k, system in enumerate(systems):
-        chosen = np.arange(system.nframes) if numbers is None else numbers[k]
+        numbers_of_system = np.arange(system.nframes) if numbers is None else numbers[k]
         step = max(1, min(CHUNK, CHUNK_ATOMS // system.natoms))
-        for begin in range(0, len(chosen), step):
-            some = chosen[begin : begin + step]
-            chunks.append(_Chunk(system, some, None if listed is None else listed[k]))
+        for begin in range(0, len(numbers_of_system), step):
+            chunk_numbers = numbers_of_system[begin : begin + step]
+            chunks.append(_Chunk(system, chunk_numbers, None if listed is None else listed[k]))
 
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
 

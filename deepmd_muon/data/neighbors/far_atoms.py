@@ -100,9 +100,9 @@ def check_geometry(
 
 def _raise_if_any(wrong: np.ndarray, points: np.ndarray, names: np.ndarray, problem: str) -> None:
     if wrong.any():
-        first = int(wrong.argmax())
+        atom = int(wrong.argmax())
         raise NeighborError(
-            f"the position of atom {names[first]} {problem}: {points[first].tolist()}; "
+            f"the position of atom {names[atom]} {problem}: {points[atom].tolist()}; "
             "check the units"
         )
 
@@ -133,9 +133,9 @@ def are_ordinary(coord: np.ndarray, box: np.ndarray | None) -> np.ndarray:
     sound &= np.abs(np.linalg.det(box)) > _ORDINARY_VOLUME * longest**3
     # Unsound frames get a unit cell and zeros, which numpy inverts and multiplies without a
     # warning.
-    chosen = sound[:, None, None]
-    inverse = np.linalg.inv(np.where(chosen, box, np.eye(3)))
-    fractions = np.where(chosen, coord, 0.0) @ inverse
+    is_sound = sound[:, None, None]
+    inverse = np.linalg.inv(np.where(is_sound, box, np.eye(3)))
+    fractions = np.where(is_sound, coord, 0.0) @ inverse
     sound &= np.abs(fractions).max(axis=(1, 2)) < _ORDINARY_DISTANCE
     return np.asarray(sound)
 
@@ -229,7 +229,7 @@ def _with_images(points: np.ndarray, box: np.ndarray | None, rcut: float) -> _Im
     reach = rcut / heights(inverse)
     # Axis by axis: later axes repeat the images of earlier ones.
     for axis in range(3):
-        parts = [images]
+        images_along_axis = [images]
         fraction = (images.points @ inverse)[:, axis]
         furthest = int(np.ceil(reach[axis]))
         for step in (*range(-furthest, 0), *range(1, furthest + 1)):
@@ -237,8 +237,10 @@ def _with_images(points: np.ndarray, box: np.ndarray | None, rcut: float) -> _Im
             shift = images.shift[near].copy()
             shift[:, axis] += step
             moved_points = images.points[near] + step * box[axis]
-            parts.append(_Images(moved_points, images.owner[near], shift))
-        images = _Images(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+            images_along_axis.append(_Images(moved_points, images.owner[near], shift))
+        images = _Images(
+            *(np.concatenate(arrays) for arrays in zip(*images_along_axis, strict=True))
+        )
     return images
 
 

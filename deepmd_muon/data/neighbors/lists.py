@@ -154,10 +154,10 @@ def build_neighbors(
 
     natoms = len(atype)
     inner_counts = np.zeros((len(inner), natoms), dtype=np.int32)
-    for row, (radius, most) in zip(inner_counts, inner, strict=True):
+    for row, (radius, max_count) in zip(inner_counts, inner, strict=True):
         within = pairs.real[pairs.i[pairs.distance < radius]]
         counts = np.bincount(within, minlength=natoms)
-        np.minimum(counts, min(most, limits[0]), out=row, casting="unsafe")
+        np.minimum(counts, min(max_count, limits[0]), out=row, casting="unsafe")
     index, shift, sections = _lay_out(pairs, natoms, rcut, limits, by_type)
     return FrameNeighbors(
         index=index,
@@ -276,13 +276,13 @@ def _keep_nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
     order = np.argsort(pairs.i + pairs.distance / (2.0 * rcut))  # by atom, then by distance
     atom_start = np.cumsum(counts) - counts
     rank = np.arange(len(order)) - atom_start[pairs.i[order]]
-    kept = np.sort(order[rank < most])
+    near = np.sort(order[rank < most])
     return replace(
         pairs,
-        i=pairs.i[kept],
-        j=pairs.j[kept],
-        shift=pairs.shift[kept],
-        distance=pairs.distance[kept],
+        i=pairs.i[near],
+        j=pairs.j[near],
+        shift=pairs.shift[near],
+        distance=pairs.distance[near],
     )
 
 
@@ -346,31 +346,33 @@ def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.nd
 # ----- lists of batches --------------------------------------------------------------------------
 
 
-def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
+def stack_neighbors(frames: Sequence[FrameNeighbors]) -> NeighborList:
     """Put frames into one batch, each section as wide as the widest frame needs.
 
     One frame is not copied. Frames of fewer atoms are padded with atoms that have no neighbours.
     """
-    if len(parts) == 1:
-        only = parts[0]
+    if len(frames) == 1:
+        only = frames[0]
         return NeighborList(only.index[None], only.shift[None], only.sections, only.inner[None])
-    sections = tuple(max(w) for w in zip(*(part.sections for part in parts), strict=True))
-    shape = parts[0].index.shape
-    if all(part.sections == sections and part.index.shape == shape for part in parts):
+    sections = tuple(max(w) for w in zip(*(frame.sections for frame in frames), strict=True))
+    shape = frames[0].index.shape
+    if all(frame.sections == sections and frame.index.shape == shape for frame in frames):
         return NeighborList(
-            index=np.stack([part.index for part in parts]),
-            shift=np.stack([part.shift for part in parts]),
+            index=np.stack([frame.index for frame in frames]),
+            shift=np.stack([frame.shift for frame in frames]),
             sections=sections,
-            inner=np.stack([part.inner for part in parts]),
+            inner=np.stack([frame.inner for frame in frames]),
         )
-    natoms = max(part.index.shape[0] for part in parts)
-    index = np.full((len(parts), natoms, sum(sections)), -1, dtype=np.int32)
-    shift = np.zeros((*index.shape, 3), dtype=np.result_type(*(part.shift.dtype for part in parts)))
-    inner = np.zeros((len(parts), len(parts[0].inner), natoms), dtype=np.int32)
-    for k, part in enumerate(parts):
-        n = part.index.shape[0]
-        _copy_sections(part, index[k, :n], shift[k, :n], sections)
-        inner[k, :, :n] = part.inner
+    natoms = max(frame.index.shape[0] for frame in frames)
+    index = np.full((len(frames), natoms, sum(sections)), -1, dtype=np.int32)
+    shift = np.zeros(
+        (*index.shape, 3), dtype=np.result_type(*(frame.shift.dtype for frame in frames))
+    )
+    inner = np.zeros((len(frames), len(frames[0].inner), natoms), dtype=np.int32)
+    for k, frame in enumerate(frames):
+        n = frame.index.shape[0]
+        _copy_sections(frame, index[k, :n], shift[k, :n], sections)
+        inner[k, :, :n] = frame.inner
     return NeighborList(index, shift, sections, inner)
 
 

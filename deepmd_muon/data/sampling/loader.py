@@ -409,8 +409,8 @@ class DataLoader:
     def _sample_numbers(self, wanted: Sequence[int]) -> list[np.ndarray]:
         """Return the numbers of at most `wanted` frames of each system, spread evenly over it."""
         numbers = []
-        for system, most in zip(self.systems, wanted, strict=True):
-            count = min(system.nframes, most)
+        for system, max_frames in zip(self.systems, wanted, strict=True):
+            count = min(system.nframes, max_frames)
             numbers.append(np.arange(count) * system.nframes // max(1, count))
         return numbers
 

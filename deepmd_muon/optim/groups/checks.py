@@ -242,8 +242,11 @@ def warn_idle_settings(groups: Sequence[Mapping[str, Any]]) -> None:
     for of_group, idle in zip(arguments, reasons_by_group, strict=True):
         for name, reason in idle.items():
             has_effect = any(
-                getattr(other, name) == getattr(of_group, name) and name not in other_idle
-                for other, other_idle in zip(arguments, reasons_by_group, strict=True)
+                getattr(arguments_of_group, name) == getattr(of_group, name)
+                and name not in idle_in_group
+                for arguments_of_group, idle_in_group in zip(
+                    arguments, reasons_by_group, strict=True
+                )
             )
             if not has_effect:
                 reasons[name] = reason
@@ -278,10 +281,10 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
     if not kernels:
         return
     entry, view = kernels[0]
-    others = f", and {len(kernels) - 1} more parameters like it" if len(kernels) > 1 else ""
+    like_it = f", and {len(kernels) - 1} more parameters like it" if len(kernels) > 1 else ""
     warnings.warn(
         f"{entry.name!r} of shape {entry.shape} is seen as {view.batch} matrices of "
-        f"{view.rows}x{view.columns}{others}. If it is the kernel of a convolution, build the "
+        f"{view.rows}x{view.columns}{like_it}. If it is the kernel of a convolution, build the "
         "optimizer from the model, HybridMuonConfig().build(model), or name it in conv_patterns; "
         "conv_patterns=[] keeps the small matrices",
         stacklevel=CONSTRUCTOR_CALLER,

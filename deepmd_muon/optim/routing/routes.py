@@ -107,13 +107,13 @@ class RouteTable(tuple[RouteEntry, ...]):
         for entry in self:
             weights[entry.route] += math.prod(entry.shape)
         total = max(1, sum(weights.values()))
-        parts = [
+        statements = [
             f"{route} {counts[route]} parameters ({weights[route]} weights, "
             f"{100 * weights[route] / total:.1f} %)"
             for route in ROUTES
             if counts[route]
         ]
-        return "; ".join(parts) or "no parameters"
+        return "; ".join(statements) or "no parameters"
 
     @classmethod
     def from_manifest(cls, param_groups: Sequence[Mapping[str, Any]]) -> RouteTable:
@@ -320,7 +320,7 @@ def adamw_patterns_of(
     return tuple(
         escape(canonical_name(name))
         for name, shape in shapes.items()
-        if any(part in name for part in substrings)
+        if any(substring in name for substring in substrings)
         and choose_route(name, tuple(shape), rules).route == "muon"
     )
 

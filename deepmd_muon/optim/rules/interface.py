@@ -112,10 +112,10 @@ class StateTensor:
         # (batch, lines, blocks that a line crosses, padded vector)
         x = x.view(view.batch, lines, view.repeats(self.extent), max(self.lengths(view)))
         splits_lines = view.axis == self.extent
-        parts = x[:, :, 0].split(view.sizes, dim=1) if splits_lines else x.unbind(2)
+        vectors = x[:, :, 0].split(view.sizes, dim=1) if splits_lines else x.unbind(2)
         if self.along is None:
-            return [part[:, :, 0] for part in parts]
-        return [part[:, :, :n] for part, n in zip(parts, self.lengths(view), strict=True)]
+            return [vector[:, :, 0] for vector in vectors]
+        return [vector[:, :, :n] for vector, n in zip(vectors, self.lengths(view), strict=True)]
 
 
 class Pieces(NamedTuple):
@@ -188,7 +188,7 @@ class MatrixRule:
         pairs = zip(momenta, gradients, strict=True)
         pieces = [Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in pairs]
         statistics = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
-        return list(statistics.split([each.shape[0] for each in pieces]))
+        return list(statistics.split([piece.shape[0] for piece in pieces]))
 
     def before(self, directions: Sequence[Tensor], state: BlockState) -> Sequence[Tensor]:
         """Return the matrices to orthogonalize."""

@@ -108,8 +108,8 @@ class Magma(MatrixRule):
         mm, mg, gg = torch.cat(sums, dim=1) if len(sums) > 1 else sums[0]
         norms = mm.sqrt_() * gg.sqrt_()
         cosines = torch.where(norms > 0, mg / norms, 0.0).clamp_(-1.0, 1.0).float()
-        parts = cosines.split([len(momenta[i]) for i in order])
-        by_number = dict(zip(order, parts, strict=True))
+        cosines_of_blocks = cosines.split([len(momenta[i]) for i in order])
+        by_number = dict(zip(order, cosines_of_blocks, strict=True))
         return [by_number[i] for i in range(len(momenta))]
 
     def advance(
@@ -232,8 +232,8 @@ def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -
         of_small = _piece_sums_joined([pairs[i] for i in small])
         if len(small) == len(pairs):
             return [of_small]
-        parts = of_small.split([pairs[i].shape[0] for i in small])
-        sums = dict(zip(small, parts, strict=True))
+        sums_of_small = of_small.split([pairs[i].shape[0] for i in small])
+        sums = dict(zip(small, sums_of_small, strict=True))
     return [
         sums[i]
         if i in sums

@@ -42,16 +42,16 @@ def register_rule(rule: MatrixRule) -> None:
                 f"register_rule: {key!r} of {rule.name!r} has the extent {tensor.extent!r}; a "
                 "rule's tensor has one number per 'blocks', 'rows' or 'columns'"
             )
-    for other in known_rules():
-        if other.name == rule.name and _name_of_class(other) == _name_of_class(rule):
+    for registered in known_rules():
+        if registered.name == rule.name and _name_of_class(registered) == _name_of_class(rule):
             continue
-        if other.name == rule.name:
+        if registered.name == rule.name:
             raise InvalidSettingError(
-                f"register_rule: {rule.name!r} is the name of another rule, {other}"
+                f"register_rule: {rule.name!r} is the name of another rule, {registered}"
             )
-        if shared := ", ".join(sorted(other.tensors().keys() & rule.tensors().keys())):
+        if shared := ", ".join(sorted(registered.tensors().keys() & rule.tensors().keys())):
             raise InvalidSettingError(
-                f"register_rule: {rule.name!r} and {other.name!r} both have the state {shared}"
+                f"register_rule: {rule.name!r} and {registered.name!r} both have the state {shared}"
             )
     _REGISTERED[rule.name] = rule
     matrix_rules.cache_clear()

@@ -8,6 +8,7 @@ groups; its collective also carries flags of the caller.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -443,20 +444,20 @@ class GradientPresence:
                 "provide one on every rank (zeros suffice) or on none"
             )
         for comparison, (largest, negated) in zip(self._comparisons, results, strict=True):
-            column = len(comparison.names)
-            for label in comparison.labels:
-                for key in KEYS:
-                    high = largest[column]
-                    low = -negated[column]
-                    column += 1
-                    if high != low:
-                        difference = "not the same on all ranks"  # digests say nothing to a user
-                        if key in _NUMERIC_KEYS:
-                            difference = f"{low:.7g} on one rank and {high:.7g} on another"
-                        raise PlanMismatchError(
-                            f"{prefix}{key} of {label} is {difference}; give all ranks the same "
-                            "settings"
-                        )
+            settings = itertools.product(comparison.labels, KEYS)
+            columns = slice(len(comparison.names), None)  # those before are of parameters
+            for (label, key), high, negated_low in zip(
+                settings, largest[columns], negated[columns], strict=True
+            ):
+                low = -negated_low
+                if high == low:
+                    continue
+                difference = "not the same on all ranks"  # digests say nothing to a user
+                if key in _NUMERIC_KEYS:
+                    difference = f"{low:.7g} on one rank and {high:.7g} on another"
+                raise PlanMismatchError(
+                    f"{prefix}{key} of {label} is {difference}; give all ranks the same settings"
+                )
 
 
 def _first_with(rank_groups: Sequence[RankGroup], ranks: tuple[int, ...]) -> RankGroup | None:

@@ -196,7 +196,7 @@ class WholeMomenta:
         if self._wait_for_gather is not None and self._in_graph == is_capturing():
             with in_phase("gather"):
                 self._wait_for_gather()
-            self._wait_for_gather = _do_nothing
+            self._wait_for_gather = lambda: None  # this step has waited
 
     def step(
         self, parts: Sequence[Tensor], control: StepControl, step_matrices: StepMatrices
@@ -213,10 +213,6 @@ class WholeMomenta:
 
     def _memory(self, length: int) -> Tensor:
         return self.wave.params[0].new_empty(length)
-
-
-def _do_nothing() -> None:
-    """Stand for the wait for a gather that has been waited for."""
 
 
 def _starts(lengths: Iterable[int], alignment: int) -> list[int]:

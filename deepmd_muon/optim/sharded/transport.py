@@ -133,8 +133,14 @@ class CollectiveStream:
         returned, which is called once.
         """
         if self._stream is None:
-            self._last = collective(*args, **options, async_op=True)
-            return functools.partial(_arrive, self._last, then)
+            work = self._last = collective(*args, **options, async_op=True)
+
+            def arrive() -> None:
+                work.wait()
+                if then is not None:
+                    then()
+
+            return arrive
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             collective(*args, **options, async_op=False)
@@ -142,12 +148,6 @@ class CollectiveStream:
                 then()
             done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
-
-
-def _arrive(work: Any, then: Callable[[], object] | None) -> None:
-    work.wait()
-    if then is not None:
-        then()
 
 
 class Exchange:

@@ -60,25 +60,25 @@ def settings_of_checkpoint(
 
 def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a saved group for settings that `build` chose then, and now."""
-    chosen = group.get(CHOSEN, ())
-    if not chosen or not {"routes", "vector_route"} <= saved.keys():
+    chosen_now = group.get(CHOSEN, ())
+    if not chosen_now or not {"routes", "vector_route"} <= saved.keys():
         return {}
     if _shapes_by_name(group) != _shapes_by_name(saved):
         return {}
-    settings = [key for key in chosen if key in CHOSEN_BY_BUILD]
+    settings = [key for key in chosen_now if key in CHOSEN_BY_BUILD]
     chosen_then = saved.get(CHOSEN, ())
     keys = [key for key in settings if key in chosen_then]
     if _is_of_first_release(saved):
         found_then = {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}
         keys = [key for key in settings if found_then or key != "adamw_patterns"]
     # Gates and rates that `build` finds today, and did not find then.
-    found_since = {*chosen} - {*settings} - {*chosen_then}
+    found_since = {*chosen_now} - {*settings} - {*chosen_then}
     keys += [
         key for key in ("splits", "adam_patterns") if {*group[key]} - {*saved[key]} <= found_since
     ]
     values = {key: saved[key] for key in keys if _as_list(saved[key]) != _as_list(group[key])}
     if values:
-        values[CHOSEN] = [key for key in chosen if key not in found_since]
+        values[CHOSEN] = [key for key in chosen_now if key not in found_since]
     if "adam_lr_ratio" in values:
         constructed = {**json.loads(group["constructed"]), "adam_lr_ratio": saved["adam_lr_ratio"]}
         values["constructed"] = json.dumps(constructed)

@@ -129,8 +129,8 @@ def _add(errors: DataErrors, system: System, batch: ComparedFrames) -> None:
         )
 
 
-def _summed(parts: Sequence[Errors]) -> Errors:
+def _summed(errors_of_systems: Sequence[Errors]) -> Errors:
     total: Errors = {}
-    for part in parts:
-        total = add_errors(total, part)
+    for errors in errors_of_systems:
+        total = add_errors(total, errors)
     return total

@@ -201,7 +201,7 @@ def _worst_frames(frames: Sequence[FrameError]) -> str:
 
 
 def _quantities_of(errors: Iterable[Errors]) -> list[str]:
-    present = {name for part in errors for name in part}
+    present = {name for errors_of_kind in errors for name in errors_of_kind}
     return [name for name in _COLUMNS if name in present]
 
 

@@ -121,8 +121,8 @@ def _draw_distances(coverage: Coverage, model: ModelCheck, figure: FigureBase) -
     for row, pair in enumerate(pairs):
         ends = np.flatnonzero(np.diff(np.r_[False, coverage.seen[pair], False].astype(np.int8)))
         bars = [
-            (first * WIDTH, min(end * WIDTH, coverage.rcut) - first * WIDTH)
-            for first, end in ends.reshape(-1, 2).tolist()
+            (begin * WIDTH, min(end * WIDTH, coverage.rcut) - begin * WIDTH)
+            for begin, end in ends.reshape(-1, 2).tolist()
         ]
         axes.broken_barh(bars, (row - 0.3, 0.6), color=BLUE, label="" if row else "data")
         label = "" if row else "dynamics"

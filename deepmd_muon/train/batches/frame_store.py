@@ -337,9 +337,9 @@ class FrameStore:
         index = owner.unsqueeze(1).expand_as(counts)
         max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
         max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
-        least = nearest.new_full((len(rows),), torch.inf)
-        least = least.scatter_reduce(0, owner, nearest, "amin")
-        return _Counted(max_neighbors.cpu().numpy(), least.cpu().numpy())
+        least_square = nearest.new_full((len(rows),), torch.inf)
+        least_square = least_square.scatter_reduce(0, owner, nearest, "amin")
+        return _Counted(max_neighbors.cpu().numpy(), least_square.cpu().numpy())
 
     def _record(self, chunk: Chunk, max_neighbors: np.ndarray) -> None:
         """Record composition, size and neighbours of frames."""
@@ -452,8 +452,8 @@ def cut_into_chunks(
     """Cut frames, in rising order, into parts of about `CHUNK_ATOMS` atoms."""
     sizes = np.array([system.natoms for system in systems])
     natoms = sizes[system_of(numbers, offset)]
-    part = _starts(natoms) // CHUNK_ATOMS
-    yield from np.split(numbers, np.flatnonzero(np.diff(part)) + 1)
+    chunk_number = _starts(natoms) // CHUNK_ATOMS
+    yield from np.split(numbers, np.flatnonzero(np.diff(chunk_number)) + 1)
 
 
 def read_chunk(

@@ -274,16 +274,16 @@ class ResidentBatches:
         starts = np.cumsum([0, *sizes[:-1]])
         lowest_kinds = np.minimum.reduceat(kinds, starts).tolist()
         highest_kinds = np.maximum.reduceat(kinds, starts).tolist()
-        known: dict[tuple[int, int], Shape] = {}
+        shape_of_kind: dict[tuple[int, int], Shape] = {}
         shapes = []
         for numbers, lowest, highest in zip(batches, lowest_kinds, highest_kinds, strict=True):
             if lowest != highest:  # frames of several kinds
                 shapes.append(self._shape_of(numbers))
                 continue
             key = (len(numbers), lowest)
-            if key not in known:
-                known[key] = self._shape_of(numbers)
-            shapes.append(known[key])
+            if key not in shape_of_kind:
+                shape_of_kind[key] = self._shape_of(numbers)
+            shapes.append(shape_of_kind[key])
         return shapes
 
     def _shape_of(self, numbers: np.ndarray) -> Shape:

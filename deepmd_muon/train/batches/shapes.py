@@ -171,16 +171,16 @@ def merge(weights: dict[Shape, int], max_shapes: int) -> list[Shape]:
         """Compute the extra cost of joining shape k with each of the others."""
         is_other = alive.copy()
         is_other[k] = False
-        others = np.flatnonzero(is_other)
-        joined = np.maximum(numbers[k], numbers[others])
+        candidates = np.flatnonzero(is_other)
+        joined = np.maximum(numbers[k], numbers[candidates])
         atoms = joined[:, 2:first_width].sum(1)
         columns = joined[:, first_width:first_inner].sum(1)
         angles = (joined[:, first_inner:].astype(np.float64) ** 2).sum(1)
         joined_cost = atoms * (1.0 + columns + angles)  # see `Shape.cost`
-        extra = joined_cost * (weight[k] + weight[others])
-        extra = extra - cost[k] * weight[k] - cost[others] * weight[others]
-        extra_cost[k, others] = extra
-        extra_cost[others, k] = extra
+        extra = joined_cost * (weight[k] + weight[candidates])
+        extra = extra - cost[k] * weight[k] - cost[candidates] * weight[candidates]
+        extra_cost[k, candidates] = extra
+        extra_cost[candidates, k] = extra
 
     for k in range(len(shapes)):
         compare(k)

@@ -7,6 +7,7 @@ gradients.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
@@ -170,30 +171,21 @@ class StreamedBatches:
 class AccumulatedFeed:
     """The batches of one step; they are read one by one, so that memory holds one."""
 
-    parts: tuple[Feed, ...]
+    feeds: tuple[Feed, ...]
 
     @property
     def layout(self) -> Hashable | None:
         """The layouts of all batches; None if one has memory of its own."""
-        layouts = tuple(part.layout for part in self.parts)
+        layouts = tuple(feed.layout for feed in self.feeds)
         return None if None in layouts else layouts
 
     @property
     def origin(self) -> Origin:
         """Where the frames come from."""
-        return Origin(tuple(part for feed in self.parts for part in feed.origin.parts))
-
-    @property
-    def atoms(self) -> np.ndarray:
-        """Real atoms of each frame, on the host."""
-        return np.concatenate([part.atoms for part in self.parts])
-
-    def labelled_atoms(self, needed: Collection[str]) -> float:
-        """Return the number of atoms in frames that have all these labels."""
-        return sum(part.labelled_atoms(needed) for part in self.parts)
+        return Origin(tuple(itertools.chain(*(feed.origin.parts for feed in self.feeds))))
 
     def read(self) -> AccumulatedFeed:
-        """Return this object, whose `parts` the step reads."""
+        """Return this object, whose `feeds` the step reads."""
         return self
 
 
@@ -201,9 +193,9 @@ StepFeed: TypeAlias = Feed | AccumulatedFeed
 """The input of a step: a batch, or several."""
 
 
-def parts_of(feed: StepFeed) -> tuple[Feed, ...]:
+def feeds_of(feed: StepFeed) -> tuple[Feed, ...]:
     """Return the batches of a step."""
-    return feed.parts if isinstance(feed, AccumulatedFeed) else (feed,)
+    return feed.feeds if isinstance(feed, AccumulatedFeed) else (feed,)
 
 
 class StepSource(Protocol):

@@ -44,7 +44,7 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: EnergyModel | Branches,
     content: Mapping[str, Any],
-    source: Path,
+    path: Path,
 ) -> None:
     """Load the optimizer state of a checkpoint after checking that it belongs to this optimizer.
 
@@ -54,15 +54,13 @@ def load_optimizer_state(
         If there is no optimizer state, it is of another kind, or routes or matrix views differ.
     """
     state = content.get("optimizer")
-    advice = f"to start from its weights with a fresh optimizer, use --init-model {source}"
+    advice = f"to start from its weights with a fresh optimizer, use --init-model {path}"
     if not state:
         raise CheckpointError(
-            f"{source} holds no optimizer state, so training cannot continue from it; {advice}"
+            f"{path} holds no optimizer state, so training cannot continue from it; {advice}"
         )
     if not state["state"] and (steps := _steps_done(content)):
-        raise CheckpointError(
-            f"{source}: its optimizer state is empty after {steps} steps; {advice}"
-        )
+        raise CheckpointError(f"{path}: its optimizer state is empty after {steps} steps; {advice}")
     try:
         if isinstance(optimizer, HybridMuon):
             optimizer.load_state_dict(_for_hybrid_muon(state, model, content))
@@ -70,12 +68,12 @@ def load_optimizer_state(
             if not isinstance(optimizer, torch.optim.Adam):
                 _check_kind(optimizer, state)
             elif OWN_KEY not in content:  # of our own checkpoints, the inputs are compared
-                _report_changes(optimizer, state["param_groups"], source)
+                _report_changes(optimizer, state["param_groups"], path)
             _load_by_name(optimizer, state, model)
     except ForeignStateError as error:
-        raise CheckpointError(f"{source}: {error}; {advice}") from error
+        raise CheckpointError(f"{path}: {error}; {advice}") from error
     except RoutingMismatchError as error:
-        raise CheckpointError(f"{source}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _steps_done(content: Mapping[str, Any]) -> int:
@@ -118,7 +116,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
 
 
 def _report_changes(
-    optimizer: torch.optim.Adam, saved_groups: Sequence[Mapping[str, Any]], source: Path
+    optimizer: torch.optim.Adam, saved_groups: Sequence[Mapping[str, Any]], path: Path
 ) -> None:
     """Log the settings of Adam or AdamW that differ from deepmd-kit's run.
 
@@ -135,9 +133,7 @@ def _report_changes(
             if key in saved and saved[key] != present[key]
         ]
     if changes:
-        log.warning(
-            "since %s was written, the optimizer has changed: %s", source, "; ".join(changes)
-        )
+        log.warning("since %s was written, the optimizer has changed: %s", path, "; ".join(changes))
 
 
 def _adam_name(group: Mapping[str, Any]) -> str:
@@ -199,7 +195,7 @@ def _check_adam_shapes(tensors: Mapping[str, Any], name: str, shape: torch.Size)
 
 
 def check_state(
-    optimizer: torch.optim.Optimizer, average: Mapping[str, torch.Tensor], source: Path
+    optimizer: torch.optim.Optimizer, average: Mapping[str, torch.Tensor], path: Path
 ) -> None:
     """Refuse an optimizer state or average that would spoil the weights in the first step.
 
@@ -225,7 +221,7 @@ def check_state(
     if unusable:
         examples = ", ".join(unusable[:3]) + (", …" if len(unusable) > 3 else "")
         raise CheckpointError(
-            f"{source}: {len(unusable)} tensors of its optimizer state or average hold NaN, "
+            f"{path}: {len(unusable)} tensors of its optimizer state or average hold NaN, "
             f"infinity or negative second moments ({examples}): take an earlier checkpoint, "
             "or start from its weights with --init-model"
         )

@@ -140,16 +140,16 @@ class Checkpoints:
                     oldest.unlink(missing_ok=True)
         self.written = self.written[-self._keep :]
 
-    def adopt(self, ours: Mapping[str, Any], source: Path) -> None:
+    def adopt(self, ours: Mapping[str, Any], path: Path) -> None:
         """Count the checkpoints of the run that is continued as this run's own.
 
-        `ours` lists them under our key of the checkpoint `source`. If `source` is in another folder
+        `ours` lists them under our key of the checkpoint `path`. If `path` is in another folder
         than this run's, or has been renamed, the listed names may belong to another run: then
         nothing happens.
         """
-        source = source.resolve()
-        folder = source.parent
-        if folder == self.prefix.parent.resolve() and source.name in ours["series"]:
+        path = path.resolve()
+        folder = path.parent
+        if folder == self.prefix.parent.resolve() and path.name in ours["series"]:
             self.written = [name for name in ours["series"] if (folder / name).exists()]
 
 

@@ -41,9 +41,9 @@ class Source:
         The file.
     content
         Everything in it.
-    model
-        The settings it was trained with.
-    weights
+    settings
+        The settings the model was trained with.
+    model_state
         The model's state dict under our names: parameters, statistics, energy bias and table.
     way
         How the run uses it.
@@ -55,8 +55,8 @@ class Source:
 
     path: Path
     content: Mapping[str, Any]
-    model: ModelSettings
-    weights: Mapping[str, torch.Tensor]
+    settings: ModelSettings
+    model_state: Mapping[str, torch.Tensor]
     way: Way
     new_fitting: bool = False
     branch: str = SINGLE
@@ -70,13 +70,13 @@ class Source:
         ForeignModelError
             If the model cannot be built here.
         """
-        settings, weights = from_deepmd_kit(content["model"], choice.branch)
+        settings, model_state = from_deepmd_kit(content["model"], choice.branch)
         branches = saved_branches(content["model"])
         return cls(
             path=path,
             content=content,
-            model=settings,
-            weights=weights,
+            settings=settings,
+            model_state=model_state,
             way=choice.way,
             new_fitting=choice.new_fitting,
             branch=branches.get(choice.branch or "", SINGLE),
@@ -85,21 +85,24 @@ class Source:
     @property
     def has_table(self) -> bool:
         """Whether it brings the table of `use_srtab`, so that the model needs no file."""
-        return _TABLE in self.weights
+        return _TABLE in self.model_state
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
         """Return where its types are in another type map.
 
         None if the type maps are the same, or if networks belong to types.
         """
-        if self.model.type_map == tuple(type_map) or not self.model.descriptor.one_fitting_net:
+        if (
+            self.settings.type_map == tuple(type_map)
+            or not self.settings.descriptor.one_fitting_net
+        ):
             return None
-        return TypeMove(self.model.type_map, tuple(type_map))
+        return TypeMove(self.settings.type_map, tuple(type_map))
 
     def check_type_map(self, present: Collection[str]) -> None:
         """Refuse another type map for a model that cannot have one; see `check_move`."""
-        if self.model.type_map != tuple(present):
-            check_move(TypeMove(self.model.type_map, tuple(present)), self.model)
+        if self.settings.type_map != tuple(present):
+            check_move(TypeMove(self.settings.type_map, tuple(present)), self.settings)
 
     def has_statistics(self, type_map: Collection[str]) -> bool:
         """Return whether it holds all statistics of the data that a model of these types needs."""
@@ -113,8 +116,8 @@ class Source:
         the checkpoint's.
         """
         if self.way != "finetune":
-            return self.model
-        if isinstance(self.model, HostedSettings):
+            return self.settings
+        if isinstance(self.settings, HostedSettings):
             saved = self._model_for(present)
             return self._with_new_fitting(saved, present) if self.new_fitting else saved
         saved_model = self._model_for(present)
@@ -150,7 +153,7 @@ class Source:
     def _model_for(self, present: ModelSettings) -> ModelSettings:
         """Return its model with the type map of another one, if rows can move."""
         move = self.move_to(present.type_map)
-        return move.settings(self.model, present) if move else self.model
+        return move.settings(self.settings, present) if move else self.settings
 
     def load_into(self, model: EnergyModel, *, force: bool) -> None:
         """Load weights and statistics into a model of the input, in the rows of its type map.
@@ -164,11 +167,11 @@ class Source:
             Listing every tensor that is missing, unknown, of another shape or not finite.
         """
         self._require_finite()
-        weights = self._weights_for(model)
+        saved = self._model_state_for(model)
         present = model.state_dict()
-        problems = _differences(weights, present)
+        problems = _differences(saved, present)
         if problems and not force:
-            sel = self.model.descriptor.neighbors().sel
+            sel = self.settings.descriptor.neighbors().sel
             if sel != model.sel:
                 # The cause of the other differences, so it comes first.
                 problems.insert(
@@ -185,50 +188,52 @@ class Source:
             log.warning("--force-load: %s", problem)
         fitting = {
             name: x
-            for name, x in weights.items()
+            for name, x in saved.items()
             if name in present and _fits(name, x, present[name])
         }
         # Not strict: with --force-load, parts that do not fit keep their initial values.
         model.load_state_dict(fitting, strict=False)
 
     def _require_finite(self) -> None:
-        not_finite = [name for name, x in self.weights.items() if not bool(torch.isfinite(x).all())]
+        not_finite = [
+            name for name, x in self.model_state.items() if not bool(torch.isfinite(x).all())
+        ]
         if not_finite:
             raise CheckpointError(
                 f"{self.path} holds weights that are not finite ({', '.join(not_finite[:3])}): "
                 "take an earlier checkpoint"
             )
 
-    def _weights_for(self, model: EnergyModel) -> Mapping[str, torch.Tensor]:
-        """Return its weights in the type map of a model, with a new fitting net the model's own.
+    def _model_state_for(self, model: EnergyModel) -> Mapping[str, torch.Tensor]:
+        """Return its state in the type map of a model; a new fitting net is the model's own.
 
         If the type maps differ, this sets the energy bias of the model to 0.
         """
-        weights = self.weights
+        saved = self.model_state
         if move := self.move_to(model.type_map):
             log.warning("type_map is not that of %s: %s", self.path, move.describe())
             if not self.new_fitting:
                 # The bias of new types stays 0 here; it is fitted afterwards.
                 model.set_energy_bias([0.0] * model.ntypes)
-            weights = move_weights(model, weights, move)
+            saved = move_weights(model, saved, move)
         if not self.new_fitting:
-            return weights
+            return saved
         # The new fitting net keeps its initial values.
         descriptor = {
-            name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")
+            name: x for name, x in saved.items() if name.startswith("atomic_model.descriptor.")
         }
         return {**model.state_dict(), **descriptor}
 
 
 def _differences(
-    weights: Mapping[str, torch.Tensor], present: Mapping[str, torch.Tensor]
+    saved: Mapping[str, torch.Tensor], present: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Describe the tensors that are missing, unknown, or of another shape."""
-    missing = [f"{name}: not in the checkpoint" for name in present if name not in weights]
-    unknown = [f"{name}: not in the model of this input" for name in weights if name not in present]
+    missing = [f"{name}: not in the checkpoint" for name in present if name not in saved]
+    unknown = [f"{name}: not in the model of this input" for name in saved if name not in present]
     other_shapes = [
         f"{name}: shape {tuple(x.shape)} in the checkpoint, {tuple(present[name].shape)} here"
-        for name, x in weights.items()
+        for name, x in saved.items()
         if name in present and not _fits(name, x, present[name])
     ]
     return missing + unknown + other_shapes
@@ -303,7 +308,7 @@ def read_sources(
         else:
             choices = {SINGLE: _choose_for_single(content["model"], way, branch)}
         sources = {name: Source.of(path, content, choice) for name, choice in choices.items()}
-        hosted = any(isinstance(source.model, HostedSettings) for source in sources.values())
+        hosted = any(isinstance(source.settings, HostedSettings) for source in sources.values())
         if content.get("optimizer") and not hosted:
             content["optimizer"] = in_own_names(content["optimizer"])
     for name, source in sources.items():
@@ -320,8 +325,8 @@ def _choose_for_single(state: Mapping[str, Any], way: Way, branch: str | None) -
     if way != "finetune" or branch not in (None, RANDOM):
         return Choice(way, branch, new_fitting=False)
     branches = saved_branches(state)
-    first = next(iter(branches), None)
-    return Choice(way, first, new_fitting=bool(branches) or branch == RANDOM)
+    descriptor_branch = next(iter(branches), None)
+    return Choice(way, descriptor_branch, new_fitting=bool(branches) or branch == RANDOM)
 
 
 def _choose(
@@ -347,8 +352,8 @@ def _choose(
                 )
             choices[name] = Choice(way, branch_of_name[head], new_fitting=False)
         elif head == RANDOM or name not in branch_of_name.values():
-            first = next(iter(branch_of_name.values()))
-            choices[name] = Choice(way, first, new_fitting=True)
+            descriptor_branch = next(iter(branch_of_name.values()))
+            choices[name] = Choice(way, descriptor_branch, new_fitting=True)
         else:
             # A saved branch without a head continues as it is, while the others are fine-tuned.
             choices[name] = Choice("init_model", name, new_fitting=False)

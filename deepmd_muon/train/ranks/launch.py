@@ -166,7 +166,7 @@ def first_node(nodes: str) -> str:
     """Return the first name of Slurm's short form, e.g. node007 of ``node[007-012,020],login1``."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes.strip())
     assert match is not None  # every part of the pattern may be empty
-    return "".join(part or "" for part in match.groups())
+    return "".join(text or "" for text in match.groups())
 
 
 def _require(environment: Mapping[str, str], names: tuple[str, ...], advice: str) -> None:

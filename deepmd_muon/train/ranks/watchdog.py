@@ -140,7 +140,7 @@ class Watch:
         self._limit = limit
         self._give_up = give_up
         self._errors_come = errors_come
-        self._others = [other for other in range(size) if other != rank]
+        self._others = [number for number in range(size) if number != rank]
         # Rank 0 watches all others, and they watch rank 0: reading all notes everywhere would load
         # the store.
         self._watched = self._others if rank == 0 else [0]
@@ -327,10 +327,10 @@ class Watch:
         for rank in self._watched:
             if not self._store.check([f"note{rank}"]):
                 continue
-            other = _Note(**json.loads(self._store.get(f"note{rank}")))
-            known = self._notes.get(rank)
-            if known is None or known.beat != other.beat:
-                self._notes[rank] = other
+            watched_note = _Note(**json.loads(self._store.get(f"note{rank}")))
+            last_note = self._notes.get(rank)
+            if last_note is None or last_note.beat != watched_note.beat:
+                self._notes[rank] = watched_note
                 self._heard[rank] = time.monotonic()
         self._answered = begin
 

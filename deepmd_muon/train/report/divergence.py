@@ -66,12 +66,12 @@ class Divergence:
         for name, errors in self._errors.items():
             metric, _, branch = name.partition("/")
             limit = _LIMITS[metric]
-            least = min(errors.last, default=0.0)
-            if least > max(limit.value, _GROWTH * errors.first):
+            least_recent = min(errors.last, default=0.0)
+            if least_recent > max(limit.value, _GROWTH * errors.first):
                 of_branch = f" of {branch}" if branch else ""
                 problems.append(
                     f"{metric}{of_branch} was {errors.first:.3g} {limit.unit} at first "
-                    f"and is at least {least:.3g} {limit.unit} "
+                    f"and is at least {least_recent:.3g} {limit.unit} "
                     f"in the last {len(errors.last)} reports"
                 )
         largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)

@@ -35,7 +35,7 @@ def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> 
     """
     if not last_step or not path.is_file():
         return []
-    kept: list[str] = []
+    lines: list[str] = []
     n_damaged = 0
     keeping = True
     # What follows the last line break was cut short by a crash.
@@ -48,10 +48,10 @@ def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> 
             n_damaged += 1
             continue
         if keeping:
-            kept.append(line)
+            lines.append(line)
     if n_damaged:
         log.warning("%s: %d damaged lines are left out", path, n_damaged)
-    return kept
+    return lines
 
 
 def first_number(line: str) -> int:

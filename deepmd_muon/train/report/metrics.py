@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.streamed import parts_of
+from deepmd_muon.train.batches.streamed import feeds_of
 from deepmd_muon.train.validation.validate import (
     WeightedMetrics,
     mean_metrics,
@@ -39,7 +39,7 @@ class RecentMetrics:
         """Take the metrics of a step of a branch; earlier steps count if they are averaged."""
         if not (due or self._averaged or len(self._branches) > 1):
             return
-        of_step = metrics_by_batch(self._branches[name].loss, metrics, parts_of(batch))
+        of_step = metrics_by_batch(self._branches[name].loss, metrics, feeds_of(batch))
         if self._averaged:
             self._recent.setdefault(name, []).extend(of_step)
         else:

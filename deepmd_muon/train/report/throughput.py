@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.streamed import StepFeed, parts_of
+from deepmd_muon.train.batches.streamed import StepFeed, feeds_of
 from deepmd_muon.train.ranks.ranks import Ranks
 
 
@@ -55,11 +55,11 @@ class Throughput:
 
     def take(self, feed: StepFeed) -> None:
         """Count the batches of a step that has been taken, or launched."""
-        for part in parts_of(feed):
-            self._local_atoms += int(part.atoms.sum())
+        for batch in feeds_of(feed):
+            self._local_atoms += int(batch.atoms.sum())
             # A layout that is a shape has the places for atoms of each type, those of padding among
             # them.
-            self._places += int(sum(getattr(part.layout, "counts", part.atoms)))
+            self._places += int(sum(getattr(batch.layout, "counts", batch.atoms)))
         if self._ranks.size == 1:
             self.atoms = float(self._local_atoms)
         if self._after_first_step is None:

@@ -1,6 +1,7 @@
 """Find the frames that made the loss or the gradient of a batch not finite.
 
-Only a run that ends asks for them: its weights are those before the bad step, so that each frame can be evaluated again.
+Only a run that ends asks for them: its weights are those before the bad step, so that each frame can
+be evaluated again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from deepmd_muon.train.batches.batch import TrainingBatch, to_device
 
 log = logging.getLogger(__name__)
 
-# A frame stands out if its loss is that many times the median of its batch: forces ten times as wrong.
+# A frame stands out if its loss is that many times the median of its batch: forces ten times as
+# wrong.
 _FAR = 100.0
 
 
@@ -57,8 +59,8 @@ def evaluate_frames(
 ) -> list[FrameLoss]:
     """Return the loss of each frame of a batch.
 
-    `differentiate` returns the loss of a batch of one frame, infinite if the gradient is not finite. An error here must
-    not replace the message about the step: the frames have no losses then.
+    `differentiate` returns the loss of a batch of one frame, infinite if the gradient is not finite.
+    An error here must not replace the message about the step: the frames have no losses then.
     """
     frames = without_losses(origin)
     places = {system.name: k for k, system in enumerate(loader.systems)}
@@ -85,7 +87,7 @@ def describe_batch(frames: Sequence[FrameLoss]) -> str:
 
 
 def _responsible(frames: Sequence[FrameLoss]) -> list[FrameLoss]:
-    """Return the frames with a loss that is not finite, else those with a loss far above the others'."""
+    """Return the frames with a loss that is not finite, else those far above the others."""
     evaluated = [(frame, frame.loss) for frame in frames if frame.loss is not None]
     bad = [frame for frame, loss in evaluated if not math.isfinite(loss)]
     if bad or not evaluated:

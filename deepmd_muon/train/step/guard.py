@@ -8,6 +8,7 @@ and average, and `check` reports that step later.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -209,7 +210,7 @@ class DeviceGuard(Guard):
         self.skip.zero_()
 
     def note(self, origin: Origin, evaluate: Callable[[Origin], list[FrameLoss]]) -> None:
-        """Remember on the host where the batch of the next step comes from; `evaluate` judges its frames."""
+        """Remember where the batch of the next step comes from; `evaluate` judges its frames."""
         self._origins.append((origin, evaluate))
 
     def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
@@ -229,9 +230,9 @@ class DeviceGuard(Guard):
         seen = seen + 1.0
         bad = bad_before + is_bad
         # The record of the first bad step stays.
-        kept = bad_before.gt(0.0)
+        was_bad = bad_before.gt(0.0)
         first_bad = [
-            torch.where(kept, old, new)
+            torch.where(was_bad, old, new)
             for old, new in zip(first_bad, (seen, loss, norm), strict=True)
         ]
         self._record.copy_(torch.stack([seen, bad, *first_bad]))
@@ -257,8 +258,8 @@ class DeviceGuard(Guard):
         if number <= len(origins):
             origin, evaluate = origins[number - 1]
             frames = evaluate(origin) if self.ends_run else without_losses(origin)
-        frames_of_all = [frame for part in self._gather(frames) for frame in part]
-        where = describe_batch(frames_of_all) or "an unknown system"
+        frames_of_ranks = itertools.chain(*self._gather(frames))
+        where = describe_batch(list(frames_of_ranks)) or "an unknown system"
         problem = _describe(record.loss, record.norm, where)
         if self._policy == "error":
             raise NonFiniteError(problem, update=begun + number)

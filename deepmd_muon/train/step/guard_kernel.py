@@ -32,12 +32,12 @@ def _judge_kernel(
     seen = tl.load(record) + 1.0
     bad_before = tl.load(record + 1)
     # The record of the first bad step stays.
-    kept = bad_before > 0.0
+    was_bad = bad_before > 0.0
     tl.store(record, seen)
     tl.store(record + 1, bad_before + is_bad)
-    tl.store(record + 2, tl.where(kept, tl.load(record + 2), seen))
-    tl.store(record + 3, tl.where(kept, tl.load(record + 3), loss_now))
-    tl.store(record + 4, tl.where(kept, tl.load(record + 4), norm_now))
+    tl.store(record + 2, tl.where(was_bad, tl.load(record + 2), seen))
+    tl.store(record + 3, tl.where(was_bad, tl.load(record + 3), loss_now))
+    tl.store(record + 4, tl.where(was_bad, tl.load(record + 4), norm_now))
     flag = is_bad
     if freeze:
         flag = tl.minimum(bad_before + is_bad, 1.0)

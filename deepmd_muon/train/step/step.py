@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -139,8 +140,8 @@ class TrainingStep:
     def _describe(self, origin: Origin) -> str:
         """Name the frames of a bad step on all ranks; the responsible ones if it ends the run."""
         frames = self.evaluate_frames(origin) if self.guard.ends_run else without_losses(origin)
-        parts = self.strategy.ranks.gather_objects(frames)
-        return describe_batch([frame for part in parts for frame in part])
+        frames_of_ranks = self.strategy.ranks.gather_objects(frames)
+        return describe_batch(list(itertools.chain(*frames_of_ranks)))
 
     def evaluate_frames(self, origin: Origin) -> list[FrameLoss]:
         """Return the frames of a batch with their losses at the present weights.
@@ -195,7 +196,7 @@ class TrainingStep:
         """Return the mean loss and all metrics of several batches, the mean gradients in `grad`."""
         losses: list[Tensor] = []
         metrics_of_batches: list[dict[str, Tensor]] = []
-        for batch_feed in feed.parts:
+        for batch_feed in feed.feeds:
             loss, metrics = self._differentiate(batch_feed.read(), lr_fraction)
             losses.append(loss)
             metrics_of_batches.append(metrics)

@@ -85,16 +85,16 @@ def build_stepper(
     training: RunSettings,
     scalars: Scalars,
     model: EnergyModel | None = None,
-    parts: DeviceParts | None = None,
+    device_parts: DeviceParts | None = None,
 ) -> Stepper:
-    """Make the stepper of a run; branches pass their `model` and share `parts`.
+    """Make the stepper of a run; branches pass their `model` and share `device_parts`.
 
     Raises
     ------
     TrainingError
         When `capture` is 'on' although steps cannot be captured.
     """
-    parts = parts or DeviceParts()
+    device_parts = device_parts or DeviceParts()
     device = strategy.ranks.device
     obstacle = _why_on_host(strategy, training)
     capture = training.capture != "off"
@@ -106,7 +106,7 @@ def build_stepper(
         strategy=strategy,
         loss=loss,
         optimizer=optimizer,
-        guard=_build_guard(strategy, optimizer, training, parts, on_host=bool(obstacle)),
+        guard=_build_guard(strategy, optimizer, training, device_parts, on_host=bool(obstacle)),
         max_norm=training.gradient_max_norm,
         ema=ema,
         tf32=_uses_tf32(training, device, obstacle),
@@ -121,7 +121,7 @@ def build_stepper(
         device,
         capture=capture,
         keep_metrics=training.disp_avg,
-        parts=parts,
+        device_parts=device_parts,
     )
 
 
@@ -224,7 +224,7 @@ class HostStepper(Stepper):
 class DeviceStepper(Stepper):
     """Waits for nothing in a step, and captures it if it may.
 
-    With `keep_metrics` the next step does not overwrite the metrics that are returned. `parts` are
+    With `keep_metrics` the next step does not overwrite the metrics that are returned. `device_parts` are
     shared with the steppers of other branches.
     """
 
@@ -236,20 +236,20 @@ class DeviceStepper(Stepper):
         *,
         capture: bool,
         keep_metrics: bool = False,
-        parts: DeviceParts | None = None,
+        device_parts: DeviceParts | None = None,
     ) -> None:
         assert isinstance(step.guard, DeviceGuard)
-        parts = parts or DeviceParts(step.guard)
-        if capture and parts.memory is None:
-            parts.memory = GraphMemory()
-        if parts.rates is None:
+        device_parts = device_parts or DeviceParts(step.guard)
+        if capture and device_parts.memory is None:
+            device_parts.memory = GraphMemory()
+        if device_parts.rates is None:
             # torch's fused Adam reads its rate in float32 only.
             dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
-            parts.rates = RateTable(scalars, dtype, device)
+            device_parts.rates = RateTable(scalars, dtype, device)
         self._guard = step.guard
         self._strategy = step.strategy
         self._step = step
-        self._captured = CapturedStep(step, parts.rates, parts.memory)
+        self._captured = CapturedStep(step, device_parts.rates, device_parts.memory)
         self._device = device
         self._keep_metrics = keep_metrics
 

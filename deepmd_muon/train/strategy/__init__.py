@@ -42,10 +42,11 @@ def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Br
         from deepmd_muon.train.strategy.replicated import Replicated
 
         return Replicated(ranks, model, state_in_parts=stage == 1, stratified=stratified)
-    for one in branches_of(model).values():
-        if one.why_foreign:
+    for branch_model in branches_of(model).values():
+        if branch_model.why_foreign:
             raise TrainingError(
-                f"training/zero_stage {stage} cannot cut this model ({one.why_foreign}): use 0 or 1"
+                f"training/zero_stage {stage} cannot cut this model "
+                f"({branch_model.why_foreign}): use 0 or 1"
             )
     from deepmd_muon.train.strategy.fully_sharded import FullySharded, sharding_mesh
 

@@ -107,14 +107,14 @@ class Strategy(ABC):
         self,
         optimizer: torch.optim.Optimizer,
         content: Mapping[str, Any],
-        source: Path,
+        path: Path,
         build_whole: BuildWhole,
     ) -> None:
         """Load the optimizer's state from a checkpoint, before its first step.
 
         `build_whole` is called if the state must be checked and converted as a whole.
         """
-        load_optimizer_state(optimizer, self.model, content, source)
+        load_optimizer_state(optimizer, self.model, content, path)
 
     def overlapping(
         self, branch: EnergyModel | None = None
@@ -185,7 +185,7 @@ class SeveralRanks(Strategy):
         self,
         optimizer: torch.optim.Optimizer,
         content: Mapping[str, Any],
-        source: Path,
+        path: Path,
         build_whole: BuildWhole,
     ) -> None:
         """Load the part of the optimizer's state that this rank keeps.
@@ -194,7 +194,7 @@ class SeveralRanks(Strategy):
         conversions.
         """
         model, reader = build_whole()
-        load_optimizer_state(reader, model, content, source)
+        load_optimizer_state(reader, model, content, path)
         with self.ranks.barrier("loading optimizer state"):
             self._take_state(optimizer, reader.state_dict())
 
@@ -263,6 +263,8 @@ def _build_muon(
 def _declared_adamw(model: nn.Module, config: HybridMuonConfig) -> tuple[str, ...]:
     """Return patterns for the matrices that models leave to AdamW, see `adamw_substrings`."""
     models = branches_of(model).values() if isinstance(model, EnergyModel | Branches) else ()
-    substrings = [part for one in models for part in one.adamw_substrings]
+    substrings = [
+        substring for branch_model in models for substring in branch_model.adamw_substrings
+    ]
     shapes = {name: p.shape for name, p in model.named_parameters()}
     return adamw_patterns_of(substrings, shapes, config.muon_mode) if substrings else ()

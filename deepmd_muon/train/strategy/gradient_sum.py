@@ -112,8 +112,8 @@ class GradientSum:
         vector = self._empty() if self._vector is None else self._vector
         early, late, summed_tail = vector.split(self._sections)
         views = [*_views(early, self._early), *_views(late, self._late)]
-        first = len(self._early) if begun else 0
-        _pack([*views[first:], summed_tail], [*_gradients(self.params[first:]), tail])
+        n_summed = len(self._early) if begun else 0
+        _pack([*views[n_summed:], summed_tail], [*_gradients(self.params[n_summed:]), tail])
         self.abandon()  # the early sum has arrived from here on
         self._ranks.sum(vector[len(early) :] if begun else vector)
         n_gradients = len(early) + len(late)

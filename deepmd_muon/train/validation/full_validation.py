@@ -109,13 +109,13 @@ class FullValidation:
             )
         note = None
         if self.best.enter(step, error) and self._settings.save_best:
-            whole = gather_whole(content())
+            checkpoint = gather_whole(content())
             # It stands apart from the run's other checkpoints, which a run that continues from it
             # does not delete.
-            whole[OWN_KEY] = {**whole[OWN_KEY], "series": []}
+            checkpoint[OWN_KEY] = {**checkpoint[OWN_KEY], "series": []}
             self._ranks.run_on_rank0(
                 "saving a best checkpoint",
-                lambda: log.info("saved %s", self.best.save(step, whole)),
+                lambda: log.info("saved %s", self.best.save(step, checkpoint)),
             )
             note = f"saved {self.best.path(step)}"
         if self._file is not None:

@@ -41,10 +41,10 @@ class ValidationFile(LinesFile):
         if not self._path.is_file() or not self._path.stat().st_size:
             return
         number = 1
-        while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
+        while (renamed := self._path.with_name(f"{self._path.name}.{number}")).exists():
             number += 1
-        with writing(kept):
-            self._path.rename(kept)
+        with writing(renamed):
+            self._path.rename(renamed)
 
     def row(self, step: int, errors: Mapping[str, float], note: str | None) -> None:
         """Write the errors [eV, Å] of the 1-based `step`; a note becomes a comment line."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepmd_muon.model.descriptor.dpa1.embedding import Embedding
+from deepmd_muon.model.descriptor.dpa1.embedding import Embedding, Inputs
 from deepmd_muon.model.nn import layers
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run
@@ -33,7 +33,8 @@ def embedding_results(name, precision="float64", device="cpu", *, written, force
 
     def features():
         if written:
-            return run(Embedding(f, network.copies), s, start, w, *network.flat, force=force)[0]
+            inputs = Inputs(s, start, w, network.tensors)
+            return run(Embedding(f, network.copies), inputs, force=force)[0]
         return layers.plain_values(f, network.copies, f.value(start + s * w), network.tensors)
 
     out = features()

@@ -6,6 +6,7 @@ from deepmd_muon.model.descriptor.dpa3 import angles, edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan, sort_by_neighbor
 from deepmd_muon.model.descriptor.dpa3.layer import Graph, RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleTerms, EdgeTerms
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run
 from deepmd_muon.model.nn.networks import Stream
@@ -76,7 +77,8 @@ def angle_results(  # noqa: PLR0913 - the shapes of one pass
     s, weight = draw.leaf(atoms * width), draw.leaf(n_a, features, scale=0.3)
     residual = draw.leaf(n_a) if tail else None
     passes = angles.Angles(plan, activation(curve), n_m, 0.7)
-    message, updated = run(passes, a, u, t, s * inside.flatten(), weight, residual, force=force)
+    terms = AngleTerms(a, u, t, s * inside.flatten())
+    message, updated = run(passes, angles.AngleInputs(terms, weight, residual), force=force)
     pairs = (inside[:, :, None] & inside[:, None, :]).view(-1, 1)
     outputs = [message] if updated is None else [message, updated * pairs]
     weights = [x for x in (a, u, t, weight, residual) if x is not None]
@@ -112,9 +114,9 @@ def edge_results(  # noqa: PLR0913 - the shapes of one pass
         < torch.tensor(reach or [width] * atoms, device=device)[:, None]
     )
     neighbor = torch.where(inside, neighbor, 0)
-    given = e, p, table, w * inside, h * inside.unsqueeze(-1), weight
+    terms = EdgeTerms(e, p, table, w * inside, h * inside.unsqueeze(-1))
     passes = edges.Edges(neighbor, activation(curve), n_m, sort_by_neighbor(neighbor, ~inside))
-    message, update, moment = run(passes, *given, force=force)
+    message, update, moment = run(passes, edges.EdgeInputs(terms, weight), force=force)
     outputs = (
         [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
     )

@@ -129,21 +129,21 @@ def test_a_step_frees_its_graph():
     gc.disable()
     try:
         batch = batch_of(model, FIXTURE["structures"]["orthorhombic"])
-        records = []
-        kept = four_passes._Record.__init__
+        calls = []
+        init = four_passes._Call.__init__
 
         def remembered(self, *args, **kwargs):
-            kept(self, *args, **kwargs)
-            records.append(weakref.ref(self))
+            init(self, *args, **kwargs)
+            calls.append(weakref.ref(self))
 
-        four_passes._Record.__init__ = remembered
+        four_passes._Call.__init__ = remembered
         out = model(batch)
         out["force"].square().sum().backward()
         del out
-        assert len(records) == 5
-        assert all(record() is None for record in records)
+        assert len(calls) == 5
+        assert all(call() is None for call in calls)
     finally:
-        four_passes._Record.__init__ = kept
+        four_passes._Call.__init__ = init
         gc.enable()
 
 

@@ -9,6 +9,7 @@ from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.environment import Reach, edge_derivative, environment
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.embedding import (
+    SumInputs,
     Sums,
     contract,
     plan_blocks,
@@ -138,9 +139,7 @@ def test_sums_over_edges(name, widths, timestep, device, monkeypatch):
         plans = plan_blocks(counts, edges, torch.device(device))
         assert (len(plans) > 1) == (device == "cpu")
         sums = Sums(plans, sel, f, network.copies, force=True, trace=True)
-        (a,), pull = run_with_pullback(
-            sums, rows, empty, *[t for layer in network.tensors for t in layer]
-        )
+        (a,), pull = run_with_pullback(sums, SumInputs(rows, empty, network.tensors))
         return a, pull(mix * a.square())[0] * real[..., None]
 
     results = [plain(), ours()]

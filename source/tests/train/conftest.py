@@ -142,8 +142,8 @@ def on_device(monkeypatch):
     cpu = torch.device("cpu")
 
     def switch(*, streamed=False):
-        def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
-            guard = parts.guard = parts.guard or DeviceGuard(
+        def build(strategy, loss, optimizer, ema, training, scalars, model=None, device_parts=None):
+            guard = device_parts.guard = device_parts.guard or DeviceGuard(
                 on_nonfinite(optimizer), optimizer, cpu
             )
             norms = {
@@ -152,7 +152,12 @@ def on_device(monkeypatch):
             }
             step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
             return DeviceStepper(
-                step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts
+                step,
+                scalars,
+                cpu,
+                capture=False,
+                keep_metrics=training.disp_avg,
+                device_parts=device_parts,
             )
 
         monkeypatch.setattr(trainer, "build_stepper", build)

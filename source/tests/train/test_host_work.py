@@ -45,7 +45,7 @@ def test_a_replayed_step_needs_few_calls_on_the_host(
     build = trainer.build_stepper
 
     def with_graphs(**options):
-        options["parts"].memory = FreeGraphs()
+        options["device_parts"].memory = FreeGraphs()
         return build(**options)
 
     calls = 0

@@ -378,17 +378,22 @@ def on_device(rank):
 
     kept = trainer.build_stepper, Replicated._on_host, LateRequests.STEPS
 
-    def build(strategy, loss, optimizer, ema, training, scalars, model, parts):
+    def build(strategy, loss, optimizer, ema, training, scalars, model, device_parts):
         cpu = torch.device("cpu")
         gather = strategy.ranks.gather_objects
-        guard = parts.guard = parts.guard or DeviceGuard(
+        guard = device_parts.guard = device_parts.guard or DeviceGuard(
             on_nonfinite(optimizer), optimizer, cpu, 1, gather
         )
         step = TrainingStep(
             strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model
         )
         return DeviceStepper(
-            step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts
+            step,
+            scalars,
+            cpu,
+            capture=False,
+            keep_metrics=training.disp_avg,
+            device_parts=device_parts,
         )
 
     trainer.build_stepper, Replicated._on_host, LateRequests.STEPS = build, False, 2

@@ -104,7 +104,7 @@ class AttentionLayer(torch.nn.Module):
             beta=norm.bias,
         )
         out: Tensor
-        (out,) = run(passes, *inputs, force=force)
+        (out,) = run(passes, inputs, force=force)
         return out
 
 

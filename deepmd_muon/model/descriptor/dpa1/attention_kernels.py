@@ -68,12 +68,26 @@ def _load_by_column(tensor, tile):
     return tl.load(tensor + tile.column, tile.inside, 0.0)[None, :]
 
 
+class Gate(NamedTuple):
+    """A gate (nreal, ncolumns, ncolumns) with its strides, which may be 0."""
+
+    tensor: Any
+    atom_stride: Any
+    row_stride: Any
+    column_stride: Any
+
+    @classmethod
+    def of(cls, gate: Tensor, like: Tensor) -> Gate:
+        """Return a gate that broadcasts to the shape of `like`."""
+        return cls(gate, *gate.expand_as(like).stride())
+
+
 @triton.jit
-def _load_gate(gate, tile, width, atom_stride, row_stride, column_stride):
-    """Load the rows of a gate with strides, which may be 0, (nreal, ncolumns, ncolumns)."""
+def _load_gate(gate, tile, width):
+    """Load the rows of a gate."""
     atom = tile.row // width
-    start = atom * atom_stride + tile.row % width * row_stride
-    at = gate + start[:, None] + (tile.column * column_stride)[None, :]
+    start = atom * gate.atom_stride + tile.row % width * gate.row_stride
+    at = gate.tensor + start[:, None] + (tile.column * gate.column_stride)[None, :]
     return tl.load(at, tile.mask, 0.0)
 
 
@@ -253,17 +267,13 @@ def attend(
     """See `attention_rows`."""
     soft = torch.bmm(query, key.mT)  # the kernel replaces QKᵀ by P
     gated = torch.empty_like(soft)
-    atom_stride, row_stride, column_stride = gate.expand_as(soft).stride()
     _launch(
         _attend_kernel,
         soft,
         gated=gated,
         soft=soft,
         mask=mask.contiguous(),
-        gate=gate,
-        atom_stride=atom_stride,
-        row_stride=row_stride,
-        column_stride=column_stride,
+        gate=Gate.of(gate, soft),
         scale=scale,
     )
     return soft, gated
@@ -274,10 +284,7 @@ def _attend_kernel(
     gated,  # (count, width), written: A; count = nreal·ncolumns, width = ncolumns
     soft,  # (count, width), in place: QKᵀ, then P
     mask,  # (nreal, width)
-    gate,  # E, with strides
-    atom_stride,
-    row_stride,
-    column_stride,
+    gate,  # Gate: E
     count,
     width,
     scale: tl.constexpr,
@@ -292,14 +299,7 @@ def _attend_kernel(
     score = tl.where(tile.inside[None, :], score, float("-inf"))
     power = tl.exp(score - tl.max(score, 1)[:, None])
     weight = power / tl.sum(power, 1)[:, None]
-    e = _load_gate(
-        gate,
-        tile,
-        width,
-        atom_stride=atom_stride,
-        row_stride=row_stride,
-        column_stride=column_stride,
-    )
+    e = _load_gate(gate, tile, width)
     tl.store(soft + tile.at, weight, tile.mask)
     tl.store(gated + tile.at, weight * e, tile.mask)
 
@@ -353,22 +353,14 @@ def attend_tangent(
 ) -> tuple[Tensor, Tensor]:
     """See `attention_rows`."""
     gated_dot = torch.empty_like(scores_dot)
-    atom_stride, row_stride, column_stride = gate.expand_as(scores_dot).stride()
-    dot_atom_stride, dot_row_stride, dot_column_stride = gate_dot.expand_as(scores_dot).stride()
     _launch(
         _attend_tangent_kernel,
         scores_dot,
         gated_dot=gated_dot,
         scores_dot=scores_dot,
         soft=v.soft,
-        gate=gate,
-        atom_stride=atom_stride,
-        row_stride=row_stride,
-        column_stride=column_stride,
-        gate_dot=gate_dot,
-        dot_atom_stride=dot_atom_stride,
-        dot_row_stride=dot_row_stride,
-        dot_column_stride=dot_column_stride,
+        gate=Gate.of(gate, scores_dot),
+        gate_dot=Gate.of(gate_dot, scores_dot),
         scale=scale,
     )
     return scores_dot, gated_dot
@@ -379,14 +371,8 @@ def _attend_tangent_kernel(
     gated_dot,  # (count, width), written: Ȧ
     scores_dot,  # (count, width), in place: the tangent of QKᵀ, then Ṗ
     soft,  # (count, width): P
-    gate,  # E, with strides
-    atom_stride,
-    row_stride,
-    column_stride,
-    gate_dot,  # Ė, with strides
-    dot_atom_stride,
-    dot_row_stride,
-    dot_column_stride,
+    gate,  # Gate: E
+    gate_dot,  # Gate: Ė
     count,
     width,
     scale: tl.constexpr,
@@ -398,22 +384,8 @@ def _attend_tangent_kernel(
     score_dot = _load(scores_dot, tile) * scale
     weight = _load(soft, tile)
     weight_dot = (score_dot - tl.sum(weight * score_dot, 1)[:, None]) * weight
-    e = _load_gate(
-        gate,
-        tile,
-        width,
-        atom_stride=atom_stride,
-        row_stride=row_stride,
-        column_stride=column_stride,
-    )
-    e_dot = _load_gate(
-        gate_dot,
-        tile,
-        width,
-        atom_stride=dot_atom_stride,
-        row_stride=dot_row_stride,
-        column_stride=dot_column_stride,
-    )
+    e = _load_gate(gate, tile, width)
+    e_dot = _load_gate(gate_dot, tile, width)
     tl.store(scores_dot + tile.at, weight_dot, tile.mask)
     tl.store(gated_dot + tile.at, weight_dot * e + weight * e_dot, tile.mask)
 

@@ -26,7 +26,6 @@ the tests compare the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from torch import Tensor
 from deepmd_muon.model.descriptor.dpa1 import attention_rows
 from deepmd_muon.model.descriptor.dpa1.attention_rows import Adjoints, Tangents, Values
 from deepmd_muon.model.nn import triton_support
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 
 class Inputs(NamedTuple):
@@ -63,25 +62,6 @@ class AdjointSaved(NamedTuple):
     values: Values
     adjoints: Adjoints
 
-    @classmethod
-    def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
-        """Name the tensors that `flat` returned."""
-        gate, matrix, outer, gamma, *values_and_adjoints = tensors
-        n_values = len(Values._fields)
-        return cls(
-            gate=gate,
-            matrix=matrix,
-            outer=outer,
-            gamma=gamma,
-            values=Values(*values_and_adjoints[:n_values]),
-            adjoints=Adjoints(*values_and_adjoints[n_values:]),
-        )
-
-    @property
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors in a row, as autograd saves them."""
-        return self.gate, self.matrix, self.outer, self.gamma, *self.values, *self.adjoints
-
 
 @dataclass(frozen=True)
 class Attention(FourPasses):
@@ -101,9 +81,8 @@ class Attention(FourPasses):
     shortest: float | None
     eps: float
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, i: Inputs) -> tuple[Perhaps, Nested]:
         """Pass 1, see `FourPasses`."""
-        i = Inputs(*inputs)
         ops = _row_operations(i.x)
         qkv, inverse_length = ops.project_and_rescale(i.x, i.matrix, i.bias, self.shortest)
         query, key, value = qkv
@@ -123,21 +102,18 @@ class Attention(FourPasses):
         )
         return (z,), saved
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+    def adjoint(self, cotangents: Any, i: Inputs, v: Values) -> tuple[Tensors, Nested]:
         """Pass 2: return the adjoints of X and E."""
         (z_bar,) = cotangents
-        i = Inputs(*inputs)
-        v = Values(*value_saved)
         x_bar, gate_bar, adjoints = self._pull(z_bar, i, v)
         saved = AdjointSaved(
             gate=i.gate, matrix=i.matrix, outer=i.outer, gamma=i.gamma, values=v, adjoints=adjoints
         )
-        return (x_bar, gate_bar), saved.flat
+        return (x_bar, gate_bar), saved
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+    def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return the derivative of Z, and `Tangents`."""
         x_dot, gate_dot = tangents
-        saved = AdjointSaved.of(adjoint_saved)
         v = saved.values
         query, key, value = v.qkv
         ops = _row_operations(x_dot)
@@ -163,17 +139,18 @@ class Attention(FourPasses):
         return (normed_dot * saved.gamma,), tangent_saved
 
     def gradient(
-        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
-    ) -> Perhaps:
+        self,
+        cotangents: Any,
+        i: Inputs,
+        v: Values,
+        adjoint_saved: AdjointSaved | None,
+        t: Tangents | None,
+    ) -> Nested:
         """Pass 4: return the gradients of `Inputs`; the mask has none."""
         (z_hat,) = cotangents
-        i = Inputs(*inputs)
-        v = Values(*value_saved)
         ops = _row_operations(i.x)
-        with_forces = adjoint_saved is not None
-        if with_forces:
-            a = AdjointSaved.of(adjoint_saved).adjoints
-            t = Tangents(*tangent_saved)
+        a = None if adjoint_saved is None else adjoint_saved.adjoints
+        if a is not None and t is not None:
             x_hat, gate_hat, summed_hat, projected_hat = self._pull_with_forces(z_hat, i, v, a, t)
         else:
             x_hat, gate_hat, adjoints = self._pull(z_hat, i, v)
@@ -189,7 +166,7 @@ class Attention(FourPasses):
         else:
             gamma_hat = (z_hat * v.normed).sum((0, 1))
             beta_hat = z_hat.sum((0, 1))
-        if with_forces:
+        if a is not None and t is not None:
             # The adjoints depend on these three as well: x̄·ẋ has the terms Ẋ·W̄, Ȯ·S̄ and Z̄∘Ṅ.
             matrix_hat += ops.project_gradient(t.x, a.projected)
             outer_hat.addmm_(t.mixed.flatten(0, 1).mT, a.summed.flatten(0, 1))

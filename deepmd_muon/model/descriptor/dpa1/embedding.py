@@ -15,7 +15,6 @@ so that positions enter by s alone, and parameters by w, start and the later lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from deepmd_muon.model.nn import layers
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
-from deepmd_muon.model.nn.networks import Copies, LayerTensors, unflatten
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
+from deepmd_muon.model.nn.networks import Copies, LayerTensors
 
 
 class Inputs(NamedTuple):
@@ -34,57 +33,35 @@ class Inputs(NamedTuple):
     s: Tensor  # (rows, 1), data without gradient
     start: Tensor  # (rows, n)
     w: Tensor  # (n,)
-    weights: Sequence[Tensor | None]  # matrix, bias, idt of each later layer
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any]) -> Inputs:
-        """Name the inputs as they come."""
-        s, start, w, *weights = tensors
-        return cls(s, start, w, weights)
-
-    @property
-    def layers(self) -> list[LayerTensors]:
-        """The later layers."""
-        return unflatten(self.weights)[0] if self.weights else []
+    later_layers: tuple[LayerTensors, ...]
 
 
 class Saved(NamedTuple):
-    """What the passes remember for `depth` later layers.
+    """What pass 1 hands over to passes 2 to 4.
 
     A value "for derivatives" is what the activation's derivatives need (see `Activation.__call__`).
     """
 
     from_scalar: Tensor  # of the first layer, for derivatives
-    inputs: Sequence[Tensor]  # of each later layer (rows, n)
-    for_derivatives: Sequence[Tensor]  # of each later layer (rows, n)
+    inputs: tuple[Tensor, ...]  # of each later layer (rows, n)
+    for_derivatives: tuple[Tensor, ...]  # of each later layer (rows, n)
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], depth: int) -> Saved:
-        """Name the tensors that `flat` returned."""
-        return cls(tensors[0], tensors[1 : 1 + depth], tensors[1 + depth :])
 
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        """All tensors in a row, as autograd saves them."""
-        return self.from_scalar, *self.inputs, *self.for_derivatives
+class AdjointSaved(NamedTuple):
+    """What pass 2 hands over: the first three for pass 3, the cotangents for pass 4."""
+
+    w: Tensor
+    later_layers: tuple[LayerTensors, ...]
+    saved: Saved
+    bars: tuple[Tensor, ...]  # of each layer's output
 
 
 class Tangents(NamedTuple):
     """What pass 3 hands over to pass 4."""
 
     s: Tensor  # ṡ (rows, 1)
-    pre_activations: Sequence[Tensor]  # ḣ of every layer
-    inputs: Sequence[Tensor]  # tangents of each later layer's input
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], depth: int) -> Tangents:
-        """Name the tensors that `flat` returned."""
-        return cls(tensors[0], tensors[1 : 2 + depth], tensors[2 + depth :])
-
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        """All tensors in a row, as autograd saves them."""
-        return self.s, *self.pre_activations, *self.inputs
+    pre_activations: tuple[Tensor, ...]  # ḣ of every layer
+    inputs: tuple[Tensor, ...]  # tangents of each later layer's input
 
 
 @dataclass(frozen=True)
@@ -102,45 +79,36 @@ class Embedding(FourPasses):
     activation: Activation
     copies: tuple[Copies, ...]
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, i: Inputs) -> tuple[Perhaps, Nested]:
         """Pass 1, see `FourPasses`."""
-        i = Inputs.of(inputs)
         value, from_scalar = layers.forward_from_scalar(self.activation, i.s, i.w, i.start)
-        features, tape = layers.values(self.activation, self.copies, value, i.layers)
-        return (features,), Saved(from_scalar, tape.inputs, tape.keeps).flat
+        features, tape = layers.values(self.activation, self.copies, value, i.later_layers)
+        return (features,), Saved(from_scalar, tuple(tape.inputs), tuple(tape.keeps))
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
-        """Pass 2: return s̄; save what passes 3 and 4 read, in a row."""
+    def adjoint(self, cotangents: Any, i: Inputs, saved: Saved) -> tuple[Tensors, Nested]:
+        """Pass 2: return s̄."""
         (bar,) = cotangents
         f = self.activation
-        i = Inputs.of(inputs)
-        saved = Saved.of(value_saved, len(self.copies))
         bars = [bar]
-        later_layers = zip(i.layers, self.copies, saved.for_derivatives, strict=True)
+        later_layers = zip(i.later_layers, self.copies, saved.for_derivatives, strict=True)
         for layer, copies, for_derivatives in reversed(list(later_layers)):
             h_bar = layers.slope(f, for_derivatives, layer.idt, bar)
             bar = layers.down(h_bar, layer, bar, copies)
             bars.append(bar)
         s_bar = torch.mm(layers.slope(f, saved.from_scalar, None, bar), i.w.unsqueeze(1))
-        # The cotangents of the layers' outputs come last, in the order of the layers.
-        return (s_bar,), (i.w, *i.weights, *value_saved, *reversed(bars))
+        return (s_bar,), AdjointSaved(i.w, i.later_layers, saved, bars=tuple(reversed(bars)))
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+    def tangent(self, tangents: Any, adjoint_saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return Ġ, and `Tangents`."""
         (s_dot,) = tangents
         f = self.activation
-        depth = len(self.copies)
-        # In the order in which `adjoint` saves them: w, matrices, biases and idt, and `Saved`.
-        w = adjoint_saved[0]
-        weights = adjoint_saved[1 : 1 + 3 * depth]
-        later_layers = unflatten(weights)[0] if weights else []
-        saved = Saved.of(adjoint_saved[1 + 3 * depth : 2 + 5 * depth], depth)
-        h_dot = s_dot * w
+        saved = adjoint_saved.saved
+        h_dot = s_dot * adjoint_saved.w
         h_dots = [h_dot]
         out_dot = layers.tangent(f, saved.from_scalar, idt=None, h_dot=h_dot, x_dot=s_dot, copies=0)
         input_dots = []
         for layer, copies, for_derivatives in zip(
-            later_layers, self.copies, saved.for_derivatives, strict=True
+            adjoint_saved.later_layers, self.copies, saved.for_derivatives, strict=True
         ):
             input_dots.append(out_dot)
             h_dot = torch.mm(out_dot, layer.matrix)
@@ -148,26 +116,25 @@ class Embedding(FourPasses):
             out_dot = layers.tangent(
                 f, for_derivatives, idt=layer.idt, h_dot=h_dot, x_dot=out_dot, copies=copies
             )
-        return (out_dot,), Tangents(s_dot, h_dots, input_dots).flat
+        return (out_dot,), Tangents(s_dot, tuple(h_dots), tuple(input_dots))
 
     def gradient(
-        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
-    ) -> Perhaps:
+        self,
+        cotangents: Any,
+        i: Inputs,
+        saved: Saved,
+        adjoint_saved: AdjointSaved | None,
+        dots: Tangents | None,
+    ) -> Nested:
         """Pass 4: return the gradients of start, w and the weights."""
         (hat,) = cotangents
         f = self.activation
-        depth = len(self.copies)
-        i = Inputs.of(inputs)
-        saved = Saved.of(value_saved, depth)
-        later_layers = i.layers
-        dots = None
         if adjoint_saved is not None:
-            dots = Tangents.of(tangent_saved, depth)
-            bars = adjoint_saved[-1 - depth :]  # of each layer's output
+            bars = adjoint_saved.bars
             hat = torch.zeros_like(bars[-1]) if hat is None else hat
         reversed_gradients: list[Tensor | None] = []
-        for index in reversed(range(depth)):
-            layer = later_layers[index]
+        for index in reversed(range(len(self.copies))):
+            layer = i.later_layers[index]
             x = saved.inputs[index]
             for_derivatives = saved.for_derivatives[index]
             if dots is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention
-from deepmd_muon.model.descriptor.dpa1.embedding import Embedding
+from deepmd_muon.model.descriptor.dpa1.embedding import Embedding, Inputs
 from deepmd_muon.model.descriptor.dpa1.geometry import geometry
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
 from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
@@ -213,10 +213,12 @@ class DPA1(torch.nn.Module):
         else:
             (features,) = run(
                 Embedding(self.activation, network.copies[1:]),
-                radial.flatten(0, 1),
-                start.flatten(0, 1),
-                first_layer.matrix[0],
-                *network.flat[3:],  # matrix, bias, idt of the later layers
+                Inputs(
+                    s=radial.flatten(0, 1),
+                    start=start.flatten(0, 1),
+                    w=first_layer.matrix[0],
+                    later_layers=network.tensors[1:],
+                ),
                 force=force,
             )
         features = features.view(*near.kind.shape, self.width)

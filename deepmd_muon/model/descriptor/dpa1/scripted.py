@@ -388,13 +388,15 @@ class ScriptedDPA1(torch.nn.Module):
                 switch_bar=switch_bar,
                 shift=self.shift,
             )
-        rows_bar[..., 0] += (features_bar * tape.embedded[1]).sum(-1).view(columns.kind.shape)
+        by_radial = tape.embedded[1]  # dG/dR₀
+        rows_bar[..., 0] += (features_bar * by_radial).sum(-1).view(columns.kind.shape)
         # The rest is geometry: autograd continues from the tensors that depend on it.
         results = [columns.rows]
         adjoints = torch.jit.annotate(list[Tensor | None], [rows_bar])
         if tape.embedded.shape[0] > 2:
+            by_switch = tape.embedded[2]  # dG/dswitch
             results.append(columns.switch)
-            adjoints.append((features_bar * tape.embedded[2]).sum(-1).view(columns.kind.shape))
+            adjoints.append((features_bar * by_switch).sum(-1).view(columns.kind.shape))
         if gates.factor.requires_grad:
             results.append(gates.factor)
             adjoints.append(factor_bar)
@@ -482,6 +484,7 @@ def attend(
         scores.mul_(weights.scale)
     elif normalize:
         _scale_pairs(scores, projected.inverse)
+    # Without a switch both names are one tensor, in which hidden scores become −1e30 below.
     scores_before_switch = scores
     if gates.switch.shape[0] > 0:
         scores_before_switch = scores.add_(shift)
@@ -498,8 +501,9 @@ def attend(
     gated = soft * gates.factor
     if folded:
         if normalize:
+            # `value` of a folded layer is not divided by its length; the weights are, instead.
             gated.mul_(projected.inverse[2].view(ncentre, 1, ncolumns))
-        mixed = x + weights.outer.bias
+        mixed = x + weights.outer.bias  # the layer's input is added here
         torch.baddbmm(mixed, gated, projected.value, out=mixed)
         summed = mixed.view(-1, width)
     else:

@@ -23,7 +23,7 @@ float32, one thread, 2026-11-23).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,58 +31,25 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 
 class AngleInputs(NamedTuple):
     """The inputs of the operation; of ρ there is none if a′ is not wanted."""
 
-    a: Tensor  # (angles, A)
-    u: Tensor  # (slots, Y)
-    t: Tensor  # (slots, Y)
-    s: Tensor  # (slots,)
-    weight: Tensor  # (A, Y)
+    terms: AngleTerms
+    weight: Tensor  # W (A, Y)
     rho: Tensor | None  # (A,)
-
-    @property
-    def terms(self) -> list[Tensor]:
-        """The inputs that depend on positions, as the kernels take them."""
-        return [self.a, self.u, self.t, self.s]
-
-
-class Terms(NamedTuple):
-    """Tangents of the inputs that depend on positions."""
-
-    a: Tensor
-    u: Tensor
-    t: Tensor
-    s: Tensor
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m (slots, M) and a′ (angles, A); None for one that did not arrive."""
-
-    message: Tensor | None
-    a_new: Tensor | None
 
 
 class AdjointSaved(NamedTuple):
     """What pass 2 hands over to pass 3 (all) and pass 4 (the cotangents)."""
 
-    bars: Cotangents
+    bars: AngleCotangents
     inputs: AngleInputs
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
-        """Name the tensors that `flat` returned."""
-        return cls(bars=Cotangents(*tensors[:2]), inputs=AngleInputs(*tensors[2:]))
-
-    @property
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors in a row, as autograd saves them."""
-        return *self.bars, *self.inputs
 
 
 @dataclass(frozen=True)
@@ -106,124 +73,122 @@ class Angles(FourPasses):
     message_columns: int
     carry: float
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, inputs: AngleInputs) -> tuple[Perhaps, Nested]:
         """Pass 1, see `FourPasses`."""
-        arguments = AngleInputs(*inputs)
-        kernels = _kernels(self, arguments.weight)
+        terms, weight, rho = inputs
+        kernels = _kernels(self, weight)
         if kernels is not None:
-            message, a_new = kernels.update(arguments.terms, _layer(self, arguments))
-            return (message, None if arguments.rho is None else a_new), ()
-        message = arguments.u.new_empty(arguments.u.shape[0], self.message_columns)
-        a_new = None if arguments.rho is None else torch.empty_like(arguments.a)
+            message, a_new = kernels.update(terms, _layer(self, inputs))
+            return (message, None if rho is None else a_new), ()
+        message = terms.u.new_empty(terms.u.shape[0], self.message_columns)
+        a_new = None if rho is None else torch.empty_like(terms.a)
         for block in self._blocks():
-            y = self.activation.value(block.pre_activation(arguments, arguments.weight))
-            pairs = block.products(arguments.s, arguments.s)
+            y = self.activation.value(block.pre_activation(terms, weight))
+            pairs = block.products(terms.s, terms.s)
             message[block.slots] = (y[..., : self.message_columns] * pairs).sum(2).flatten(0, 1)
-            if a_new is not None and arguments.rho is not None:
-                a = arguments.a[block.angles]
-                step = (y[..., self.message_columns :] * arguments.rho).view_as(a)
+            if a_new is not None and rho is not None:
+                a = terms.a[block.angles]
+                step = (y[..., self.message_columns :] * rho).view_as(a)
                 torch.add(step, a, alpha=self.carry, out=a_new[block.angles])
         return (message, a_new), ()
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+    def adjoint(
+        self, cotangents: Any, inputs: AngleInputs, value_saved: Any
+    ) -> tuple[Tensors, Nested]:
         """Pass 2: return ā, ū, t̄, s̄, and all tensors that came."""
-        bars = Cotangents(*cotangents)
-        arguments = AngleInputs(*inputs)
-        saved = AdjointSaved(bars=bars, inputs=arguments).flat
-        kernels = _kernels(self, arguments.weight)
+        bars = AngleCotangents(*cotangents)
+        terms, weight, rho = inputs
+        saved = AdjointSaved(bars=bars, inputs=inputs)
+        kernels = _kernels(self, weight)
         if kernels is not None:
-            present = _without_none(self, bars, arguments)
-            return kernels.adjoint(present, arguments.terms, _layer(self, arguments)), saved
-        a_bar = torch.empty_like(arguments.a)
-        u_bar = torch.empty_like(arguments.u)
-        t_bar = torch.empty_like(arguments.t)
-        s_bar = torch.empty_like(arguments.s)
+            present = _without_none(self, bars, inputs)
+            return kernels.adjoint(present, terms, _layer(self, inputs)), saved
+        a_bar = torch.empty_like(terms.a)
+        u_bar = torch.empty_like(terms.u)
+        t_bar = torch.empty_like(terms.t)
+        s_bar = torch.empty_like(terms.s)
         for block in self._blocks():
-            y, for_slope = self.activation(block.pre_activation(arguments, arguments.weight))
-            pairs = block.products(arguments.s, arguments.s)
-            y_bar = self._cotangent_of_y(block, pairs, bars, arguments.rho, like=y)
-            s_bar[block.slots] = self._adjoint_of_s(block, bars.message, arguments.s, y)
+            y, for_slope = self.activation(block.pre_activation(terms, weight))
+            pairs = block.products(terms.s, terms.s)
+            y_bar = self._cotangent_of_y(block, pairs, bars, rho, like=y)
+            s_bar[block.slots] = self._adjoint_of_s(block, bars.message, terms.s, y)
             z_bar = self.activation.times_slope(for_slope, y_bar)
-            torch.mm(block.rows(z_bar), arguments.weight.t(), out=a_bar[block.angles])
+            torch.mm(block.rows(z_bar), weight.t(), out=a_bar[block.angles])
             u_bar[block.slots] = z_bar.sum(2).flatten(0, 1)
             t_bar[block.slots] = z_bar.sum(1).flatten(0, 1)
         if bars.a_new is not None:
             a_bar.add_(bars.a_new, alpha=self.carry)
         return (a_bar, u_bar, t_bar, s_bar), saved
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+    def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return the derivatives of m and a′, and ȧ, u̇, ṫ, ṡ."""
-        dots = Terms(*tangents)
-        bars, arguments = AdjointSaved.of(adjoint_saved)
-        kernels = _kernels(self, arguments.weight)
+        dots = AngleTerms(*tangents)
+        bars, inputs = saved
+        terms, weight, rho = inputs
+        kernels = _kernels(self, weight)
         if kernels is not None:
-            return kernels.tangent(arguments.terms, dots, _layer(self, arguments)), dots
+            return kernels.tangent(terms, dots, _layer(self, inputs)), dots
         message_dot = None if bars.message is None else torch.empty_like(bars.message)
         a_new_dot = None if bars.a_new is None else torch.empty_like(bars.a_new)
         for block in self._blocks():
-            y, for_slope = self.activation(block.pre_activation(arguments, arguments.weight))
-            z_dot = block.pre_activation(dots, arguments.weight)
+            y, for_slope = self.activation(block.pre_activation(terms, weight))
+            z_dot = block.pre_activation(dots, weight)
             y_dot = self.activation.times_slope(for_slope, z_dot)
             if message_dot is not None:
-                pairs = block.products(arguments.s, arguments.s)
+                pairs = block.products(terms.s, terms.s)
                 summands = y_dot[..., : self.message_columns] * pairs
-                summands += y[..., : self.message_columns] * block.product_tangents(
-                    arguments.s, dots.s
-                )
+                pair_dots = block.product_tangents(terms.s, dots.s)
+                summands += y[..., : self.message_columns] * pair_dots
                 message_dot[block.slots] = summands.sum(2).flatten(0, 1)
-            if a_new_dot is not None and arguments.rho is not None:
+            if a_new_dot is not None and rho is not None:
                 a_dot = dots.a[block.angles]
-                step = (y_dot[..., self.message_columns :] * arguments.rho).view_as(a_dot)
+                step = (y_dot[..., self.message_columns :] * rho).view_as(a_dot)
                 torch.add(step, a_dot, alpha=self.carry, out=a_new_dot[block.angles])
         return (message_dot, a_new_dot), dots
 
     def gradient(
         self,
         cotangents: Any,
-        inputs: Any,
+        inputs: AngleInputs,
         value_saved: Any,
-        adjoint_saved: Any,
-        tangent_saved: Any,
-    ) -> Perhaps:
+        adjoint_saved: AdjointSaved | None,
+        dots: AngleTerms | None,
+    ) -> Nested:
         """Pass 4: return the gradients of a, u, t, W, ρ; s depends on positions alone."""
-        hats = Cotangents(*cotangents)
-        arguments = AngleInputs(*inputs)
-        bars = Cotangents(None, None)
-        dots = None
-        if adjoint_saved is not None:
-            bars = AdjointSaved.of(adjoint_saved).bars
-            dots = Terms(*tangent_saved)
-        kernels = _kernels(self, arguments.weight)
+        hats = AngleCotangents(*cotangents)
+        terms, weight, rho = inputs
+        bars = AngleCotangents(None, None) if adjoint_saved is None else adjoint_saved.bars
+        kernels = _kernels(self, weight)
         if kernels is not None:
             a_hat, u_hat, t_hat, weight_hat, rho_hat = kernels.gradient(
-                hats=_without_none(self, hats, arguments),
-                bars=[] if dots is None else _without_none(self, bars, arguments),
-                terms=arguments.terms,
-                dots=[] if dots is None else dots,
-                layer=_layer(self, arguments),
+                hats=_without_none(self, hats, inputs),
+                bars=None if dots is None else _without_none(self, bars, inputs),
+                terms=terms,
+                dots=dots,
+                layer=_layer(self, inputs),
             )
-            return a_hat, u_hat, t_hat, None, weight_hat, None if arguments.rho is None else rho_hat
-        a_hat = torch.empty_like(arguments.a)
-        u_hat = torch.empty_like(arguments.u)
-        t_hat = torch.empty_like(arguments.t)
-        weight_hat = torch.zeros_like(arguments.weight)
-        rho_hat = None if arguments.rho is None else torch.zeros_like(arguments.rho)
+            return a_hat, u_hat, t_hat, None, weight_hat, None if rho is None else rho_hat
+        a_hat = torch.empty_like(terms.a)
+        u_hat = torch.empty_like(terms.u)
+        t_hat = torch.empty_like(terms.t)
+        weight_hat = torch.zeros_like(weight)
+        rho_hat = None if rho is None else torch.zeros_like(rho)
         for block in self._blocks():
-            y, for_slope = self.activation(block.pre_activation(arguments, arguments.weight))
-            pairs = block.products(arguments.s, arguments.s)
-            y_hat = self._cotangent_of_y(block, pairs, hats, arguments.rho, like=y)
+            y, for_slope = self.activation(block.pre_activation(terms, weight))
+            pairs = block.products(terms.s, terms.s)
+            y_hat = self._cotangent_of_y(block, pairs, hats, rho, like=y)
             if rho_hat is not None and hats.a_new is not None:
                 new_hat = hats.a_new[block.angles]
                 rho_hat += (y[..., self.message_columns :].reshape_as(new_hat) * new_hat).sum(0)
             if dots is None:
                 z_hat = self.activation.times_slope(for_slope, y_hat)
             else:
-                y_bar = self._cotangent_of_y(block, pairs, bars, arguments.rho, like=y)
+                y_bar = self._cotangent_of_y(block, pairs, bars, rho, like=y)
                 if bars.message is not None:
-                    pair_dots = block.product_tangents(arguments.s, dots.s)
+                    pair_dots = block.product_tangents(terms.s, dots.s)
                     m_bar = block.by_first(bars.message)
                     y_hat[..., : self.message_columns].addcmul_(m_bar, pair_dots)
-                z_dot = block.pre_activation(dots, arguments.weight)
+                z_dot = block.pre_activation(dots, weight)
                 slope, bend = self.activation.derivatives(for_slope)
                 if rho_hat is not None and bars.a_new is not None:
                     new_bar = bars.a_new[block.angles]
@@ -233,8 +198,8 @@ class Angles(FourPasses):
                 z_hat = bend.mul_(z_dot).mul_(y_bar).addcmul_(slope, y_hat)
                 z_bar = y_bar.mul_(slope)
                 weight_hat.addmm_(dots.a[block.angles].t(), block.rows(z_bar))
-            weight_hat.addmm_(arguments.a[block.angles].t(), block.rows(z_hat))
-            torch.mm(block.rows(z_hat), arguments.weight.t(), out=a_hat[block.angles])
+            weight_hat.addmm_(terms.a[block.angles].t(), block.rows(z_hat))
+            torch.mm(block.rows(z_hat), weight.t(), out=a_hat[block.angles])
             u_hat[block.slots] = z_hat.sum(2).flatten(0, 1)
             t_hat[block.slots] = z_hat.sum(1).flatten(0, 1)
         if hats.a_new is not None:
@@ -258,7 +223,12 @@ class Angles(FourPasses):
             first_angle += n_angles
 
     def _cotangent_of_y(
-        self, block: _Block, pairs: Tensor, cotangents: Cotangents, rho: Tensor | None, like: Tensor
+        self,
+        block: _Block,
+        pairs: Tensor,
+        cotangents: AngleCotangents,
+        rho: Tensor | None,
+        like: Tensor,
     ) -> Tensor:
         """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
         y_bar = torch.empty_like(like)
@@ -283,9 +253,8 @@ class Angles(FourPasses):
         n = block.atoms
         k = block.neighbors
         m_bar = message_bar[block.slots].view(n, k, self.message_columns, 1)
-        along = torch.matmul(y[..., : self.message_columns], m_bar).squeeze(
-            -1
-        )  # (atoms, j, k): m̄_j·y_jk
+        # m̄_j·y_jk (atoms, j, k)
+        along = torch.matmul(y[..., : self.message_columns], m_bar).squeeze(-1)
         block_s = s[block.slots].view(n, k)
         as_first = torch.bmm(along, block_s.unsqueeze(-1)).squeeze(-1)
         as_second = torch.bmm(block_s.unsqueeze(1), along).squeeze(1)
@@ -316,7 +285,7 @@ class _Block(NamedTuple):
         """Return (atoms, j, k, n) as (atoms·j·k, n)."""
         return values.view(self.atoms * self.neighbors**2, -1)
 
-    def pre_activation(self, terms: AngleInputs | Terms, weight: Tensor) -> Tensor:
+    def pre_activation(self, terms: AngleTerms, weight: Tensor) -> Tensor:
         """Return z = a·W + u_j + t_k (atoms, j, k, Y), or ż from tangents."""
         z = torch.mm(terms.a[self.angles], weight)
         z = z.view(self.atoms, self.neighbors, self.neighbors, -1)
@@ -350,7 +319,7 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     return kernels
 
 
-def _layer(angles: Angles, arguments: AngleInputs) -> Any:
+def _layer(angles: Angles, inputs: AngleInputs) -> Any:
     """Return the arguments that all passes share."""
     from deepmd_muon.model.descriptor.dpa3.kernels.angles import AngleLayer
 
@@ -358,11 +327,11 @@ def _layer(angles: Angles, arguments: AngleInputs) -> Any:
     (block,) = angles.plan.blocks
     reach = angles.plan.reach
     if reach is None:
-        device = arguments.weight.device
+        device = inputs.weight.device
         reach = torch.full((block.atoms,), block.width, dtype=torch.int32, device=device)
     return AngleLayer(
-        weight=arguments.weight,
-        rho=arguments.rho,
+        weight=inputs.weight,
+        rho=inputs.rho,
         reach=reach,
         n_slots=block.width,
         message_columns=angles.message_columns,
@@ -371,11 +340,15 @@ def _layer(angles: Angles, arguments: AngleInputs) -> Any:
     )
 
 
-def _without_none(angles: Angles, cotangents: Cotangents, arguments: AngleInputs) -> list[Tensor]:
-    """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
+def _without_none(
+    angles: Angles, cotangents: AngleCotangents, inputs: AngleInputs
+) -> AngleCotangents:
+    """Return the cotangents as kernels take them."""
     message, a_new = cotangents
     if message is None:
-        message = arguments.u.new_zeros(arguments.u.shape[0], angles.message_columns)
+        message = inputs.terms.u.new_zeros(inputs.terms.u.shape[0], angles.message_columns)
     if a_new is None:
-        a_new = arguments.a.new_empty(0) if arguments.rho is None else torch.zeros_like(arguments.a)
-    return [message, a_new]
+        a_new = (
+            inputs.terms.a.new_empty(0) if inputs.rho is None else torch.zeros_like(inputs.terms.a)
+        )
+    return AngleCotangents(message, a_new)

@@ -27,7 +27,7 @@ thread, 2026-11-27).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,63 +35,27 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.geometry import Incoming
+from deepmd_muon.model.descriptor.dpa3.tensors import EdgeCotangents, EdgeTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 # Edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache.
 EDGE_BLOCK_ROWS = 1024
 
 
-class Terms(NamedTuple):
-    """The inputs that depend on positions, their tangents, or their adjoints."""
-
-    e: Tensor  # (atoms, slots, E): edge features
-    p: Tensor  # (atoms, Y): term of the centre
-    table: Tensor  # (atoms, Y + V): term q and node features v of a neighbour, side by side
-    w: Tensor  # (atoms, slots): weight of an edge in the message; 0 in empty slots
-    h: Tensor  # (atoms, slots, 3): weighted direction of an edge; 0 in empty slots
-
-
 class EdgeInputs(NamedTuple):
-    """The inputs of the operation; shapes of all but W are those of `Terms`."""
+    """The inputs of the operation."""
 
-    e: Tensor
-    p: Tensor
-    table: Tensor
-    w: Tensor
-    h: Tensor
-    weight: Tensor  # (E, Y)
-
-    @property
-    def terms(self) -> Terms:
-        """The inputs that depend on positions."""
-        return Terms(e=self.e, p=self.p, table=self.table, w=self.w, h=self.h)
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m, y[M:] and H; None for one that did not arrive."""
-
-    message: Tensor | None  # (atoms, M)
-    update: Tensor | None  # (atoms, slots, Y − M)
-    moment: Tensor | None  # (atoms, 3, E + V)
+    terms: EdgeTerms
+    weight: Tensor  # W (E, Y)
 
 
 class AdjointSaved(NamedTuple):
     """What pass 2 hands over to pass 3 (all) and pass 4 (the cotangents)."""
 
-    bars: Cotangents
+    bars: EdgeCotangents
     inputs: EdgeInputs
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
-        """Name the tensors that `flat` returned."""
-        return cls(bars=Cotangents(*tensors[:3]), inputs=EdgeInputs(*tensors[3:]))
-
-    @property
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """All tensors in a row, as autograd saves them."""
-        return *self.bars, *self.inputs
 
 
 @dataclass(frozen=True)
@@ -116,23 +80,22 @@ class Edges(FourPasses):
     width: int
     incoming: Incoming | None
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, inputs: EdgeInputs) -> tuple[Perhaps, Nested]:
         """Pass 1, see `FourPasses`."""
-        arguments = EdgeInputs(*inputs)
-        weight = arguments.weight
+        terms, weight = inputs
         E, Y = weight.shape
         n_update = Y - self.width
         kernels = _kernels(self, weight)
         if kernels is not None:
-            message, update, moment = kernels.update(arguments.terms, _layer(self, weight))
+            message, update, moment = kernels.update(terms, _layer(self, weight))
             return (message, update if n_update else None, moment), ()
         n_atoms, n_slots = self.neighbor.shape
-        V = arguments.table.shape[1] - Y
-        message = arguments.p.new_empty(n_atoms, self.width)
-        update = arguments.p.new_empty(n_atoms, n_slots, n_update) if n_update else None
-        moment = arguments.p.new_empty(n_atoms, 3, E + V)
+        V = terms.table.shape[1] - Y
+        message = weight.new_empty(n_atoms, self.width)
+        update = weight.new_empty(n_atoms, n_slots, n_update) if n_update else None
+        moment = weight.new_empty(n_atoms, 3, E + V)
         for atoms in self._blocks():
-            block = self._block(arguments.terms, atoms, Y)
+            block = self._block(terms, atoms, Y)
             y = self.activation.value(block.pre_activation(weight))
             message[atoms] = torch.bmm(block.w.unsqueeze(1), y[..., : self.width]).squeeze(1)
             moment[atoms, :, :E] = block.edge_moment(block.h)
@@ -141,19 +104,19 @@ class Edges(FourPasses):
                 update[atoms] = y[..., self.width :]
         return (message, update, moment), ()
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
-        """Pass 2: return the adjoints of `Terms`, and all tensors that came."""
-        bars = Cotangents(*cotangents)
-        arguments = EdgeInputs(*inputs)
-        terms = arguments.terms
-        weight = arguments.weight
-        saved = AdjointSaved(bars=bars, inputs=arguments).flat
+    def adjoint(
+        self, cotangents: Any, inputs: EdgeInputs, value_saved: Any
+    ) -> tuple[Tensors, Nested]:
+        """Pass 2: return the adjoints of `EdgeTerms`, and all tensors that came."""
+        bars = EdgeCotangents(*cotangents)
+        terms, weight = inputs
+        saved = AdjointSaved(bars=bars, inputs=inputs)
         kernels = _kernels(self, weight)
         if kernels is not None:
-            present = _without_none(self, bars, arguments)
+            present = _without_none(self, bars, inputs)
             return kernels.adjoint(present, terms, _layer(self, weight)), saved
         E, Y = weight.shape
-        adjoints = Terms(*(torch.zeros_like(term) for term in terms))
+        adjoints = EdgeTerms(*(torch.zeros_like(term) for term in terms))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
             y, for_slope = self.activation(block.pre_activation(weight))
@@ -176,18 +139,17 @@ class Edges(FourPasses):
             self._add_to_neighbors(adjoints.table, atoms, z_bar, v_bar)
         return adjoints, saved
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
-        """Pass 3: return the derivatives of m, y[M:] and H, and the tangents of `Terms`."""
-        dots = Terms(*tangents)
-        bars, arguments = AdjointSaved.of(adjoint_saved)
-        weight = arguments.weight
+    def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
+        """Pass 3: return the derivatives of m, y[M:] and H, and the tangents of `EdgeTerms`."""
+        dots = EdgeTerms(*tangents)
+        bars, (terms, weight) = saved
         kernels = _kernels(self, weight)
         if kernels is not None:
-            return kernels.tangent(arguments.terms, dots, _layer(self, weight)), dots
+            return kernels.tangent(terms, dots, _layer(self, weight)), dots
         E, Y = weight.shape
-        out = Cotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
+        out = EdgeCotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
         for atoms in self._blocks():
-            block = self._block(arguments.terms, atoms, Y)
+            block = self._block(terms, atoms, Y)
             dot = self._block(dots, atoms, Y)
             y, for_slope = self.activation(block.pre_activation(weight))
             y_dot = self.activation.times_slope(for_slope, dot.pre_activation(weight))
@@ -205,31 +167,25 @@ class Edges(FourPasses):
     def gradient(
         self,
         cotangents: Any,
-        inputs: Any,
+        inputs: EdgeInputs,
         value_saved: Any,
-        adjoint_saved: Any,
-        tangent_saved: Any,
-    ) -> Perhaps:
+        adjoint_saved: AdjointSaved | None,
+        dots: EdgeTerms | None,
+    ) -> Nested:
         """Pass 4: return the gradients of e, p, the table and W.
 
         w and h get none: they depend on positions alone, which pass 4 does not differentiate by.
         """
-        hats = Cotangents(*cotangents)
-        arguments = EdgeInputs(*inputs)
-        terms = arguments.terms
-        weight = arguments.weight
-        bars = Cotangents(None, None, None)
-        dots = None
-        if adjoint_saved is not None:
-            bars = AdjointSaved.of(adjoint_saved).bars
-            dots = Terms(*tangent_saved)
+        hats = EdgeCotangents(*cotangents)
+        terms, weight = inputs
+        bars = EdgeCotangents(None, None, None) if adjoint_saved is None else adjoint_saved.bars
         kernels = _kernels(self, weight)
         if kernels is not None:
             weight_hat, e_hat, p_hat, table_hat = kernels.gradient(
-                hats=_without_none(self, hats, arguments),
-                bars=[] if dots is None else _without_none(self, bars, arguments),
+                hats=_without_none(self, hats, inputs),
+                bars=None if dots is None else _without_none(self, bars, inputs),
                 terms=terms,
-                dots=[] if dots is None else dots,
+                dots=dots,
                 layer=_layer(self, weight),
             )
             return e_hat, p_hat, table_hat, None, None, weight_hat
@@ -281,7 +237,7 @@ class Edges(FourPasses):
         for start in range(0, n_atoms, step):
             yield slice(start, start + step)
 
-    def _block(self, terms: Terms, atoms: slice, Y: int) -> _Block:
+    def _block(self, terms: EdgeTerms, atoms: slice, Y: int) -> _Block:
         """Return the terms of some atoms' edges."""
         neighbor = self.neighbor[atoms]
         rows = terms.table.index_select(0, neighbor.flatten())
@@ -296,7 +252,7 @@ class Edges(FourPasses):
         )
 
     def _cotangent_of_y(
-        self, cotangents: Cotangents, atoms: slice, w: Tensor, like: Tensor
+        self, cotangents: EdgeCotangents, atoms: slice, w: Tensor, like: Tensor
     ) -> Tensor:
         """Return [w·m̄, ȳ[M:]] of a block from the cotangents of m and y[M:]; zeros for None."""
         y_bar = torch.empty_like(like)
@@ -380,20 +336,19 @@ def _layer(edges: Edges, weight: Tensor) -> Any:
     )
 
 
-def _without_none(edges: Edges, cotangents: Cotangents, arguments: EdgeInputs) -> list[Tensor]:
-    """Return the cotangents as kernels take them.
-
-    One that did not arrive is zeros, that of an absent y[M:] has no elements.
-    """
+def _without_none(edges: Edges, cotangents: EdgeCotangents, inputs: EdgeInputs) -> EdgeCotangents:
+    """Return the cotangents as kernels take them."""
     n_atoms, n_slots = edges.neighbor.shape
-    E, Y = arguments.weight.shape
+    E, Y = inputs.weight.shape
     n_update = Y - edges.width
     shapes = (
         (n_atoms, edges.width),
         (n_atoms, n_slots, n_update) if n_update else (0,),
-        (n_atoms, 3, E + arguments.table.shape[1] - Y),
+        (n_atoms, 3, E + inputs.terms.table.shape[1] - Y),
     )
-    return [
-        arguments.weight.new_zeros(*shape) if cotangent is None else cotangent
-        for cotangent, shape in zip(cotangents, shapes, strict=True)
-    ]
+    return EdgeCotangents(
+        *(
+            inputs.weight.new_zeros(*shape) if cotangent is None else cotangent
+            for cotangent, shape in zip(cotangents, shapes, strict=True)
+        )
+    )

@@ -13,6 +13,7 @@ from deepmd_muon.model.descriptor.dpa3.angles import AngleInputs, Angles
 from deepmd_muon.model.descriptor.dpa3.edges import EdgeInputs, Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
 from deepmd_muon.model.descriptor.dpa3.settings import RepflowSettings
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleTerms, EdgeTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import run
@@ -213,15 +214,8 @@ class RepflowLayer(torch.nn.Module):
             width=self.repflow.message if message else 0,
             incoming=graph.incoming,
         )
-        inputs = EdgeInputs(
-            e=features.edge,
-            p=p,
-            table=table,
-            w=graph.edge_weight,
-            h=graph.direction,
-            weight=edge_rows,
-        )
-        messages, updates, moment = run(passes, *inputs, force=force)
+        terms = EdgeTerms(e=features.edge, p=p, table=table, w=graph.edge_weight, h=graph.direction)
+        messages, updates, moment = run(passes, EdgeInputs(terms, edge_rows), force=force)
         return messages, updates, moment
 
     def _nodes(self, node: Tensor, message: Tensor, moment: Tensor, *, force: bool) -> Tensor:
@@ -229,7 +223,7 @@ class RepflowLayer(torch.nn.Module):
         repflow = self.repflow
         messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
+            from deepmd_muon.model.descriptor.dpa3.kernels.nodes import NodeInputs, Nodes
 
             alpha, step_sizes = _residual_weights(
                 repflow.update_style, self.n_residual, node, 2 + len(messages)
@@ -240,9 +234,20 @@ class RepflowLayer(torch.nn.Module):
                 axis=repflow.axis_neuron,
                 edge_columns=repflow.e_dim,
             )
-            weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
+            self_weight, self_bias, _ = self.node_self_mlp.tensors
+            symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
+            inputs = NodeInputs(
+                x=node,
+                moment=moment,
+                messages=tuple(messages),
+                self_weight=self_weight,
+                self_bias=self_bias,
+                symmetric_weight=symmetric_weight,
+                symmetric_bias=symmetric_bias,
+                step_sizes=tuple(step_sizes),
+            )
             node_new: Tensor
-            (node_new,) = run(passes, node, moment, *messages, *weights, *step_sizes, force=force)
+            (node_new,) = run(passes, inputs, force=force)
             return node_new
         f = self.activation.value
         squares = [
@@ -301,14 +306,11 @@ class RepflowLayer(torch.nn.Module):
             carry=carry,
         )
         inputs = AngleInputs(
-            a=features.angle,
-            u=u,
-            t=t,
-            s=graph.angle_weight,
+            terms=AngleTerms(a=features.angle, u=u, t=t, s=graph.angle_weight),
             weight=angle_rows,
             rho=rho if update else None,
         )
-        messages, angle = run(passes, *inputs, force=force)
+        messages, angle = run(passes, inputs, force=force)
         return messages, angle if update else features.angle
 
     def _compressed(self, edge: Tensor) -> Tensor:
@@ -332,16 +334,25 @@ class RepflowLayer(torch.nn.Module):
             return _residual_sum(style, edge, [update], self.e_residual)
         smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
         if smooth_and_padded and kernels_fit(edge, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum
+            from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum, EdgeSumInputs
 
             alpha, step_sizes = _residual_weights(style, self.e_residual, edge, 2)
             passes = EdgeSum(
                 activation=self.activation, alpha=alpha, near=graph.plan.blocks[0].width
             )
-            weights = self.edge_angle_linear2.tensors[:2]
-            inputs = (edge, update, angle_message, *weights, *step_sizes)
+            weight, bias, _ = self.edge_angle_linear2.tensors
+            rho_u, rho_h = step_sizes
+            inputs = EdgeSumInputs(
+                e=edge,
+                u=update,
+                m=angle_message,
+                weight=weight,
+                bias=bias,
+                rho_u=rho_u,
+                rho_h=rho_h,
+            )
             edge_new: Tensor
-            (edge_new,) = run(passes, *inputs, force=force)
+            (edge_new,) = run(passes, inputs, force=force)
             return edge_new
         angle_update = self._update_by_angles(edge, graph, angle_message)
         return _residual_sum(style, edge, [update, angle_update], self.e_residual)

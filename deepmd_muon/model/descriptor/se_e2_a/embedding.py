@@ -46,8 +46,8 @@ from torch import Tensor
 
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
-from deepmd_muon.model.nn.networks import Copies, LayerTensors, unflatten
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
+from deepmd_muon.model.nn.networks import Copies, LayerTensors
 
 # Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core,
 # where smaller blocks win (caches), and by 30 % on two, where larger blocks win (fewer joins of the
@@ -209,14 +209,21 @@ def _backward_activation(
 # ----- the sums -----------------------------------------------------------------------------------
 
 
+class SumInputs(NamedTuple):
+    """The inputs of `Sums`."""
+
+    rows: Tensor  # R (atoms, edges, 4)
+    empty: Tensor  # R of an empty slot (atoms, 4)
+    layers: tuple[LayerTensors, ...]
+
+
 @dataclass
 class Sums(FourPasses):
     """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā.
 
-    Inputs: R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every
-    layer. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first
-    component, through which s enters. Only the layers have a gradient: R is data, and s its first
-    component.
+    Inputs: `SumInputs`. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with
+    R·Ā·G′ on the first component, through which s enters. Only the layers have a gradient: R is
+    data, and s its first component.
 
     Attributes
     ----------
@@ -240,10 +247,9 @@ class Sums(FourPasses):
     trace: bool
     blocks: list[_Block] = field(default_factory=list)
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, inputs: SumInputs) -> tuple[Perhaps, Nested]:
         """Pass 1: return A."""
-        rows, empty, *flat = inputs
-        (layers,) = unflatten(flat)
+        rows, empty, layers = inputs
         a = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
         for plan in self.plans:
             s, block_rows = self._block_inputs(plan, rows, empty)
@@ -277,10 +283,12 @@ class Sums(FourPasses):
         s = torch.cat([stand_in[..., 0], edge_rows[..., 0]], dim=1)
         return s, torch.cat([stand_in * missing, edge_rows], dim=1)
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+    def adjoint(
+        self, cotangents: Any, inputs: SumInputs, value_saved: Any
+    ) -> tuple[Tensors, Nested]:
         """Pass 2: return dE/drow, and save Ā."""
         (a_bar,) = cotangents
-        out = torch.zeros_like(inputs[0])
+        out = torch.zeros_like(inputs.rows)
         for block in self.blocks:
             atoms, width = block.plan
             block_a_bar = a_bar[atoms].transpose(1, 2)
@@ -288,9 +296,9 @@ class Sums(FourPasses):
             through_s = torch.bmm(block.edge_features(1), block_a_bar).mul_(block.edge_rows)
             rows_bar[..., 0] += through_s.sum(-1)
             out[atoms, :width] = rows_bar
-        return (out,), cotangents
+        return (out,), (a_bar,)
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Nested]:
         """Pass 3: return Ȧ, and save Ṙ."""
         (rows_dot,) = tangents
         (a_bar,) = adjoint_saved
@@ -301,17 +309,27 @@ class Sums(FourPasses):
             through_s = block.edge_rows * block_dot[..., :1]
             sums = torch.bmm(block_dot.transpose(1, 2), block.edge_features(0))
             a_dot[atoms] = sums.baddbmm_(through_s.transpose(1, 2), block.edge_features(1))
-        return (a_dot,), tangents
+        return (a_dot,), (rows_dot,)
 
     def gradient(
-        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
-    ) -> Perhaps:
+        self,
+        cotangents: Any,
+        inputs: SumInputs,
+        value_saved: Any,
+        adjoint_saved: Any,
+        tangent_saved: Any,
+    ) -> Nested:
         """Pass 4: return the gradient of every layer's tensors."""
         (a_hat,) = cotangents
-        tensors = inputs[2:]
-        (layers,) = unflatten(tensors)
-        flat_gradients = [None if x is None else torch.zeros_like(x) for x in tensors]
-        (gradients,) = unflatten(flat_gradients)
+        layers = inputs.layers
+        gradients = tuple(
+            LayerTensors(
+                matrix=torch.zeros_like(layer.matrix),
+                bias=torch.zeros_like(layer.bias),
+                idt=None if layer.idt is None else torch.zeros_like(layer.idt),
+            )
+            for layer in layers
+        )
         a_bar = None if adjoint_saved is None else adjoint_saved[0]
         rows_dot = None if tangent_saved is None else tangent_saved[0]
         if a_hat is None:  # the loss depends on A through forces alone
@@ -332,7 +350,7 @@ class Sums(FourPasses):
             _backward_activation(
                 y_hat, layers[0], self.activation, trace=block.layers[0], gradient=gradients[0]
             )
-        return None, None, *flat_gradients
+        return None, None, gradients
 
 
 def _features_hat(

@@ -21,6 +21,7 @@ from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.pieces import Pieces
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.embedding import (
+    SumInputs,
     Sums,
     contract,
     plan_blocks,
@@ -320,9 +321,10 @@ class _Contractions:
                     force=force,
                     trace=torch.is_grad_enabled() and trains,
                 )
-                (a,), pull = run_with_pullback(
-                    sums, standard.rows[atoms, columns], standard.empty[atoms], *network.flat
+                inputs = SumInputs(
+                    standard.rows[atoms, columns], standard.empty[atoms], network.tensors
                 )
+                (a,), pull = run_with_pullback(sums, inputs)
                 total = a if total is None else total + a
                 pulls.append(pull)
             assert total is not None

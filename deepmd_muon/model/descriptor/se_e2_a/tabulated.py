@@ -5,7 +5,6 @@ from typing import Final
 
 import torch
 
-from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.se_e2_a.scripted import ScriptedSeE2A, embed
 from deepmd_muon.model.scripted.dense import Act, Dense
 from deepmd_muon.model.scripted.near import Near, Request
@@ -15,27 +14,7 @@ from deepmd_muon.model.scripted.tabulated import Tabulated, double
 class TabulatedSeE2A(Tabulated):
     """See `Tabulated`; the net of every pair of types has a table."""
 
-    #: The settings that this form implements.
-    covers = Coverage(
-        frozenset(
-            {
-                "sel",
-                "rcut",
-                "rcut_smth",
-                "env_protection",
-                "exclude_types",
-                "neuron",
-                "axis_neuron",
-                "activation_function",
-                "resnet_dt",
-                "type_one_side",
-                "precision",
-                "trainable",
-                "seed",
-                "set_davg_zero",
-            }
-        )
-    )
+    covers = ScriptedSeE2A.covers
     # TorchScript reads the annotations of the class itself alone.
     message_passing: Final[bool] = False
     request: Request

@@ -55,26 +55,11 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     precision,
     share,
 )
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.layer_kernels import curve
 
 # ----- arguments ---------------------------------------------------------------------------------
-
-
-class Terms(NamedTuple):
-    """The tensors a, u, t, s, their tangents, or what passes 2 and 4 write for them."""
-
-    a: Any
-    u: Any
-    t: Any
-    s: Any
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m and a′; zeros where none arrived, and no elements for an absent a′."""
-
-    message: Any
-    a_new: Any
 
 
 class ParameterParts(NamedTuple):
@@ -154,10 +139,10 @@ class Chunk(NamedTuple):
     rho: Any  # (1, chunk_columns); 0 in columns of the message
 
 
-class Seconds(NamedTuple):
+class Block(NamedTuple):
     """The block of second neighbours that a program takes."""
 
-    block: Any  # its number
+    number: Any
     k: Any  # (tile_rows,): numbers of the neighbours
     mask: Any  # (tile_rows,): which exist
     i: Any  # (a_width,): columns of a
@@ -189,18 +174,18 @@ def _load_chunk(weight, rho, chunk_number, i, form):
 
 
 @triton.jit
-def _second_neighbors(n_slots, form):
-    """Return the second neighbours k of a program."""
-    block = tl.zeros([], tl.int32)
+def _open_block(n_slots, form):
+    """Return the block of a program."""
+    number = tl.zeros([], tl.int32)
     if form.n_blocks > 1:
         # The last block, which few atoms reach, comes first: its programs run next to those that
         # have more to do.
-        block += form.n_blocks - 1 - tl.program_id(2)
-    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
+        number += form.n_blocks - 1 - tl.program_id(2)
+    k = number * form.tile_rows + tl.arange(0, form.tile_rows)
     i = tl.arange(0, form.a_width)
     mask = k < n_slots
     a_mask = mask[:, None] & (i < form.A)[None, :]
-    return Seconds(block=block, k=k, mask=mask, i=i, a_mask=a_mask)
+    return Block(number=number, k=k, mask=mask, i=i, a_mask=a_mask)
 
 
 @triton.jit
@@ -217,7 +202,7 @@ def _first_neighbors(reach, atom, block, form):
     contribute nothing: the program stores zeros for them.
     """
     within_reach = tl.load(reach + atom)
-    end = tl.where(within_reach > block * form.tile_rows, within_reach, 0)
+    end = tl.where(within_reach > block.number * form.tile_rows, within_reach, 0)
     start = tl.program_id(1)
     step = tl.num_programs(1)
     n_computed = (tl.maximum(end - start, 0) + step - 1) // step
@@ -245,7 +230,7 @@ def _load_message(message, slot, chunk, form):
 
 @triton.jit
 def _store_zeros(
-    rows, angles, first_slot, beyond, n_slots, seconds, c, columns: tl.constexpr, chunk_number, form
+    rows, angles, first_slot, beyond, n_slots, block, c, columns: tl.constexpr, chunk_number, form
 ):
     """Store zeros for first neighbours from `beyond` on and, unless `angles` is None, their angles.
 
@@ -255,22 +240,22 @@ def _store_zeros(
         slot = first_slot + j
         tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
         if angles is not None:
-            angle = slot * n_slots + seconds.k
+            angle = slot * n_slots + block.k
             zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
-            at = angles + angle[:, None] * form.A + seconds.i[None, :]
-            tl.store(at, zeros, seconds.a_mask & (chunk_number == 0))
+            at = angles + angle[:, None] * form.A + block.i[None, :]
+            tl.store(at, zeros, block.a_mask & (chunk_number == 0))
 
 
 @triton.jit
-def _accumulate_a(a_out, value, angle, seconds, chunk_number, form):
+def _accumulate_a(a_out, value, angle, block, chunk_number, form):
     """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(a_out, angle, seconds.i, seconds.a_mask & (chunk_number > 0), form.A)
-    tl.store(a_out + angle[:, None] * form.A + seconds.i[None, :], value, seconds.a_mask)
+    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), form.A)
+    tl.store(a_out + angle[:, None] * form.A + block.i[None, :], value, block.a_mask)
 
 
 # ----- the passes --------------------------------------------------------------------------------
-# Sizes that differ between batches are not specialized: Triton would compile a kernel anew for
+# Sizes that differ between batches are not specialized: Triton would compile a kernel again for
 # each number of atoms that 16 divides.
 
 
@@ -281,7 +266,7 @@ def update_kernel(
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -290,21 +275,21 @@ def update_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk[:M] as one part a block, and a′ = α·a + ρ∘y[M:]."""
-    seconds = _second_neighbors(n_slots, form)
-    message = _part(message_parts, seconds.block, n_atoms, n_slots, form.M)
+    block = _open_block(n_slots, form)
+    message = _part(message_parts, block.number, n_atoms, n_slots, form.M)
     for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
-        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+        new_mask = block.mask[:, None] & chunk.in_a[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)[:, None]
-            t_mask = (seconds.mask & (start < end))[:, None] & chunk.in_y[None, :]
-            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, t_mask, form.Y)
+            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)[:, None]
+            t_mask = (block.mask & (start < end))[:, None] & chunk.in_y[None, :]
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first_slot + j
-                angle = slot * n_slots + seconds.k
-                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
+                angle = slot * n_slots + block.k
+                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 y, _, _ = curve(
                     _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form), kind, curve_of
                 )
@@ -320,7 +305,7 @@ def update_kernel(
                 first_slot=first_slot,
                 beyond=beyond,
                 n_slots=n_slots,
-                seconds=seconds,
+                block=block,
                 c=chunk.c,
                 columns=form.M,
                 chunk_number=chunk_number,
@@ -330,14 +315,14 @@ def update_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def adjoint_kernel(
-    # Terms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
+    # AngleTerms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
     out,
     s_second_parts,  # (chunks·groups, slots), written: s̄ as second neighbour; out.s as first
-    bars,  # Cotangents
+    bars,  # AngleCotangents
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -350,26 +335,26 @@ def adjoint_kernel(
     With ȳ = [s_j·s_k·m̄_j, ρ∘ā′] and z̄ = f′(z)∘ȳ: ā = z̄·Wᵀ + α·ā′, ū_j = Σ_k z̄, t̄_k = Σ_j z̄,
     s̄_j = Σ_k s_k·(m̄_j·y_jk[:M]) as first and s̄_k = Σ_j s_j·(m̄_j·y_jk[:M]) as second neighbour.
     """
-    seconds = _second_neighbors(n_slots, form)
+    block = _open_block(n_slots, form)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_bar = _part(out.u, seconds.block, n_atoms, n_slots, form.Y)
+    u_bar = _part(out.u, block.number, n_atoms, n_slots, form.Y)
     for chunk_number in range(form.n_chunks):
-        s_bar = _part(out.s, seconds.block * form.n_chunks + chunk_number, n_atoms, n_slots, 1)
-        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
-        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
-        z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
+        s_bar = _part(out.s, block.number * form.n_chunks + chunk_number, n_atoms, n_slots, 1)
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+        z_mask = block.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)
-            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y)
+            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
             t_bar = tl.zeros_like(t)
             s_second_bar = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
                 slot = first_slot + j
-                angle = slot * n_slots + seconds.k
-                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
+                angle = slot * n_slots + block.k
+                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
                 y, slope, _ = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
@@ -387,10 +372,10 @@ def adjoint_kernel(
                 a_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
                 if form.Y > form.M:
                     a_bar += alpha * load_tile(
-                        bars.a_new, angle, seconds.i, seconds.a_mask & (chunk_number == 0), form.A
+                        bars.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
                     )
                 _accumulate_a(
-                    out.a, a_bar, angle=angle, seconds=seconds, chunk_number=chunk_number, form=form
+                    out.a, a_bar, angle=angle, block=block, chunk_number=chunk_number, form=form
                 )
             _store_zeros(
                 rows=u_bar,
@@ -398,7 +383,7 @@ def adjoint_kernel(
                 first_slot=first_slot,
                 beyond=beyond,
                 n_slots=n_slots,
-                seconds=seconds,
+                block=block,
                 c=chunk.c,
                 columns=form.Y,
                 chunk_number=chunk_number,
@@ -408,8 +393,8 @@ def adjoint_kernel(
                 tl.store(s_bar + (first_slot + j), 0.0)
             row = group.to(tl.int64) * n_atoms + atom
             s_row = chunk_number * n_groups * n_atoms + row
-            tl.store(s_second_parts + s_row * n_slots + seconds.k, s_second_bar, seconds.mask)
-            t_at = out.t + (row * n_slots + seconds.k)[:, None] * form.Y + chunk.c[None, :]
+            tl.store(s_second_parts + s_row * n_slots + block.k, s_second_bar, block.mask)
+            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
             tl.store(t_at, t_bar, z_mask)
         # The next chunk adds to ā, which other threads of this program have written.
         tl.debug_barrier()
@@ -419,11 +404,11 @@ def adjoint_kernel(
 def tangent_kernel(
     message_parts,  # (blocks, slots, M), written: ṁ
     a_new,  # (angles, A), written if Y > M: ȧ′
-    dots,  # Terms: ȧ, u̇, ṫ, ṡ
+    dots,  # AngleTerms: ȧ, u̇, ṫ, ṡ
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -435,28 +420,26 @@ def tangent_kernel(
 
     With ẏ = f′(z)∘ż: ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
     """
-    seconds = _second_neighbors(n_slots, form)
-    message = _part(message_parts, seconds.block, n_atoms, n_slots, form.M)
+    block = _open_block(n_slots, form)
+    message = _part(message_parts, block.number, n_atoms, n_slots, form.M)
     for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
-        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
-        z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+        z_mask = block.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)
-            s_k_dot = tl.load(dots.s + first_slot + seconds.k, seconds.mask, 0.0)
-            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(
-                dots.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y
-            )
+            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first_slot + j
-                angle = slot * n_slots + seconds.k
-                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
+                angle = slot * n_slots + block.k
+                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
                 y, slope, _ = curve(z, kind, curve_of)
-                a_dot = load_tile(dots.a, angle, seconds.i, seconds.a_mask, form.A)
+                a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
                 y_dot = slope * _pre_activation(
                     dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form
                 )
@@ -476,7 +459,7 @@ def tangent_kernel(
                 first_slot=first_slot,
                 beyond=beyond,
                 n_slots=n_slots,
-                seconds=seconds,
+                block=block,
                 c=chunk.c,
                 columns=form.M,
                 chunk_number=chunk_number,
@@ -486,16 +469,16 @@ def tangent_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def gradient_kernel(
-    # Terms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
+    # AngleTerms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
     out,
     parameters,  # ParameterParts, written
-    hats,  # Cotangents
-    bars,  # Cotangents of pass 2; any tensors without forces
-    dots,  # Terms; any that may be read without forces: their values are not used then
+    hats,  # AngleCotangents
+    bars,  # AngleCotangents of pass 2; any tensors without forces
+    dots,  # AngleTerms; any that may be read without forces: their values are not used then
     weight,
     rho,
     reach,
-    terms,  # Terms
+    terms,  # AngleTerms
     n_atoms,
     n_slots,
     alpha,
@@ -510,37 +493,35 @@ def gradient_kernel(
     ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ: â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
     Ŵ = Σ (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ (y∘â′ + f′(z)∘ż∘ā′). Without forces the terms with bars and dots are 0.
     """
-    seconds = _second_neighbors(n_slots, form)
+    block = _open_block(n_slots, form)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_hat = _part(out.u, seconds.block, n_atoms, n_slots, form.Y)
+    u_hat = _part(out.u, block.number, n_atoms, n_slots, form.Y)
     for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, seconds.i, form)
-        new_mask = seconds.mask[:, None] & chunk.in_a[None, :]
-        z_mask = seconds.mask[:, None] & chunk.in_y[None, :]
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+        z_mask = block.mask[:, None] & chunk.in_y[None, :]
         weight_hat = tl.zeros_like(chunk.weight)
         rho_hat = tl.zeros([form.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, seconds.block, form)
-            s_k = tl.load(terms.s + first_slot + seconds.k, seconds.mask, 0.0)
-            s_k_dot = tl.load(dots.s + first_slot + seconds.k, seconds.mask, 0.0)
-            t = load_tile(terms.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(
-                dots.t, first_slot + seconds.k, chunk.c, z_mask & (start < end), form.Y
-            )
+            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
             t_hat = tl.zeros_like(t)
             for j in range(start, end, n_groups):
                 slot = first_slot + j
-                angle = slot * n_slots + seconds.k
-                a = load_tile(terms.a, angle, seconds.i, seconds.a_mask, form.A)
+                angle = slot * n_slots + block.k
+                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
                 y, slope, bend = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if with_forces:
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    a_dot = load_tile(dots.a, angle, seconds.i, seconds.a_mask, form.A)
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
                     z_dot = _pre_activation(dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form)
                 pair = (s_j * s_k)[:, None]
                 y_hat = _load_message(hats.message, slot, chunk, form) * pair
@@ -570,10 +551,10 @@ def gradient_kernel(
                 a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
                 if form.Y > form.M:
                     a_hat += alpha * load_tile(
-                        hats.a_new, angle, seconds.i, seconds.a_mask & (chunk_number == 0), form.A
+                        hats.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
                     )
                 _accumulate_a(
-                    out.a, a_hat, angle=angle, seconds=seconds, chunk_number=chunk_number, form=form
+                    out.a, a_hat, angle=angle, block=block, chunk_number=chunk_number, form=form
                 )
             _store_zeros(
                 rows=u_hat,
@@ -581,20 +562,20 @@ def gradient_kernel(
                 first_slot=first_slot,
                 beyond=beyond,
                 n_slots=n_slots,
-                seconds=seconds,
+                block=block,
                 c=chunk.c,
                 columns=form.Y,
                 chunk_number=chunk_number,
                 form=form,
             )
-            row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + seconds.k)[:, None]
+            row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + block.k)[:, None]
             tl.store(out.t + row * form.Y + chunk.c[None, :], t_hat, z_mask)
         # Of this program, as the flattened grid counts.
-        program = (tl.program_id(0) * n_groups + group) * form.n_blocks + seconds.block
+        program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
         weight_at = (
-            parameters.weight + (program * form.A + seconds.i[:, None]) * form.Y + chunk.c[None, :]
+            parameters.weight + (program * form.A + block.i[:, None]) * form.Y + chunk.c[None, :]
         )
-        tl.store(weight_at, weight_hat, (seconds.i < form.A)[:, None] & chunk.in_y[None, :])
+        tl.store(weight_at, weight_hat, (block.i < form.A)[:, None] & chunk.in_y[None, :])
         if form.Y > form.M:
             tl.store(parameters.rho + program * form.A + chunk.a_column, rho_hat, chunk.in_a)
         # The next chunk adds to â, which other threads of this program have written.
@@ -624,7 +605,7 @@ OTHER_PASSES = Tuning(chunk_columns=32, programs=4)
 class Launch:
     """The grid of a pass over one layer's angles, its arguments that all passes share, and outputs."""
 
-    def __init__(self, terms: Tensors, layer: AngleLayer, tuning: Tuning = OTHER_PASSES) -> None:
+    def __init__(self, terms: AngleTerms, layer: AngleLayer, tuning: Tuning = OTHER_PASSES) -> None:
         self.terms = _contiguous(terms)
         self.layer = layer
         self.weight = layer.weight.contiguous()
@@ -680,8 +661,8 @@ class Launch:
         return t_parts
 
 
-def _contiguous(terms: Tensors) -> Terms:
-    return Terms(*(x.contiguous() for x in terms))
+def _contiguous(terms: AngleTerms) -> AngleTerms:
+    return AngleTerms(*(x.contiguous() for x in terms))
 
 
 def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
@@ -697,7 +678,7 @@ def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
     return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
 
 
-def update(terms: Tensors, layer: AngleLayer) -> Tensors:
+def update(terms: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 1: return m and a′."""
     launch = Launch(terms, layer, PASS_1)
     message_parts, a_new = launch.empty_outputs()
@@ -705,14 +686,14 @@ def update(terms: Tensors, layer: AngleLayer) -> Tensors:
     return add_parts(message_parts)[0], a_new
 
 
-def adjoint(cotangents: Tensors, terms: Tensors, layer: AngleLayer) -> Tensors:
+def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 2: return the adjoints of a, u, t, s."""
     launch = Launch(terms, layer)
     s = launch.terms.s
     n_first = launch.n_chunks * launch.n_blocks
     n_second = launch.n_chunks * launch.n_groups
     s_parts = s.new_empty(n_first + n_second, *s.shape)  # added up together
-    out = Terms(
+    out = AngleTerms(
         a=launch.terms.a.new_empty(launch.terms.a.shape),
         u=launch.empty_u_parts(),
         t=launch.empty_t_parts(),
@@ -721,13 +702,13 @@ def adjoint(cotangents: Tensors, terms: Tensors, layer: AngleLayer) -> Tensors:
     adjoint_kernel[launch.grid](
         out=out,
         s_second_parts=s_parts[n_first:],
-        bars=Cotangents(*cotangents),
+        bars=cotangents,
         **launch.arguments,
     )
     return out.a, *add_parts(out.u, out.t, s_parts)
 
 
-def tangent(terms: Tensors, dots: Tensors, layer: AngleLayer) -> Tensors:
+def tangent(terms: AngleTerms, dots: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 3: return the tangents of m and a′, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
     message_parts, a_new = launch.empty_outputs()
@@ -738,18 +719,21 @@ def tangent(terms: Tensors, dots: Tensors, layer: AngleLayer) -> Tensors:
 
 
 def gradient(
-    hats: Tensors, bars: Tensors, terms: Tensors, dots: Tensors, layer: AngleLayer
+    hats: AngleCotangents,
+    bars: AngleCotangents | None,
+    terms: AngleTerms,
+    dots: AngleTerms | None,
+    layer: AngleLayer,
 ) -> Tensors:
     """Pass 4: return the gradients of a, u, t, W, ρ.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
     such pass.
     """
     launch = Launch(terms, layer)
-    with_forces = len(dots) > 0
     a_hat = launch.terms.a.new_empty(launch.terms.a.shape)
     # s has no gradient. A tensor must stand in its place, which the kernel does not write.
-    out = Terms(a=a_hat, u=launch.empty_u_parts(), t=launch.empty_t_parts(), s=a_hat)
+    out = AngleTerms(a=a_hat, u=launch.empty_u_parts(), t=launch.empty_t_parts(), s=a_hat)
     parameters = ParameterParts(
         weight=launch.weight.new_empty(*launch.grid, *launch.weight.shape),
         rho=launch.rho.new_empty(*launch.grid, *launch.rho.shape),
@@ -757,11 +741,11 @@ def gradient(
     gradient_kernel[launch.grid](
         out=out,
         parameters=parameters,
-        hats=Cotangents(*hats),
+        hats=hats,
         # Dummies without forces: the kernel uses nothing that it reads of them.
-        bars=Cotangents(*(bars if with_forces else hats)),
-        dots=_contiguous(dots) if with_forces else launch.terms,
-        with_forces=with_forces,
+        bars=bars or hats,
+        dots=_contiguous(dots) if dots else launch.terms,
+        with_forces=dots is not None,
         num_stages=1,
         **launch.arguments,
     )

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 from deepmd_muon.model.nn.layer_kernels import curve
 
 TILE_ELEMENTS = 2048  # elements of (atoms·slots, width) that one program computes
@@ -102,9 +102,8 @@ class EdgeSum(FourPasses):
     alpha: float
     near: int
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, edges: EdgeSumInputs) -> tuple[Perhaps, Nested]:
         """Pass 1: return e′."""
-        edges = EdgeSumInputs(*inputs)
         h = torch.addmm(edges.bias, edges.m, edges.weight)
         e_new = torch.empty_like(edges.e)
         value_kernel[self._grid(e_new)](
@@ -119,10 +118,11 @@ class EdgeSum(FourPasses):
         )
         return (e_new,), (h,)
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+    def adjoint(
+        self, cotangents: Any, edges: EdgeSumInputs, value_saved: Any
+    ) -> tuple[Tensors, Nested]:
         """Pass 2: return the adjoints of e, u and m."""
         (y_bar,) = cotangents
-        edges = EdgeSumInputs(*inputs)
         (h,) = value_saved
         u_bar = torch.empty_like(y_bar)
         h_bar = torch.empty_like(h)
@@ -146,10 +146,9 @@ class EdgeSum(FourPasses):
         )
         return (y_bar * self.alpha, u_bar, torch.mm(h_bar, edges.weight.t())), saved
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+    def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return the tangent of e′."""
         e_dot, u_dot, m_dot = tangents
-        saved = AdjointSaved(*adjoint_saved)
         h_dot = torch.mm(m_dot, saved.weight)
         e_new_dot = torch.empty_like(e_dot)
         tangent_kernel[self._grid(e_dot)](
@@ -166,18 +165,20 @@ class EdgeSum(FourPasses):
         return (e_new_dot,), TangentSaved(u_dot=u_dot, m_dot=m_dot, h_dot=h_dot)
 
     def gradient(
-        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
-    ) -> Perhaps:
+        self,
+        cotangents: Any,
+        edges: EdgeSumInputs,
+        value_saved: Any,
+        adjoint: AdjointSaved | None,
+        tangent: TangentSaved | None,
+    ) -> Nested:
         """Pass 4: return the gradients of all inputs in the order of `EdgeSumInputs`.
 
         Each is the gradient of ⟨ŷ, e′⟩ + ⟨ȳ, ė′⟩. The second term, from the loss on forces, is
         there only if passes 2 and 3 have run with tangents.
         """
         (y_hat,) = cotangents
-        edges = EdgeSumInputs(*inputs)
         (h,) = value_saved
-        adjoint = None if tangent_saved is None else AdjointSaved(*adjoint_saved)
-        tangent = None if tangent_saved is None else TangentSaved(*tangent_saved)
         grid = self._grid(y_hat)
         u_hat = torch.empty_like(y_hat)
         h_hat = torch.empty_like(h)

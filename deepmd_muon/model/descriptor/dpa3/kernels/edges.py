@@ -58,28 +58,11 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     holding,
     precision,
 )
+from deepmd_muon.model.descriptor.dpa3.tensors import EdgeCotangents, EdgeTerms
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.layer_kernels import curve
 
 # ----- arguments ---------------------------------------------------------------------------------
-
-
-class Terms(NamedTuple):
-    """The tensors of `edges.Terms`, their tangents, or what pass 2 writes for their adjoints."""
-
-    e: Any
-    p: Any
-    table: Any
-    w: Any
-    h: Any
-
-
-class Cotangents(NamedTuple):
-    """Cotangents of m, y[M:] and H; zeros where none arrived, no elements for an absent y[M:]."""
-
-    message: Any
-    update: Any
-    moment: Any
 
 
 class GradientParts(NamedTuple):
@@ -316,7 +299,10 @@ def _spread_moment(moment, h, tile, c, form):
 
 @triton.jit
 def _add_spread(out, spread, tile, c, form):
-    """Add what moments contribute to ē or ê, and store it for v in the row of each edge."""
+    """Add what moments contribute to ē or ê, and store it for v in the row of each edge.
+
+    No barrier between calls: each takes other columns.
+    """
     e_mask = tile.mask[:, None] & (c < form.E)[None, :]
     e_at = out.e + tile.edge[:, None] * form.E + c[None, :]
     tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
@@ -393,7 +379,7 @@ def update_kernel(
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
     weight,  # (E, Y)
-    terms,  # Terms
+    terms,  # EdgeTerms
     n_atoms,
     n_slots,
     curve_of: tl.constexpr,
@@ -426,12 +412,12 @@ def update_kernel(
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def adjoint_kernel(
-    out,  # Terms, written: p in parts (tiles, atoms, Y), w (chunks, atoms, slots), table by edge
-    bars,  # Cotangents
+    out,  # EdgeTerms, written: p in parts (tiles, atoms, Y), w (chunks, atoms, slots), table by edge
+    bars,  # EdgeCotangents
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
     weight,  # (E, Y)
-    terms,  # Terms
+    terms,  # EdgeTerms
     n_atoms,
     n_slots,
     curve_of: tl.constexpr,
@@ -469,13 +455,15 @@ def adjoint_kernel(
             _store_zero_e(out.e, tile, number, form)
             zeros = tl.zeros([form.tile_rows], tl.float32)
             tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
-            for a in tl.static_range(3):
+            for a in tl.static_range(3):  # each chunk repeats this
                 tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
-        # The next chunk adds to ē, which other threads of this program have written.
+        # The next chunk, and the moments below, add to ē, which other threads of this program have
+        # written.
         tl.debug_barrier()
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
         tile = _tile(index, tiles, form)
+        # Three variables, because Triton cannot add to a column of a tensor.
         h_bar_x = tl.zeros([form.tile_rows], tl.float32)
         h_bar_y = tl.zeros([form.tile_rows], tl.float32)
         h_bar_z = tl.zeros([form.tile_rows], tl.float32)
@@ -502,8 +490,8 @@ def tangent_kernel(
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
     weight,  # (E, Y)
-    terms,  # Terms
-    dots,  # Terms: tangents
+    terms,  # EdgeTerms
+    dots,  # EdgeTerms: tangents
     n_atoms,
     n_slots,
     curve_of: tl.constexpr,
@@ -541,13 +529,13 @@ def tangent_kernel(
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def gradient_kernel(
     out,  # GradientParts, written
-    hats,  # Cotangents of pass 4
-    bars,  # Cotangents of pass 2; read only with forces, as are dots
+    hats,  # EdgeCotangents of pass 4
+    bars,  # EdgeCotangents of pass 2; read only with forces, as are dots
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
     weight,  # (E, Y)
-    terms,  # Terms
-    dots,  # Terms: tangents
+    terms,  # EdgeTerms
+    dots,  # EdgeTerms: tangents
     n_atoms,
     n_slots,
     curve_of: tl.constexpr,
@@ -602,7 +590,8 @@ def gradient_kernel(
         weight_row = tl.program_id(0) * form.E + i[:, None]
         weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
         tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
-        # The next chunk adds to ê, which other threads of this program have written.
+        # The next chunk, and the moments below, add to ê, which other threads of this program have
+        # written.
         tl.debug_barrier()
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
@@ -634,9 +623,9 @@ OTHER_PASSES = Tuning(chunk_columns=64, programs=2, num_warps=4)
 class Launch:
     """The grid of a pass over one layer's edges, the arguments of all passes, and outputs."""
 
-    def __init__(self, terms: Tensors, layer: EdgeLayer, tuning: Tuning = OTHER_PASSES) -> None:
+    def __init__(self, terms: EdgeTerms, layer: EdgeLayer, tuning: Tuning = OTHER_PASSES) -> None:
         self.layer = layer
-        self.terms = Terms(*(x.contiguous() for x in terms))
+        self.terms = _contiguous(terms)
         self.n_atoms, self.n_slots = layer.neighbor.shape
         E, self.Y = layer.weight.shape
         V = self.terms.table.shape[1] - self.Y
@@ -699,7 +688,11 @@ class Launch:
         return add_to_neighbors(rows, self.layer.incoming.order, self.layer.incoming.start)
 
 
-def update(terms: Tensors, layer: EdgeLayer) -> Tensors:
+def _contiguous(terms: EdgeTerms) -> EdgeTerms:
+    return EdgeTerms(*(x.contiguous() for x in terms))
+
+
+def update(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 1: return m, y[M:] and H."""
     launch = Launch(terms, layer, PASS_1)
     message_parts, y_update, moment_parts = launch.empty_outputs()
@@ -713,22 +706,22 @@ def update(terms: Tensors, layer: EdgeLayer) -> Tensors:
     return message, y_update, moment
 
 
-def adjoint(cotangents: Tensors, terms: Tensors, layer: EdgeLayer) -> Tensors:
+def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 2: return the adjoints of the terms."""
     launch = Launch(terms, layer)
-    out = Terms(
+    out = EdgeTerms(
         e=launch.empty(*launch.terms.e.shape),
         p=launch.empty_p_parts(),
         table=launch.empty_table_rows(),
         w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
         h=launch.empty(*launch.terms.h.shape),
     )
-    adjoint_kernel[launch.grid](out=out, bars=Cotangents(*cotangents), **launch.arguments)
+    adjoint_kernel[launch.grid](out=out, bars=cotangents, **launch.arguments)
     p_bar, w_bar = add_parts(out.p, out.w)
     return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
 
 
-def tangent(terms: Tensors, dots: Tensors, layer: EdgeLayer) -> Tensors:
+def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
     message_parts, y_update, moment_parts = launch.empty_outputs()
@@ -736,7 +729,7 @@ def tangent(terms: Tensors, dots: Tensors, layer: EdgeLayer) -> Tensors:
         message_parts=message_parts,
         update=y_update,
         moment_parts=moment_parts,
-        dots=Terms(*(x.contiguous() for x in dots)),
+        dots=_contiguous(dots),
         **launch.arguments,
     )
     message, moment = add_parts(message_parts, moment_parts)
@@ -744,15 +737,18 @@ def tangent(terms: Tensors, dots: Tensors, layer: EdgeLayer) -> Tensors:
 
 
 def gradient(
-    hats: Tensors, bars: Tensors, terms: Tensors, dots: Tensors, layer: EdgeLayer
+    hats: EdgeCotangents,
+    bars: EdgeCotangents | None,
+    terms: EdgeTerms,
+    dots: EdgeTerms | None,
+    layer: EdgeLayer,
 ) -> Tensors:
     """Pass 4: return the gradients of W, e, p and the table.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was
-    no such pass.
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
+    such pass.
     """
     launch = Launch(terms, layer)
-    with_forces = len(dots) > 0
     out = GradientParts(
         e=launch.empty(*launch.terms.e.shape),
         p=launch.empty_p_parts(),
@@ -761,11 +757,11 @@ def gradient(
     )
     gradient_kernel[launch.grid](
         out=out,
-        hats=Cotangents(*hats),
+        hats=hats,
         # Dummies without forces: the kernel does not read them.
-        bars=Cotangents(*(bars if with_forces else hats)),
-        dots=Terms(*(x.contiguous() for x in dots)) if with_forces else launch.terms,
-        with_forces=with_forces,
+        bars=bars or hats,
+        dots=_contiguous(dots) if dots else launch.terms,
+        with_forces=dots is not None,
         **launch.arguments,
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)

@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 from deepmd_muon.model.nn.layer_kernels import curve
 
 BLOCK = 256  # elements of (atoms, n) that one program computes
@@ -58,26 +58,6 @@ class NodeInputs(NamedTuple):
     symmetric_weight: Tensor
     symmetric_bias: Tensor
     step_sizes: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, inputs: Perhaps) -> NodeInputs:
-        """Name the flat inputs: x, H, k messages, W₀, b₀, W₁, b₁, and 2 + k step sizes."""
-        x, moment, *messages_and_parameters = _all_present(inputs)
-        # 6: two weights, two biases, ρ₀ and ρ₁
-        n_messages = (len(messages_and_parameters) - 6) // 2
-        messages = messages_and_parameters[:n_messages]
-        parameters = messages_and_parameters[n_messages:]
-        self_weight, self_bias, symmetric_weight, symmetric_bias, *step_sizes = parameters
-        return cls(
-            x=x,
-            moment=moment,
-            messages=tuple(messages),
-            self_weight=self_weight,
-            self_bias=self_bias,
-            symmetric_weight=symmetric_weight,
-            symmetric_bias=symmetric_bias,
-            step_sizes=tuple(step_sizes),
-        )
 
 
 class ValueSaved(NamedTuple):
@@ -107,30 +87,6 @@ class AdjointSaved(NamedTuple):
     symmetric_weight: Tensor
     step_sizes: tuple[Tensor, ...]
 
-    @classmethod
-    def of(cls, tensors: Perhaps) -> AdjointSaved:
-        """Name the tensors that `flat` returned."""
-        y_bar, h_self_bar, h_symmetric_bar, squares_bar, *later = _all_present(tensors)
-        h_self, h_symmetric, moment, self_weight, symmetric_weight, *step_sizes = later
-        return cls(
-            y_bar=y_bar,
-            h_self_bar=h_self_bar,
-            h_symmetric_bar=h_symmetric_bar,
-            squares_bar=squares_bar,
-            h_self=h_self,
-            h_symmetric=h_symmetric,
-            moment=moment,
-            self_weight=self_weight,
-            symmetric_weight=symmetric_weight,
-            step_sizes=tuple(step_sizes),
-        )
-
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        """All tensors in a row, as autograd saves them."""
-        *single, step_sizes = self
-        return *single, *step_sizes
-
 
 class TangentSaved(NamedTuple):
     """What pass 3 hands over to pass 4."""
@@ -141,33 +97,6 @@ class TangentSaved(NamedTuple):
     x_dot: Tensor
     moment_dot: Tensor
     message_dots: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, tensors: Perhaps) -> TangentSaved:
-        """Name the tensors that `flat` returned."""
-        h_self_dot, h_symmetric_dot, squares_dot, *inputs = _all_present(tensors)
-        x_dot, moment_dot, *message_dots = inputs
-        return cls(
-            h_self_dot=h_self_dot,
-            h_symmetric_dot=h_symmetric_dot,
-            squares_dot=squares_dot,
-            x_dot=x_dot,
-            moment_dot=moment_dot,
-            message_dots=tuple(message_dots),
-        )
-
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        """All tensors in a row, as `FourPasses` passes them on."""
-        *single, message_dots = self
-        return *single, *message_dots
-
-
-def _all_present(tensors: Perhaps) -> list[Tensor]:
-    """Return the tensors as a list; this operation has no optional ones."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    assert len(present) == len(tensors)
-    return present
 
 
 # ----- the operation -----------------------------------------------------------------------------
@@ -195,9 +124,8 @@ class Nodes(FourPasses):
     axis: int
     edge_columns: int
 
-    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+    def value(self, nodes: NodeInputs) -> tuple[Perhaps, Nested]:
         """Pass 1: return x′."""
-        nodes = NodeInputs.of(inputs)
         squares = self._symmetrize(nodes.moment)
         saved = ValueSaved(
             squares=squares,
@@ -216,12 +144,11 @@ class Nodes(FourPasses):
         )
         return (x_new,), saved
 
-    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+    def adjoint(
+        self, cotangents: Any, nodes: NodeInputs, value: ValueSaved
+    ) -> tuple[Tensors, Nested]:
         """Pass 2: return x̄, H̄ and the adjoint of each message, from ȳ = x̄′."""
         (y_bar,) = cotangents
-        nodes = NodeInputs.of(inputs)
-        value = ValueSaved(*value_saved)
-
         message_bars = tuple(torch.empty_like(y_bar) for _ in nodes.messages)
         h_bar = y_bar.new_empty(2, *y_bar.shape)
         adjoint_kernel[self._grid(y_bar)](
@@ -249,17 +176,15 @@ class Nodes(FourPasses):
             symmetric_weight=nodes.symmetric_weight,
             step_sizes=nodes.step_sizes,
         )
-        return (x_bar, moment_bar, *message_bars), saved.flat
+        return (x_bar, moment_bar, *message_bars), saved
 
-    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+    def tangent(self, tangents: Any, adjoint: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return ẋ′ from ẋ, Ḣ and the tangent of each message."""
         x_dot, moment_dot, *message_dots = tangents
-        at = AdjointSaved.of(adjoint_saved)
-
-        squares_dot = self._symmetrize(at.moment, moment_dot)
+        squares_dot = self._symmetrize(adjoint.moment, moment_dot)
         saved = TangentSaved(
-            h_self_dot=torch.mm(x_dot, at.self_weight),
-            h_symmetric_dot=torch.mm(squares_dot, at.symmetric_weight),
+            h_self_dot=torch.mm(x_dot, adjoint.self_weight),
+            h_symmetric_dot=torch.mm(squares_dot, adjoint.symmetric_weight),
             squares_dot=squares_dot,
             x_dot=x_dot,
             moment_dot=moment_dot,
@@ -271,27 +196,27 @@ class Nodes(FourPasses):
             x_dot=x_dot,
             message_dots=saved.message_dots,
             h_dot=(saved.h_self_dot, saved.h_symmetric_dot),
-            h=(at.h_self, at.h_symmetric),
-            step_sizes=at.step_sizes,
+            h=(adjoint.h_self, adjoint.h_symmetric),
+            step_sizes=adjoint.step_sizes,
             alpha=self.alpha,
             **self._common(x_dot),
         )
-        return (x_new_dot,), saved.flat
+        return (x_new_dot,), saved
 
     def gradient(
-        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
-    ) -> Perhaps:
+        self,
+        cotangents: Any,
+        nodes: NodeInputs,
+        value: ValueSaved,
+        adjoint: AdjointSaved | None,
+        tangent: TangentSaved | None,
+    ) -> Nested:
         """Pass 4: return the gradients of all inputs in the order of `NodeInputs`.
 
         Each is the gradient of ⟨ŷ, x′⟩ + ⟨ȳ, ẋ′⟩. The second term, from the loss on forces, is
         there only if passes 2 and 3 have run with tangents.
         """
         (y_hat,) = cotangents
-        nodes = NodeInputs.of(inputs)
-        value = ValueSaved(*value_saved)
-        adjoint = None if tangent_saved is None else AdjointSaved.of(adjoint_saved)
-        tangent = None if tangent_saved is None else TangentSaved.of(tangent_saved)
-
         n_messages = len(nodes.messages)
         message_hats = tuple(torch.empty_like(message) for message in nodes.messages)
         # ĥ₀, ĥ₁, then for each ρ the terms of its gradient, atom by atom; summed below.
@@ -328,15 +253,15 @@ class Nodes(FourPasses):
             moment_terms.append((tangent.moment_dot, adjoint.squares_bar))
 
         sums = terms.sum(1)  # (2 + number of ρ, n): a bias has the gradient Σ_atoms ĥ
-        return (
-            torch.addmm(y_hat, h_self_hat, nodes.self_weight.t(), beta=self.alpha),
-            self._symmetrize_adjoint(moment_terms),
-            *message_hats,
-            self_weight_hat,
-            sums[0],
-            symmetric_weight_hat,
-            sums[1],
-            *sums[2:],
+        return NodeInputs(
+            x=torch.addmm(y_hat, h_self_hat, nodes.self_weight.t(), beta=self.alpha),
+            moment=self._symmetrize_adjoint(moment_terms),
+            messages=message_hats,
+            self_weight=self_weight_hat,
+            self_bias=sums[0],
+            symmetric_weight=symmetric_weight_hat,
+            symmetric_bias=sums[1],
+            step_sizes=tuple(sums[2:]),
         )
 
     # ----- launches ------------------------------------------------------------------------------
