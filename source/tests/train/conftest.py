@@ -17,10 +17,9 @@ def _own_folder(tmp_path, monkeypatch, as_alone):
 
 
 @pytest.fixture(autouse=True)
-def _data_not_searched_for_mistakes(request, monkeypatch):
-    """Leave out the search for doubtful data, a tenth of a short run, where its messages are not tested."""
+def _search_for_faults_where_it_is_tested(request):
     if request.path.name not in ("test_systems.py", "test_many_systems.py"):
-        monkeypatch.setattr("deepmd_muon.train.systems.suspicions", lambda systems: [])
+        request.getfixturevalue("no_search_for_faults")
 
 
 @pytest.fixture
