@@ -40,9 +40,8 @@ def reference() -> str:
 
 def reference_of(section: type, title: str) -> str:
     """Return the reference of another command's input, whose root is the dataclass `section`."""
-    return _joined(
-        [_heading(1, title), _paragraph(summary(section)), *_entries_of(tree(section), (), 1)]
-    )
+    entries = _Sections().entries_of(tree(section), (), 1, title)
+    return _joined([_heading(1, title), _paragraph(summary(section)), *entries])
 
 
 def _joined(blocks: Iterable[str]) -> str:
@@ -69,7 +68,7 @@ def _blocks() -> Iterator[str]:
     """Yield the whole reference."""
     yield _heading(1, "Input file")
     yield from map(_paragraph, _INTRODUCTION)
-    yield from _entries_of(tree(Settings), (), 1)
+    yield from _Sections().entries_of(tree(Settings), (), 1, "the input")
     yield from _several_models()
     yield _heading(2, "Older spellings")
     yield _paragraph("The input check translates these and prints a notice with the new spelling.")
@@ -111,45 +110,65 @@ def _several_models() -> Iterator[str]:
             yield _entry(name, facts, key.setting.doc)
 
 
-def _entries_of(section: Key, path: tuple[str, ...], level: int) -> Iterator[str]:
-    """Yield the keys of a section of one kind, then its sub-sections."""
-    assert section.section is not None
-    for name, key in section.keys.items():
-        if not key.is_section:
-            yield _entry(name, "; ".join(_facts(key)), key.setting.doc)
-    foreign = foreign_of(section.section)
-    if foreign and path:
-        names = ", ".join(f"`{name}`" for name in foreign)
-        yield _paragraph(
-            "Keys of deepmd-kit or of earlier versions without a counterpart here, accepted where "
-            f"they have no effect: {names}."
+class _Sections:
+    """Writes the sections of an input; an entry that an earlier section has is named only."""
+
+    def __init__(self) -> None:
+        self._place_of: dict[str, str] = {}  # of an entry: the section that has it first
+
+    def entries_of(
+        self, section: Key, path: tuple[str, ...], level: int, place: str
+    ) -> Iterator[str]:
+        """Yield the keys of a section of one kind, then its sub-sections."""
+        assert section.section is not None
+        named: dict[str, list[str]] = {}
+        for name, key in section.keys.items():
+            if key.is_section:
+                continue
+            entry = _entry(name, "; ".join(_facts(key)), key.setting.doc)
+            first_place = self._place_of.setdefault(entry, place)
+            if first_place == place:
+                yield entry
+            else:
+                named.setdefault(first_place, []).append(name)
+        for first_place, names in named.items():
+            yield _paragraph(f"As in {first_place}: {_listed(names)}.")
+        foreign = foreign_of(section.section)
+        if foreign and path:
+            yield _paragraph(
+                "Keys of deepmd-kit or of earlier versions without a counterpart here, accepted "
+                f"where they have no effect: {_listed(foreign)}."
+            )
+        for name, key in section.keys.items():
+            if key.is_section:
+                yield from self._section(key, (*path, name), level + 1)
+
+    def _section(self, section: Key, path: tuple[str, ...], level: int) -> Iterator[str]:
+        """Yield heading, purpose and contents of a sub-section, kind by kind."""
+        place = "/".join(path)
+        yield _heading(level, place)
+        necessity = "is required" if section.required else "may be left out"
+        yield _paragraph(f"{section.setting.doc} The section {necessity}.")
+        variants = section.variants
+        if variants is None:
+            yield from self.entries_of(section, path, level, place)
+            return
+        default = f"default {as_json(variants.default)}" if variants.default else "required"
+        yield _entry(
+            "type",
+            f"{choices_of(section.kinds)}, {default}",
+            "Kind of the section; the other keys depend on it.",
         )
-    for name, key in section.keys.items():
-        if key.is_section:
-            yield from _section(key, (*path, name), level + 1)
+        for name, kind in section.kinds.items():
+            alias = f" (also {', '.join(map(as_json, kind.alias))})" if kind.alias else ""
+            title = f"{place} with type {as_json(name)}"
+            yield _heading(level + 1, title + alias)
+            yield _paragraph(kind.setting.doc)
+            yield from self.entries_of(kind, path, level + 1, title)
 
 
-def _section(section: Key, path: tuple[str, ...], level: int) -> Iterator[str]:
-    """Yield heading, purpose and contents of a sub-section, kind by kind."""
-    place = "/".join(path)
-    yield _heading(level, place)
-    necessity = "is required" if section.required else "may be left out"
-    yield _paragraph(f"{section.setting.doc} The section {necessity}.")
-    variants = section.variants
-    if variants is None:
-        yield from _entries_of(section, path, level)
-        return
-    default = f"default {as_json(variants.default)}" if variants.default else "required"
-    yield _entry(
-        "type",
-        f"{choices_of(section.kinds)}, {default}",
-        "Kind of the section; the other keys depend on it.",
-    )
-    for name, kind in section.kinds.items():
-        alias = f" (also {', '.join(map(as_json, kind.alias))})" if kind.alias else ""
-        yield _heading(level + 1, f"{place} with type {as_json(name)}{alias}")
-        yield _paragraph(kind.setting.doc)
-        yield from _entries_of(kind, path, level + 1)
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _facts(key: Key) -> Iterator[str]:

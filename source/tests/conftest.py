@@ -94,6 +94,12 @@ def as_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def no_search_for_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs not search their data for faults: it takes a fifth of a short run, and has tests of its own."""
+    monkeypatch.setattr("deepmd_muon.train.systems.suspicions", lambda systems: [])
+
+
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Return where neighbours are searched: by torch on the CPU, or by kernels on a GPU or in the interpreter."""

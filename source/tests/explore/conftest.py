@@ -28,7 +28,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def copper(trained, tmp_path, monkeypatch):
+def copper(trained, tmp_path, monkeypatch, no_search_for_faults):
     """A copy of the folder, which is the working directory."""
     folder = tmp_path / "copper"
     shutil.copytree(trained, folder, symlinks=True)

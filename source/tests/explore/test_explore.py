@@ -177,7 +177,7 @@ def test_structures_wait_for_labels_of_another_program(copper, explore, capsys, 
 
 def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, capsys):
     settings = {"rounds": 1, "selection": {"frames": 8, "per_copy": 1}}
-    faulty = {"calculator": "labellers:Faulty", "workers": 2, "most_failed": 0.1}
+    faulty = {"calculator": "labellers:Faulty", "workers": 1, "most_failed": 0.1}
     assert explore(labels=None, **settings) == 3
     sizes = [len(atoms) for atoms in read(copper / "explore" / "round_1" / "candidates.xyz", ":")]
     assert len(set(sizes)) > 1
@@ -193,7 +193,7 @@ def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, ca
         )
         assert kept == [f"{k:04d}.xyz" for k in range(len(sizes)) if sizes[k] != size]
     # Labels of other arguments are not mixed in without a word.
-    raising = {**faulty, "arguments": {"raises": size}, "most_failed": 0.9}
+    raising = {**faulty, "workers": 2, "arguments": {"raises": size}, "most_failed": 0.9}
     assert explore(labels=raising, **settings) == 2
     assert "labels/arguments/spoils" in capsys.readouterr().err
     (copper / "explore" / "round_1" / "made_from.json").unlink()

@@ -36,7 +36,8 @@ def run_faults(*words: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("best", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "best"])
 def test_a_few_faults(kind):
     found = run_faults(kind, "--only", CHOSEN, "--every", "10")
     assert list(found) == [kind]

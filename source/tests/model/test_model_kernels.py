@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,8 @@ OTHERS = (HERE.with_name("test_neighbor_search.py"), HERE.with_name("test_kernel
 @pytest.mark.parametrize(
     ("files", "tier", "count"),
     [
-        ((HERE, *OTHERS), "not slow", 171),
-        pytest.param((HERE,), "slow", 49, marks=pytest.mark.slow),
+        ((HERE, *OTHERS), "not slow", 159),
+        pytest.param((HERE,), "slow", 61, marks=pytest.mark.slow),
     ],
     ids=["not slow", "slow"],
 )
@@ -507,10 +508,21 @@ def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
             assert distance(compute(torch.float32, DEVICE, **settings), wanted) < 1e-6
 
 
+#: Descriptors with the kernels of another one. These corners have what differs: other slots and other nets.
+VARIANTS = ("se_e2_a_pairs", "dpa1_smooth", "dpa3_dynamic")
+CORNERS_OF_VARIANTS = ("two of three types", "no neighbours", "excluded types and parameters")
+
+
+def corner_cases():
+    """Yield descriptor, corner and precision; float64 and what variants share are slow."""
+    for name, corner, precision in itertools.product(DESCRIPTORS, CORNERS, ("float64", "float32")):
+        shared = name in VARIANTS and corner not in CORNERS_OF_VARIANTS
+        slow = (pytest.mark.slow,) if shared or precision == "float64" else ()
+        yield pytest.param(name, corner, precision, marks=slow)
+
+
 @on_each_backend
-@pytest.mark.parametrize("precision", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
-@pytest.mark.parametrize("corner", CORNERS)
-@pytest.mark.parametrize("name", DESCRIPTORS)
+@pytest.mark.parametrize(("name", "corner", "precision"), corner_cases())
 def test_models_at_the_corners(monkeypatch, name, corner, precision):
     assert_corner(name, corner, precision, monkeypatch, DEVICE.type)
 

@@ -275,20 +275,18 @@ def masters_of_replicas_restart():
 
 
 def masters_of_replicas_move_small_steps():
-    """Two hundred steps at 1e-4 move bfloat16 weights as one process does; without masters none of them moves."""
+    """A hundred steps at 1e-4 move bfloat16 weights as one process does; without masters none of them moves."""
     for on in (True, False):
         replicas = make(
             shapes=[(16, 16), (32,)], lr=1e-4, weight_decay=0.0, master_weights=on, adam_patterns=[]
         )
         for p, q in zip(replicas.one, replicas.many, strict=True):
-            for x in (
-                p,
-                q,
-            ):  # half of the last bit is larger than a step, and 200 steps are larger than the last bit
+            # Half of the last bit is larger than a step, and 100 steps are larger than the last bit.
+            for x in (p, q):
                 x.data = torch.linspace(0.08, 0.25, p.numel()).view(p.shape).to(p.dtype)
         replicas.step()
         first = [q.detach().clone() for q in replicas.many]
-        for _ in range(200):
+        for _ in range(100 if on else 10):
             for optimizer in replicas.optimizers:
                 optimizer.step()
         moved = [(q != x).float().mean().item() for q, x in zip(replicas.many, first, strict=True)]

@@ -16,6 +16,12 @@ def _own_folder(tmp_path, monkeypatch, as_alone):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def _search_for_faults_where_it_is_tested(request):
+    if request.path.name not in ("test_systems.py", "test_many_systems.py"):
+        request.getfixturevalue("no_search_for_faults")
+
+
 @pytest.fixture
 def small_input():
     """A function that gives a small copper input with some sections changed."""

@@ -167,7 +167,8 @@ def test_every_command_takes_or_refuses_every_file(run, file, capsys):
 
 
 @pytest.mark.parametrize(
-    "descriptor", ["se_e2_a", "dpa1", pytest.param("dpa3", marks=pytest.mark.slow)]
+    "descriptor",
+    ["se_e2_a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpa1", "dpa3"))],
 )
 def test_what_is_shown_does_not_hang_on_the_kind_of_file(run, capsys):
     """The newest file and the frozen file hold one model."""

@@ -215,11 +215,11 @@ def test_replay_keeps_old_errors(finetuning):
             found.append(np.abs(Predictor(path).evaluate(frames).force - frames.force).mean())
         return found
 
-    finetuning["training"] |= {"numb_steps": 150, "save_freq": 150}
+    finetuning["training"] |= {"numb_steps": 60, "save_freq": 60}
     before = errors("old.pt")
     assert finetune(finetuning, replay=()) == 0
     plain = errors("model.ckpt.pt")
-    finetuning["training"]["numb_steps"] = 300
+    finetuning["training"]["numb_steps"] = 120
     assert finetune(finetuning, replay=(OLD,)) == 0
     replayed = errors("model.ckpt.finetuned.pt")
     assert plain[1] < before[1]
