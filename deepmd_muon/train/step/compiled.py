@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,9 @@ class CompiledGradient:
             differentiated[:] = [p for p, _ in present]
             return [loss.detach(), *metrics.values(), *(g.contiguous() for _, g in present)]
 
+        # torch's compiler takes seconds to import.
+        from deepmd_muon.train.step.fusion import fused
+
         run = fused(differentiate, self._arguments(batch, lr_fraction))
         return _Program(run, tuple(names), tuple(differentiated))
 
@@ -158,47 +161,3 @@ def _replaced(model: nn.Module, state: Mapping[int, Tensor]) -> Iterator[None]:
     finally:
         for tensors, name, tensor in places:
             tensors[name] = tensor
-
-
-def fused(
-    function: Callable[..., Sequence[Tensor]], arguments: Sequence[Tensor]
-) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """Return a function of tensors as a program for arguments of these shapes.
-
-    It may differentiate inside, and draw random numbers, but not branch on numbers. The program
-    empties its list of arguments.
-    """
-    # torch's compiler takes seconds to import.
-    from torch._functorch.compile_utils import fx_graph_cse
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch._subclasses.functional_tensor import dispatch_functionalize
-    from torch.fx import GraphModule
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    without_numbers = FakeTensorMode(allow_non_fake_inputs=True)
-    examples = [without_numbers.from_tensor(x, static_shapes=True) for x in arguments]
-    settings: dict[str, Any] = {
-        # Draw by torch's generator, as steps that are not compiled do.
-        "fallback_random": True,
-        # Try one shape of blocks: timing several takes a minute.
-        "triton.autotune_pointwise": False,
-    }
-    with config.patch(settings), without_numbers, torch.no_grad():
-        trace = make_fx(
-            dispatch_functionalize(function),
-            decomposition_table=select_decomp_table(),
-            _allow_non_fake_inputs=True,
-        )
-        traced = trace(*examples)
-        traced.graph.eliminate_dead_code()
-        graph = fx_graph_cse(traced.graph)
-        (output,) = graph.find_nodes(op="output")
-        # Results have the strides that the function gives them.
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        program: Callable[[list[Tensor]], Sequence[Tensor]] = compile_fx_inner(
-            GraphModule(traced, graph), examples, is_inference=True
-        )
-    return program
