@@ -112,7 +112,7 @@ def build_stepper(
         tf32=_uses_tf32(training, device, obstacle),
         model=model,
         adam_max_norm=training.adam_gradient_max_norm,
-        compiles=_compiles(stepped, training, obstacle),
+        compiles=compiles_steps(stepped, training, obstacle),
     )
     if obstacle:
         return HostStepper(step, scalars, device)
@@ -178,7 +178,7 @@ def _uses_tf32(training: RunSettings, device: torch.device, obstacle: str | None
     return training.enable_tf32
 
 
-def _compiles(model: object, training: RunSettings, obstacle: str | None) -> bool:
+def compiles_steps(model: object, training: RunSettings, obstacle: str | None) -> bool:
     """Return whether torch's compiler fuses steps; log why not, if the input asks for it."""
     assert isinstance(model, EnergyModel)
     if not (training.enable_compile or model.asks_for_compiler):
