@@ -407,6 +407,16 @@ class RunSettings(Section):
             "validation and inference."
         ),
     )
+    enable_compile: bool = setting(
+        False,
+        doc=(
+            "Fuse the operations of models that deepmd-kit's modules compute (DPA-4, DPA-2 …) by "
+            "torch's compiler in training steps on a GPU. It takes minutes for each of the first "
+            "8 shapes of batches; compiled kernels are kept on disk for the next run. "
+            "`use_compile` of DPA-4 does the same. Models of this package have fused kernels "
+            "anyway."
+        ),
+    )
     recompute: bool = setting(
         False,
         doc=(
@@ -457,9 +467,6 @@ class RunSettings(Section):
         ),
         "neighbor_graph_method": Foreign(
             "neighbour lists are built once on the host", ("auto",), inert=True
-        ),
-        "enable_compile": Foreign(
-            "steps on a GPU are kernels in a CUDA graph already", (False,), inert=True
         ),
         "mixed_precision": Foreign(
             "TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"

@@ -47,6 +47,10 @@ class EnergyModel(torch.nn.Module, ABC):
         Parts of names of matrices that HybridMuon leaves to AdamW.
     why_not_captured
         Why a CUDA graph cannot hold its steps; None if one can.
+    asks_for_compiler
+        Whether its section asks for torch's compiler.
+    why_not_compiled
+        Why torch's compiler shall not fuse the operations of its steps; None if it may.
     """
 
     settings: ModelSettings
@@ -59,6 +63,8 @@ class EnergyModel(torch.nn.Module, ABC):
     why_foreign: str | None = None
     adamw_substrings: tuple[str, ...] = ()
     why_not_captured: str | None = None
+    asks_for_compiler: bool = False
+    why_not_compiled: str | None = "the model has kernels of its own"
 
     @property
     def missing_file(self) -> str | None:
@@ -104,6 +110,10 @@ class EnergyModel(torch.nn.Module, ABC):
             `force (nframes, natoms, 3)` = −dE/dR and `virial (nframes, 9)` = −Σ dE/dr_ij ⊗ r_ij,
             all float64.
         """
+
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a prediction's float32 products."""
+        return contextlib.nullcontext()
 
     def check_batch(self, structures: Structures) -> None:
         """Refuse a batch of another number of types or of other neighbour columns.

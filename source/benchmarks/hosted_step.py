@@ -1,6 +1,7 @@
 """One training step of a deepmd-kit model on a GPU: its module eager, ours eager, ours in a CUDA graph.
 
     python source/benchmarks/hosted_step.py --cases mini-192 mini-384 mini-1536 --profile
+    python source/benchmarks/hosted_step.py --cases mini-192 dpa2-192 --profile --compiled
 
 A case is MODEL-ATOMS: mini, mini-float32 (no bfloat16), neo, air (DPA-4), dpa2, hybrid, se_e3. Structures are random
 water at 1 g/cm³. A step is energy, forces and virial, an absolute-error loss, its gradient, and HybridMuon. Captured
@@ -225,22 +226,47 @@ def build(name: str, device: torch.device) -> Any:
     return model.train()
 
 
+class AbsoluteErrors:
+    """A loss of the lengths of force errors, and of the sizes of energy and virial."""
+
+    terms = ()
+    needs_force = True
+    needs_virial = True
+
+    def __call__(
+        self, prediction: Any, labels: Any, lr_fraction: Any, atoms: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss, without metrics."""
+        force = labels["force"]
+        natoms = force.shape[1]
+        loss = 20 * (prediction["force"] - force).norm(dim=-1).mean()
+        loss = loss + 20 * (prediction["energy"] / natoms).abs().mean()
+        return loss + 5 * (prediction["virial"] / natoms).abs().mean(), {}
+
+
 class Step:
     """A training step of one model on one batch, from the same weights each time it is made."""
 
     def __init__(self, model: Any, frames: Any, structures: Any, device: torch.device) -> None:
         from deepmd_muon.optim import HybridMuon
+        from deepmd_muon.train.batches.batch import TrainingBatch
+        from deepmd_muon.train.step.compiled import CompiledGradient
 
         self.model = model
         self.structures = structures
         self.frames = frames
-        self.force = torch.tensor(frames.force, device=device)
+        labels: Any = {"force": torch.tensor(frames.force, device=device)}
+        atoms = np.full(len(frames.atype), frames.atype.shape[1])
+        self.batch = TrainingBatch(structures, labels, None, None, atoms, {})  # type: ignore[arg-type]
+        self.evaluate = AbsoluteErrors()
+        self.lr_fraction = torch.ones((), dtype=torch.float64, device=device)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
         self.optimizer = HybridMuon(
             named, lr=1e-4, muon_mode="slice", capturable=device.type == "cuda"
         )
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.compiled = CompiledGradient(model, self.evaluate, self.parameters)
         self.coord = torch.tensor(frames.coord, device=device)
         self.atype = torch.tensor(frames.atype, device=device)
         self.box = torch.tensor(frames.box.reshape(-1, 9), device=device)
@@ -277,13 +303,23 @@ class Step:
         """Put the gradient of the loss in `grad`."""
         for parameter in self.parameters:
             parameter.grad = None
-        out = prediction()
-        natoms = self.force.shape[1]
-        loss = 20 * (out["force"] - self.force).norm(dim=-1).mean()
-        loss = loss + 20 * (out["energy"] / natoms).abs().mean()
-        loss = loss + 5 * (out["virial"] / natoms).abs().mean()
+        loss, _ = self.evaluate(prediction(), self.batch.labels, self.lr_fraction, None)
         loss.backward()
         self.loss.copy_(loss.detach())
+
+    def differentiate_compiled(self) -> None:
+        """Do the same by one program, which the first call compiles."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        result = self.compiled("the layout", self.batch, self.lr_fraction)
+        if result is None:
+            raise RuntimeError("the compiler failed")
+        self.loss.copy_(result[0])
+
+    def step_compiled(self) -> None:
+        """Update the weights once, by the compiled gradient."""
+        self.differentiate_compiled()
+        self.optimizer.step()
 
     def step(self, prediction: Callable[[], dict[str, torch.Tensor]] | None = None) -> None:
         """Update the weights once."""
@@ -390,6 +426,8 @@ def run_case(case: str, options: argparse.Namespace, device: torch.device) -> No
         sections=sections,
         ntypes=2,
     ).to(device)
+    # As in batches of fixed shapes: any slot may hold a neighbour.
+    structures.filled[:] = np.array(sections)[:, None]
     edges = int((index >= 0).sum())
     count = sum(p.numel() for p in model.parameters())
     print(
@@ -401,6 +439,9 @@ def run_case(case: str, options: argparse.Namespace, device: torch.device) -> No
     def make() -> Step:
         return Step(build(name, device), frames, structures, device)
 
+    if options.compiled:
+        compare_compiled(case, options, make)
+        return
     step = Step(model, frames, structures, device)
     with torch.no_grad():
         ours = step.predict()
@@ -440,6 +481,44 @@ def run_case(case: str, options: argparse.Namespace, device: torch.device) -> No
         )
 
 
+def compare_compiled(case: str, options: argparse.Namespace, make: Callable[[], Step]) -> None:
+    """Compare the compiled step with the plain one, both in CUDA graphs where there is a GPU."""
+    step = make()
+    torch.manual_seed(4)
+    step.differentiate(step.predict)
+    plain = [p.grad for p in step.parameters]
+    loss = float(step.loss)
+    torch.manual_seed(4)
+    step.differentiate(step.predict)
+    again = [p.grad for p in step.parameters]
+    torch.manual_seed(4)
+    begun = time.perf_counter()
+    step.differentiate_compiled()
+    synchronize()
+    print(f"{case}: compiled and run in {time.perf_counter() - begun:.1f} s", flush=True)
+    print(f"{case}: losses differ by {abs(float(step.loss) - loss) / abs(loss):.1e}")
+    for name, others in {
+        "plain again": again,
+        "compiled": [p.grad for p in step.parameters],
+    }.items():
+        pairs = [(a, b) for a, b in zip(others, plain, strict=True) if b is not None]
+        gap = sum(float((a.double() - b.double()).norm() ** 2) for a, b in pairs)
+        size = sum(float(b.double().norm() ** 2) for _, b in pairs)
+        print(f"{case}: gradient {name} against plain: {(gap / size) ** 0.5:.1e}", flush=True)
+    if not torch.cuda.is_available():
+        return
+    for name in ("plain", "compiled"):
+        step = make()
+        work = step.step_compiled if name == "compiled" else step.step
+        torch.cuda.reset_peak_memory_stats()
+        replay = captured(work)
+        time_of_step = milliseconds(replay, 5 * options.repeats)
+        memory = torch.cuda.max_memory_allocated() / 2**20
+        print(f"{case}: {name}, captured: {time_of_step:8.2f} ms, {memory:.0f} MiB", flush=True)
+    if options.profile:
+        profile(f"{case}: kernels of the compiled step", replay, options.rows, shapes=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -447,6 +526,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--frames", type=int, default=1, help="structures in a batch")
     parser.add_argument("--repeats", type=int, default=10, help="eager steps that are timed")
     parser.add_argument("--profile", action="store_true", help="print what takes the time")
+    parser.add_argument("--compiled", action="store_true", help="compare the compiled step only")
     parser.add_argument("--rows", type=int, default=25, help="rows of a profile")
     options = parser.parse_args(arguments)
     import_deepmd_kit()

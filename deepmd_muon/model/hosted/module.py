@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +62,8 @@ class HostedModel(EnergyModel):
             if not parameter.numel():
                 parameter.requires_grad_(False)
         self.register_buffer("counted", _counted(module, self.ntypes), persistent=False)
-        self.why_not_captured = make_capturable(module)
+        self.why_not_captured = self.why_not_compiled = make_capturable(module)
+        self.asks_for_compiler = bool(settings.section.get("use_compile"))
         self.adamw_substrings = _declared_adamw(module)
         self._form = form_of(module)
         self.neighbors = _neighbors(module, self._form)
@@ -80,7 +82,7 @@ class HostedModel(EnergyModel):
         training = torch.is_grad_enabled()
         edges = edge_vectors(structures)
         slope = None
-        with torch.set_grad_enabled(training or force), self._form.precision():
+        with torch.set_grad_enabled(training or force), self.precision():
             leaf = edges.detach().requires_grad_(force)
             layout = lay_out(structures, leaf)
             energy = layout.sorted_values(self._form.energies(layout))
@@ -96,6 +98,10 @@ class HostedModel(EnergyModel):
         if slope is not None:
             out.update(force_and_virial(structures, edges, slope, virial=virial))
         return out
+
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the module's own context; see `EnergyModel`."""
+        return self._form.precision()
 
     @property
     def statistics_owner(self) -> object:

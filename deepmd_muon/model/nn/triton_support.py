@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +14,24 @@ import torch
 log = logging.getLogger(__name__)
 
 
+_switched_off = False
+
+
 def usable(device: torch.device) -> bool:
     """Return whether Triton kernels run on a device; on a GPU without them, log the reason once."""
-    return device.type == "cuda" and _works()
+    return device.type == "cuda" and not _switched_off and _works()
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let models run torch's own operations, which can be traced, in a `with` block."""
+    global _switched_off
+    before = _switched_off
+    _switched_off = True
+    try:
+        yield
+    finally:
+        _switched_off = before
 
 
 class Branches:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from deepmd_muon.train.step.bad_frames import (
     evaluate_frames,
     without_losses,
 )
+from deepmd_muon.train.step.compiled import CompiledGradient
+from deepmd_muon.train.step.evaluate import evaluate
 from deepmd_muon.train.step.guard import Guard
 from deepmd_muon.train.strategy import Reduced, Strategy
 
@@ -54,6 +56,8 @@ class TrainingStep:
         The model of the step's branch if the strategy holds several; None for the strategy's.
     adam_max_norm
         Largest norm of the gradients of HybridMuon's Adam routes, after `max_norm`; 0 for no limit.
+    compiles
+        Fuse the operations of loss and gradient by torch's compiler.
     loaders
         The loader of its batches, once they are opened: frames of a bad batch are read again.
     """
@@ -67,6 +71,7 @@ class TrainingStep:
     tf32: bool = False
     model: EnergyModel | None = None
     adam_max_norm: float = 0.0
+    compiles: bool = False
     loaders: list[DataLoader] = dataclasses.field(default_factory=list, init=False)
 
     def __call__(
@@ -74,6 +79,7 @@ class TrainingStep:
         batch: TrainingBatch | AccumulatedFeed,
         lr: float | Tensor,
         lr_fraction: float | Tensor,
+        layout: Hashable | None = None,
     ) -> dict[str, Tensor]:
         """Update the parameters and their average once.
 
@@ -86,6 +92,8 @@ class TrainingStep:
             The learning rate; a tensor is read on its device.
         lr_fraction
             The rate divided by the first one, which the prefactors of the loss follow.
+        layout
+            `Feed.layout` of the batch; a batch without one is not compiled.
 
         Returns
         -------
@@ -106,7 +114,7 @@ class TrainingStep:
                 value, metrics = self._accumulate(batch, lr_fraction)
             else:
                 with self.strategy.overlapping(self.model):
-                    value, metrics = self._differentiate(batch, lr_fraction)
+                    value, metrics = self._differentiate(batch, lr_fraction, layout)
         reduced = self.strategy.reduce(value, self.model)
         if self.guard.admits(reduced, lambda: self._describe(batch.origin)):
             self._clip(reduced)
@@ -126,6 +134,8 @@ class TrainingStep:
     ) -> None:
         """Compile the kernels of loss and gradient of a batch in parallel; nothing on a CPU."""
         if self.strategy.cuts_parameters or isinstance(batch, AccumulatedFeed) or not self._trained:
+            return
+        if self.compiles:  # other kernels run
             return
         device = self._trained[0].device
         if not usable(device):
@@ -166,9 +176,14 @@ class TrainingStep:
         return frames
 
     def _differentiate(
-        self, batch: TrainingBatch, lr_fraction: float | Tensor
+        self, batch: TrainingBatch, lr_fraction: float | Tensor, layout: Hashable | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch; add its gradients to the parameters' `grad`."""
+        if self.compiles and layout is not None:
+            assert isinstance(lr_fraction, Tensor)
+            result = self._compiled(layout, batch, lr_fraction)
+            if result is not None:
+                return result
         sharded = self.strategy.cuts_parameters
         return differentiate(
             self._model,
@@ -186,6 +201,10 @@ class TrainingStep:
         return model
 
     @functools.cached_property
+    def _compiled(self) -> CompiledGradient:
+        return CompiledGradient(self._model, self.loss, self._trained)
+
+    @functools.cached_property
     def _trained(self) -> list[torch.nn.Parameter]:
         """The parameters with gradients; to list them takes a hundredth of a small step."""
         return [p for p in self._model.parameters() if p.requires_grad]
@@ -197,7 +216,7 @@ class TrainingStep:
         losses: list[Tensor] = []
         metrics_of_batches: list[dict[str, Tensor]] = []
         for batch_feed in feed.feeds:
-            loss, metrics = self._differentiate(batch_feed.read(), lr_fraction)
+            loss, metrics = self._differentiate(batch_feed.read(), lr_fraction, batch_feed.layout)
             losses.append(loss)
             metrics_of_batches.append(metrics)
         gradients = [
@@ -235,9 +254,7 @@ def differentiate(
     in place of its parameters, so there all leaves get gradients. `trained` are the parameters that
     have gradients; without it, the modules are walked through for them.
     """
-    prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
-    atoms = batch.compared_atoms(model.counted)
-    value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, atoms)
+    value, metrics = evaluate(model, loss, batch, lr_fraction)
     if trained is None:
         trained = [p for p in model.parameters() if p.requires_grad]
     value.backward(inputs=None if sharded else trained or None)

@@ -112,6 +112,7 @@ def build_stepper(
         tf32=_uses_tf32(training, device, obstacle),
         model=model,
         adam_max_norm=training.adam_gradient_max_norm,
+        compiles=compiles_steps(stepped, training, obstacle),
     )
     if obstacle:
         return HostStepper(step, scalars, device)
@@ -175,6 +176,17 @@ def _uses_tf32(training: RunSettings, device: torch.device, obstacle: str | None
         log.info("training/enable_tf32 is ignored: %s", obstacle)
         return False
     return training.enable_tf32
+
+
+def compiles_steps(model: object, training: RunSettings, obstacle: str | None) -> bool:
+    """Return whether torch's compiler fuses steps; log why not, if the input asks for it."""
+    assert isinstance(model, EnergyModel)
+    if not (training.enable_compile or model.asks_for_compiler):
+        return False
+    reason = obstacle or model.why_not_compiled
+    if reason:
+        log.info("training steps are not compiled: %s", reason)
+    return not reason
 
 
 class Stepper(ABC):
@@ -377,7 +389,7 @@ class CapturedStep:
         if not self._kernels_compiled:
             self._kernels_compiled = True
             self._step.compile_kernels(batch, self._rates.lr_fraction)
-        metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction)
+        metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction, feed.layout)
         values = torch.stack([value.double() for value in metrics.values()])
         if self._values is None:
             self._values = torch.empty_like(values)

@@ -314,7 +314,6 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
     water["training"].update(
         acc_freq=1,
         checkpoint_format="file",
-        enable_compile=False,
         save_dir=None,
         stat_file_mode="update",
     )
@@ -330,12 +329,11 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
 def test_keys_without_effect_are_noticed(water):
     water["learning_rate"]["scale_by_worker"] = "sqrt"
     water["model"]["data_bias_nsample"] = 3
-    water["training"].update(enable_compile=True, checkpoint_format="dcp")
+    water["training"].update(checkpoint_format="dcp")
     notices = normalize(water).notices
     assert [notice.split(" has no effect here")[0] for notice in notices] == [
         "model/data_bias_nsample",
         "learning_rate/scale_by_worker",
-        "training/enable_compile",
         "training/checkpoint_format",
     ]
 

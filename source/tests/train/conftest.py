@@ -143,7 +143,7 @@ def on_device(monkeypatch):
     from deepmd_muon.train import trainer
     from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
     from deepmd_muon.train.step.step import TrainingStep
-    from deepmd_muon.train.step.stepper import DeviceStepper
+    from deepmd_muon.train.step.stepper import DeviceStepper, compiles_steps
 
     cpu = torch.device("cpu")
 
@@ -152,11 +152,12 @@ def on_device(monkeypatch):
             guard = device_parts.guard = device_parts.guard or DeviceGuard(
                 on_nonfinite(optimizer), optimizer, cpu
             )
-            norms = {
+            options = {
                 "max_norm": training.gradient_max_norm,
                 "adam_max_norm": training.adam_gradient_max_norm,
+                "compiles": compiles_steps(model or strategy.model, training, None),
             }
-            step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
+            step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **options)
             return DeviceStepper(
                 step,
                 scalars,

@@ -27,12 +27,12 @@ def poison(monkeypatch, *numbers):
     """Make the energies of some steps of a run infinite."""
     original, count = TrainingStep.__call__, 0
 
-    def call(self, batch, lr, lr_fraction):
+    def call(self, batch, *others):
         nonlocal count
         count += 1
         if count in numbers:
             batch.labels["energy"][:] = float("inf")
-        return original(self, batch, lr, lr_fraction)
+        return original(self, batch, *others)
 
     monkeypatch.setattr(TrainingStep, "__call__", call)
 

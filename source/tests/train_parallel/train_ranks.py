@@ -193,12 +193,12 @@ def _in_step(who, step, happen):
 
         original, count = TrainingStep.__call__, 0
 
-        def call(self, batch, lr, lr_fraction):
+        def call(self, batch, *others):
             nonlocal count
             count += 1
             if (rank, count) == (who, step):
                 happen(batch)
-            return original(self, batch, lr, lr_fraction)
+            return original(self, batch, *others)
 
         return _replace(TrainingStep, "__call__", call)
 
@@ -336,8 +336,8 @@ def _after_steps(write):
 
     original = TrainingStep.__call__
 
-    def call(self, batch, lr, lr_fraction):
-        found = original(self, batch, lr, lr_fraction)
+    def call(self, batch, *others):
+        found = original(self, batch, *others)
         write(self.optimizer)
         return found
 

@@ -1,0 +1,163 @@
+"""The gradient of a hosted model as one program: element-wise chains become a kernel each.
+
+A module of deepmd-kit launches thousands of small kernels a step. Here forward pass, derivatives
+for the forces, loss and backward pass are traced together, on tensors without numbers, as one graph
+of torch's basic operations. torch's compiler fuses their chains. The program launches kernels like
+any other step, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_muon.loss import Loss
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.train.batches.batch import TrainingBatch, map_tensors, tensors_of
+from deepmd_muon.train.step.evaluate import evaluate
+
+log = logging.getLogger(__name__)
+
+#: Layouts of batches that are compiled at most: each takes a minute or more.
+MOST_PROGRAMS = 8
+
+
+class _Program(NamedTuple):
+    """A compiled gradient.
+
+    Attributes
+    ----------
+    run
+        Maps the tensors of parameters, buffers and batch to loss, metrics and gradients. It empties
+        the list of its arguments.
+    metrics
+        Names of the metrics.
+    differentiated
+        The parameters that have a gradient.
+    """
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    metrics: tuple[str, ...]
+    differentiated: tuple[nn.Parameter, ...]
+
+
+class CompiledGradient:
+    """Computes loss and gradients of a model by programs, one for each layout of batches.
+
+    Parameters
+    ----------
+    model, loss
+        What is differentiated.
+    trained
+        The parameters that get gradients.
+    """
+
+    def __init__(self, model: EnergyModel, loss: Loss, trained: Sequence[nn.Parameter]) -> None:
+        self._model = model
+        self._loss = loss
+        self._trained = list(trained)
+        self._programs: dict[Hashable, _Program] = {}
+        self._fails = False
+
+    def __call__(
+        self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return loss and metrics of a batch, and add its gradients to the parameters' `grad`.
+
+        None if there is no program for its layout: the compiler failed, or there are too many.
+        """
+        program = self._programs.get(layout)
+        if program is None:
+            if self._fails or len(self._programs) == MOST_PROGRAMS:
+                return None
+            program = self._compiled(batch, lr_fraction)
+            if program is None:
+                return None
+            self._programs[layout] = program
+        with self._model.precision():
+            loss, *others = program.run(self._arguments(batch, lr_fraction))
+        n_metrics = len(program.metrics)
+        metrics = dict(zip(program.metrics, others[:n_metrics], strict=True))
+        for parameter, gradient in zip(program.differentiated, others[n_metrics:], strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        return loss, metrics
+
+    def _arguments(self, batch: TrainingBatch, lr_fraction: Tensor) -> list[Tensor]:
+        weights = [p.detach() for p in self._model.parameters()]
+        return [*weights, *self._model.buffers(), *tensors_of((batch, lr_fraction))]
+
+    def _compiled(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program | None:
+        """Return the program for batches like this one; None, with one log line, if that fails."""
+        natoms = len(batch.structures.order)
+        log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
+        begun = time.monotonic()
+        try:
+            program = self._compile(batch, lr_fraction)
+        except Exception as error:  # no exception of a compiler may end a run
+            self._fails = True
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("steps are not compiled, because the compiler failed: %s", reason)
+            log.debug("the compiler failed", exc_info=True)
+            return None
+        log.info("compiled in %.0f s", time.monotonic() - begun)
+        return program
+
+    def _compile(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program:
+        model = self._model
+        trained = {id(p) for p in self._trained}
+        parameters = list(model.parameters())
+        buffers = list(model.buffers())
+        names: list[str] = []  # of metrics
+        differentiated: list[nn.Parameter] = []
+
+        def differentiate(*tensors: Tensor) -> list[Tensor]:
+            """Return loss, metrics and gradients."""
+            rest = iter(tensors)
+            weights = [next(rest).detach().requires_grad_(id(p) in trained) for p in parameters]
+            state = {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
+            state |= {id(buffer): next(rest) for buffer in buffers}
+            inputs, fraction = map_tensors((batch, lr_fraction), lambda _: next(rest))
+            with torch.enable_grad(), triton_support.without_kernels(), _replaced(model, state):
+                loss, metrics = evaluate(model, self._loss, inputs, fraction)
+                leaves = [weight for weight in weights if weight.requires_grad]
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+            names[:] = metrics
+            pairs = zip(self._trained, gradients, strict=True)
+            present = [(p, gradient) for p, gradient in pairs if gradient is not None]
+            differentiated[:] = [p for p, _ in present]
+            return [loss.detach(), *metrics.values(), *(g.contiguous() for _, g in present)]
+
+        # torch's compiler takes seconds to import.
+        from deepmd_muon.train.step.fusion import fused
+
+        run = fused(differentiate, self._arguments(batch, lr_fraction))
+        return _Program(run, tuple(names), tuple(differentiated))
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, state: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put other tensors in place of parameters and buffers, named by `id`, in a `with` block."""
+    places = [
+        (tensors, name, tensor)
+        for part in model.modules()
+        for tensors in (part._parameters, part._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    for tensors, name, tensor in places:
+        tensors[name] = state[id(tensor)]
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in places:
+            tensors[name] = tensor

@@ -1,0 +1,99 @@
+"""A function of tensors as a program of fused kernels, by torch's compiler.
+
+It is imported only if a step is compiled: torch's compiler takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor import compile_fx, config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.ir import Pointwise, TensorBox
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# Batches of at least so many products of matrices with at most so long sides and so many terms in a
+# sum are no products of a library.
+_MANY = 512
+_LONGEST_SIDE = 32
+_MOST_TERMS = 16
+_SETTINGS: dict[str, Any] = {
+    # Draw by torch's generator, as steps that are not compiled do.
+    "fallback_random": True,
+    # Try one shape of blocks: timing several takes a minute.
+    "triton.autotune_pointwise": False,
+}
+# In the keys of programs on disk; to be counted up if the lowering below changes.
+_VERSION = "deepmd_muon 1"
+_BMM = torch.ops.aten.bmm.default
+_LIBRARY_PRODUCT = lowerings[_BMM]
+
+
+def fused(
+    function: Callable[..., Sequence[Tensor]], arguments: Sequence[Tensor]
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Return a function of tensors as a program for arguments of these shapes.
+
+    It may differentiate inside, and draw random numbers, but not branch on numbers. The program
+    empties its list of arguments.
+    """
+    without_numbers = FakeTensorMode(allow_non_fake_inputs=True)
+    examples = [without_numbers.from_tensor(x, static_shapes=True) for x in arguments]
+    with config.patch(_SETTINGS), without_numbers, torch.no_grad():
+        trace = make_fx(
+            dispatch_functionalize(function),
+            decomposition_table=select_decomp_table(),
+            _allow_non_fake_inputs=True,
+        )
+        traced = trace(*examples)
+        traced.graph.eliminate_dead_code()
+        graph = fx_graph_cse(traced.graph)
+        (output,) = graph.find_nodes(op="output")
+        # Results have the strides that the function gives them.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        with (
+            mock.patch.dict(lowerings, {_BMM: _product}),
+            torch.compiler.config.patch(cache_key_tag=_VERSION),
+        ):
+            program: Callable[[list[Tensor]], Sequence[Tensor]] = compile_fx.compile_fx_inner(
+                GraphModule(traced, graph), examples, is_inference=True
+            )
+    return program
+
+
+def _product(a: TensorBox, b: TensorBox, **options: Any) -> TensorBox:
+    """Lower a @ b of batches of matrices: small ones to sums, others to the library's product.
+
+    Rotations of edges are 10^4 products of 9 x 9 with 9 x 32 numbers. A library's kernels are made
+    for large matrices; sums fuse with the operations that use them.
+    """
+    batch, rows, inner = map(int, a.get_size())
+    columns = int(b.get_size()[2])
+    if inner > 1 and (batch < _MANY or inner > _MOST_TERMS or max(rows, columns) > _LONGEST_SIDE):
+        return _LIBRARY_PRODUCT(a, b, **options)
+    load_a, load_b = a.make_loader(), b.make_loader()
+
+    def entry(index: Sequence[Any]) -> Any:
+        matrix, row, column = index
+        total = ops.mul(load_a([matrix, row, 0]), load_b([matrix, 0, column]))
+        for k in range(1, inner):
+            term = ops.mul(load_a([matrix, row, k]), load_b([matrix, k, column]))
+            total = ops.add(total, term)
+        return total
+
+    return Pointwise.create(
+        device=a.get_device(),
+        dtype=a.get_dtype(),
+        inner_fn=entry,
+        ranges=[batch, rows, columns],
+    )
