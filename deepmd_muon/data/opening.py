@@ -257,23 +257,6 @@ def check_labels(systems: Sequence[System]) -> None:
         log.warning("%s: no labels", name)
 
 
-def refuse_charge_spin(systems: Iterable[System]) -> None:
-    """Refuse charges and spins of frames, which deepmd-kit's models with add_chg_spin_ebd read.
-
-    Raises
-    ------
-    DataError
-        If a system has them.
-    """
-    for system in systems:
-        if system.has_charge_spin:
-            raise DataError(
-                f"{system.name} has charge_spin.npy, which only deepmd-kit itself gives to a model "
-                "with add_chg_spin_ebd: use its commands (python -m deepmd --pt train), or remove "
-                "the files to compute all frames with default_chg_spin"
-            )
-
-
 def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[System]:
     """Return systems whose frames carry the parameters that a model reads, if any.
 
@@ -282,7 +265,7 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
     DataError
         Listing every system and file that is missing or of another width.
     """
-    if not parameters.fparam and not parameters.aparam:
+    if not parameters.of_frame and not parameters.aparam:
         return list(systems)
     problems = []
     for system in systems:
@@ -293,13 +276,23 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
         listed = "\n  ".join(problems[:_MAX_LISTED])
         if len(problems) > _MAX_LISTED:
             listed += f"\n  and {len(problems) - _MAX_LISTED} more"
+        hint = ""
+        if parameters.fparam:
+            hint = " (frame_parameters, --frame-parameters read them by names such as charge)"
         raise DataError(
-            f"the model reads {parameters.fparam} frame parameters (numb_fparam) and "
-            f"{parameters.aparam} of each atom (numb_aparam), which {len(problems)} of "
-            f"{len(systems)} systems do not have (frame_parameters, --frame-parameters read them by "
-            f"names such as charge):\n  {listed}"
+            f"the model reads {_words(parameters)}, which {len(problems)} of {len(systems)} "
+            f"systems do not have{hint}:\n  {listed}"
         )
     return [system.with_parameters(parameters) for system in systems]
+
+
+def _words(parameters: Parameters) -> str:
+    """Return what a model reads, in words."""
+    words = f"{parameters.fparam} frame parameters (numb_fparam)"
+    words += f" and {parameters.aparam} of each atom (numb_aparam)"
+    if parameters.charge_spin:
+        words += " and charge and spin of frames (add_chg_spin_ebd)"
+    return words
 
 
 def _matching_systems(folder: str, patterns: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data import Frames, StatFile, System, data_fingerprint
+from deepmd_muon.data.frames import PARAMETERS
 from deepmd_muon.model import EnergyModel
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def sample_of(frames: Frames, ntypes: int) -> dict[str, np.ndarray]:
         sample["box"] = frames.box.reshape(nframes, 9)
     if frames.energy is not None:
         sample["energy"] = frames.energy.reshape(nframes, 1)
-    for name in ("fparam", "aparam"):
+    for name in PARAMETERS:
         values = getattr(frames, name)
         if values is not None:
             sample[name] = values

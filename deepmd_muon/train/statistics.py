@@ -435,7 +435,7 @@ def change_bias(
     if values is None:
         model = model.to(training_device())
         rcond = getattr(settings.fitting_net, "rcond", None)
-        systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
+        systems = with_parameters(open_data(model.type_map), Parameters.of(settings))
         if settings.atom_exclude_types:
             log.info("%s", EXCLUDED_ATOMS)
         fit_energy_bias(model, _sample_batches(model, systems, frames), mode, rcond=rcond)

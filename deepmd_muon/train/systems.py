@@ -23,7 +23,7 @@ from deepmd_muon.data import (
 from deepmd_muon.data.checks.digest import ContentDigest, content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
-from deepmd_muon.data.opening import check_labels, elements_of, refuse_charge_spin
+from deepmd_muon.data.opening import check_labels, elements_of
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.train.errors import TrainingError
@@ -104,9 +104,7 @@ def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
                 list(elements),
             )
         run_input = _with_number_of_parameters(run_input, name)
-        if isinstance(branch.model, HostedSettings) and branch.model.embeds_charge_and_spin:
-            refuse_charge_spin([*training, *validation])
-        parameters = Parameters.of(run_input.branches[name].model.fitting_net)
+        parameters = Parameters.of(run_input.branches[name].model)
         # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
         systems[name] = Systems(with_all[: len(training)], with_all[len(training) :])

@@ -82,7 +82,7 @@ class HostedModel(EnergyModel):
         slope = None
         with torch.set_grad_enabled(training or force), self._form.precision():
             leaf = edges.detach().requires_grad_(force)
-            layout = lay_out(structures, leaf)
+            layout = lay_out(structures, leaf, self.hosted.get_dim_fparam())
             energy = layout.sorted_values(self._form.energies(layout))
             if force:
                 (slope,) = torch.autograd.grad(energy.sum(), leaf, create_graph=training)
@@ -119,6 +119,19 @@ class HostedModel(EnergyModel):
         self.hosted.compute_or_load_stat(lambda: batches)
 
 
+# What deepmd-kit raises if it cannot build a model.
+_BUILD_ERRORS = (
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    KeyError,
+    OSError,
+    AssertionError,
+)
+_LONGEST_REASON = 200
+
+
 def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
     """Return the module that a section describes."""
     import_deepmd_kit()
@@ -129,8 +142,10 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
             subsection["seed"] = copy.deepcopy(seed)
     try:
         return get_model(section)
-    except (ValueError, NotImplementedError, RuntimeError, TypeError, KeyError, OSError) as error:
-        raise ModelError(f"deepmd-kit cannot build the model: {error}") from error
+    except _BUILD_ERRORS as error:
+        # Some messages continue with the whole model.
+        reason = " ".join((str(error) or type(error).__name__).split())[:_LONGEST_REASON]
+        raise ModelError(f"deepmd-kit cannot build the model: {reason}") from error
 
 
 def _declared_adamw(module: Any) -> tuple[str, ...]:

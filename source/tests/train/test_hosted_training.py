@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
 
 from deepmd_muon.data import DataError, open_systems
 from deepmd_muon.infer import Predictor
+from deepmd_muon.infer.ase_calculator import DeepPotCalculator
+from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.model import ModelError
 
@@ -255,14 +258,56 @@ def test_named_frame_parameters_reach_the_module(kind, tmp_path, train, load):
     assert [mean.tolist() for mean in means] == [[0.5]] * (2 if kind == "linear" else 1)
 
 
-def test_charges_and_spins_of_frames_are_refused(tmp_path, train):
-    system = write_data(tmp_path)
-    content = hosted_input("dpa4", system, 1)
-    content["model"]["descriptor"] |= {"add_chg_spin_ebd": True, "default_chg_spin": [0, 1]}
+def with_charge_spin(folder, values):
+    """Return an input of DPA-4 with charge and spin, and its system with these values."""
+    system = write_data(folder, nframes=len(values))
+    np.save(Path(system, "set.000", "charge_spin.npy"), np.array(values))
+    content = hosted_input("dpa4", system, 3)
+    content["model"]["descriptor"]["add_chg_spin_ebd"] = True
+    return content, system
+
+
+def test_charges_and_spins_of_frames_train_and_predict(tmp_path, train, load):
+    content, system = with_charge_spin(tmp_path, [[1.0, 2.0]])
     assert train(content, skip_neighbor_stat=True) == 0
-    np.save(Path(system, "set.000", "charge_spin.npy"), np.array([[1.0, 2.0]]))
-    with pytest.raises(DataError, match=r"charge_spin\.npy"):
-        train(content, skip_neighbor_stat=True)
+    in_deepmd_kit(tmp_path, {"theirs": content})
+    theirs = read(tmp_path / "theirs" / "model.ckpt-3.pt")["model"]
+    ours = load("model.ckpt-3.pt")["model"]
+    assert_close(ours, theirs, TOLERANCE["dpa4"])
+    name = "model.Default.atomic_model.descriptor.charge_spin_embedding.charge_embedding"
+    rows = [x for key, x in ours.items() if key.startswith(name)]
+    assert len(rows) == 1
+
+    predictor = Predictor("model.ckpt-3.pt", device="cpu")
     (opened,) = open_systems(system, TYPE_MAP)
-    with pytest.raises(DataError, match=r"charge_spin\.npy"):
-        next(evaluate_system(Predictor("model.ckpt-1.pt", device="cpu"), opened))
+    frames = opened.frames([0])
+    box = frames.box[0]
+    arguments = (frames.coord[0], box, frames.atype[0])
+    energies = [
+        predictor.predict(*arguments, charge_spin=state).energy[0] for state in ([1, 2], [0, 2])
+    ]
+    assert energies[0] != energies[1]
+    (compared,) = evaluate_system(predictor, opened)
+    assert compared.prediction.energy[0] == pytest.approx(energies[0], rel=1e-14)
+    types = [TYPE_MAP[kind] for kind in frames.atype[0]]
+    for state, energy in zip(([1, 2], [0, 2]), energies, strict=True):
+        atoms = Atoms(types, positions=frames.coord[0], cell=box, pbc=True)
+        atoms.info["charge_spin"] = state
+        atoms.calc = DeepPotCalculator(predictor)
+        assert atoms.get_potential_energy() == pytest.approx(energy, rel=1e-14)
+    with pytest.raises(PredictionInputError, match="charge_spin"):
+        predictor.predict(*arguments)
+    with pytest.raises(PredictionInputError, match="spin must be"):
+        predictor.predict(*arguments, charge_spin=[0, -1])
+
+
+def test_frames_without_charge_and_spin_need_a_default(tmp_path, train):
+    content, system = with_charge_spin(tmp_path, [[1.0, 2.0], [0.0, 200.0]])
+    with pytest.raises(DataError, match="spin must be a whole number"):
+        train(content, skip_neighbor_stat=True)
+    Path(system, "set.000", "charge_spin.npy").unlink()
+    with pytest.raises(DataError, match="default_chg_spin is not set"):
+        train(content, skip_neighbor_stat=True)
+    content["model"]["descriptor"]["default_chg_spin"] = [0, 1]
+    assert train(content, skip_neighbor_stat=True) == 0
+    assert not Predictor("model.ckpt-3.pt", device="cpu").parameters.required
