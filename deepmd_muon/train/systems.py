@@ -196,9 +196,9 @@ def warn_of_shared_frames(training: Sequence[System], validation: Sequence[Syste
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the order of a branch's data.
+    """Return the seed of one part of a run, such as the order of a branch's data.
 
-    Branches with the same data must not draw the same frames.
+    Branches with the same data must not draw the same frames, nor ranks the same numbers.
     """
     if name == SINGLE:
         return seed
