@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deepmd_muon.data.checks.close_atoms import shortest_distances
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
@@ -122,6 +123,8 @@ def open_systems(
         _check_config_weights(systems, reading.config_weights)
     if reading.max_force is not None:
         systems = _without_large_forces(systems, reading.max_force)
+    if reading.min_pair_dist:
+        systems = _without_close_atoms(systems, reading.min_pair_dist)
     return systems
 
 
@@ -168,13 +171,43 @@ def _without_large_forces(systems: Sequence[System], max_force: float) -> list[S
                 largest[excluded].max(),
                 frame_words(excluded),
             )
-        if len(excluded) < system.nframes:
-            remaining.append(
-                system.select(np.flatnonzero(~(largest > max_force))) if len(excluded) else system
-            )
+        remaining += _without(system, excluded)
     if not remaining:
         raise DataError(f"every frame has a force above max_force ({max_force:g} eV/Å)")
     return remaining
+
+
+def _without_close_atoms(systems: Sequence[System], min_pair_dist: float) -> list[System]:
+    """Leave out frames with two atoms nearer than `min_pair_dist` [Å], and name them.
+
+    Raises
+    ------
+    DataError
+        When no frame is left.
+    """
+    remaining = []
+    for system in systems:
+        shortest = shortest_distances(system, min_pair_dist)
+        excluded = np.flatnonzero(np.isfinite(shortest))
+        if len(excluded):
+            log.warning(
+                "%s: left out, their atoms are %.3g Å apart, below min_pair_dist: %s",
+                system.name,
+                shortest[excluded].min(),
+                frame_words(excluded),
+            )
+        remaining += _without(system, excluded)
+    if not remaining:
+        raise DataError(f"every frame has atoms nearer than min_pair_dist ({min_pair_dist:g} Å)")
+    return remaining
+
+
+def _without(system: System, excluded: np.ndarray) -> list[System]:
+    """Return the system without some frames; nothing if none is left."""
+    if not len(excluded):
+        return [system]
+    included = np.setdiff1d(np.arange(system.nframes), excluded)
+    return [system.select(included)] if len(included) else []
 
 
 def _expand(paths: Iterable[str]) -> list[str]:

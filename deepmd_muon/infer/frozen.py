@@ -226,7 +226,7 @@ class FrozenModel:
             When the program fails.
         """
         # By name, and only if present: other programs may not have these arguments.
-        parameters = {}
+        parameters: dict[str, torch.Tensor] = {}
         if fparam is not None:
             number = self.parameters.fparam
             columns = {"fparam": fparam[None, :number], "charge_spin": fparam[None, number:]}

@@ -37,6 +37,7 @@ _PLACES = (
     "training_data/systems",
     "validation_data/systems",
     "/stat_file",
+    "/stat_file_mode",
     "/tensorboard_log_dir",
     "/profiling_file",
 )

@@ -238,12 +238,25 @@ def test_sel_auto_and_stat_file(tmp_path, train, load, caplog):
     assert len(sel) == len(TYPE_MAP)
     assert all(number > 0 and number % 4 == 0 for number in sel)
     first = load("model.ckpt-1.pt")["model"]
+    content["training"]["stat_file_mode"] = "read"
     caplog.clear()
     assert train(content, log_level="INFO") == 0
     assert "statistics come from stat.hdf5" in caplog.text
     for name, x in load("model.ckpt-1.pt")["model"].items():
         if torch.is_tensor(x):
             torch.testing.assert_close(x, first[name], rtol=0, atol=0)
+
+
+def test_a_preset_bias_stays_and_statistics_that_are_missing_are_named(tmp_path, train, load):
+    content = hosted_input("se_e2_r", write_data(tmp_path, nframes=2), 1)
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["model"]["preset_out_bias"] = {"energy": [None, 1.5]}
+    assert train(content) == 0
+    bias = load("model.ckpt-1.pt")["model"]["model.Default.atomic_model.out_bias"]
+    assert bias[0, 1, 0] == 1.5
+    content["training"] |= {"stat_file": "stat.hdf5", "stat_file_mode": "read"}
+    with pytest.raises(DataError, match="stat_file_mode"):
+        train(content)
 
 
 @pytest.mark.parametrize("kind", ["dpa4", "linear"])
