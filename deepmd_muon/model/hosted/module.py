@@ -14,7 +14,7 @@ from deepmd_muon.model.edges import edge_vectors, force_and_virial
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.hosted.adapt import make_capturable
 from deepmd_muon.model.hosted.forms import EdgeForm, form_of
-from deepmd_muon.model.hosted.kit import import_deepmd_kit
+from deepmd_muon.model.hosted.kit import has_operators, import_deepmd_kit
 from deepmd_muon.model.hosted.layout import lay_out
 from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
@@ -112,6 +112,17 @@ class HostedModel(EnergyModel):
         """Energy that is added to each atom of a type `(1, ntypes, 1)` [eV]."""
         bias: Tensor = self.hosted.get_out_bias()
         return bias
+
+    @property
+    def why_not_frozen(self) -> str | None:
+        """Why deepmd-kit cannot freeze the model in this environment; None if it can."""
+        if not isinstance(self._form, EdgeForm) or has_operators():
+            return None
+        return (
+            "deepmd-kit compiles DPA-4 together with its own operators for several ranks, which do "
+            "not fit the installed torch: freeze in an environment with deepmd-kit's torch "
+            "(pip install 'deepmd-kit[torch]')"
+        )
 
     def fit_statistics(self, samples: Sequence[Mapping[str, Tensor]]) -> None:
         """Fit all statistics, the energy bias included; see `EnergyModel`."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
+from hosted_models import MODELS, TYPE_MAP, TYPES, hosted_input, write_data
 
 from deepmd_muon.data import DataError, open_systems
 from deepmd_muon.infer import Predictor
@@ -29,18 +29,19 @@ pytestmark = [
     ),
 ]
 JOBS = Path(__file__).with_name("jobs_in_deepmd_kit.py")
+LONG = 20  # steps
 # DPA-4 computes parts of its geometry in float32 whatever its precision.
 TOLERANCE = {"dpa4": 1e-5}
 
 
-def in_deepmd_kit(folder, contents, *words):
+def in_deepmd_kit(folder, contents, *words, losses=None):
     """Run deepmd-kit's `dp train` on several inputs, each in the folder of its name."""
     jobs = []
     for name, content in contents.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "input.json").write_text(json.dumps(content))
         command = ["train", "input.json", "--skip-neighbor-stat", *words]
-        jobs.append({"folder": str(folder / name), "words": command})
+        jobs.append({"folder": str(folder / name), "words": command, "losses": losses})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     results = folder / "results.json"
     subprocess.run([sys.executable, JOBS, folder / "jobs.json", results], check=True)
@@ -54,6 +55,9 @@ def in_both(tmp_path_factory):
     system = write_data(folder)
     contents = {kind: hosted_input(kind, system, 5, save_freq=3) for kind in MODELS}
     in_deepmd_kit(folder, contents)
+    (folder / "long").mkdir()
+    contents = {kind: hosted_input(kind, system, LONG) for kind in MODELS}
+    in_deepmd_kit(folder / "long", contents, losses="losses.jsonl")
     return folder
 
 
@@ -79,6 +83,27 @@ def test_a_run_reaches_deepmd_kits_weights(kind, in_both, train, load):
     theirs = read(in_both / kind / "model.ckpt-5.pt")
     # Adam divides small gradients by their size: rounding grows.
     assert_close(load("model.ckpt-5.pt")["model"], theirs["model"], TOLERANCE.get(kind, 1e-6))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_are_deepmd_kits(kind, in_both, train):
+    """Twenty steps of Adam from the same weights, on the same frame."""
+    content = hosted_input(kind, str(in_both / "sys"), LONG, jsonl_file="ours.jsonl")
+    assert train(content, skip_neighbor_stat=True) == 0
+    ours, theirs = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (Path("ours.jsonl"), in_both / "long" / kind / "losses.jsonl")
+    )
+    assert len(ours) == len(theirs) == LONG
+    # deepmd-kit divides energies by the number of atoms in float32.
+    natoms = len(TYPES)
+    factors = {"rmse_e": natoms * float(np.float32(1 / natoms)), "rmse_f": 1.0}
+    for name, factor in factors.items():
+        np.testing.assert_allclose(
+            [factor * step[f"{name}_trn"] for step in ours],
+            [step[name] for step in theirs],
+            rtol=TOLERANCE.get(kind, 1e-9),
+        )
 
 
 @pytest.mark.parametrize("kind", MODELS)
