@@ -95,9 +95,10 @@ def test_losses_are_deepmd_kits(kind, in_both, train):
         for path in (Path("ours.jsonl"), in_both / "long" / kind / "losses.jsonl")
     )
     assert len(ours) == len(theirs) == LONG
-    # deepmd-kit divides energies by the number of atoms in float32.
+    # deepmd-kit divides squares of energies by the square of the number of atoms in float32.
     natoms = len(TYPES)
-    factors = {"rmse_e": natoms * float(np.float32(1 / natoms)), "rmse_f": 1.0}
+    inverse_square = float(np.float32(1 / natoms) ** 2)
+    factors = {"rmse_e": natoms * inverse_square**0.5, "rmse_f": 1.0}
     for name, factor in factors.items():
         np.testing.assert_allclose(
             [factor * step[f"{name}_trn"] for step in ours],
