@@ -56,6 +56,8 @@ class Reading:
         Weights of frames in the loss by their `config_type`, in files that ASE reads.
     max_force
         Frames with a larger force [eV/Å] are left out; None keeps all.
+    min_pair_dist
+        Frames with two atoms nearer than this [Å] are left out.
     frame_parameters
         Names of the frame parameters, such as "charge": columns of fparam, from files of these
         names in each set or from headers of extended XYZ.
@@ -66,4 +68,5 @@ class Reading:
     keep_unconverged: bool = False
     config_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     max_force: float | None = None
+    min_pair_dist: float = 0.0
     frame_parameters: tuple[str, ...] = ()

@@ -123,6 +123,14 @@ class TrainingDataSettings(Section):
         above=0.0,
         doc="Leave out frames with a larger force on an atom [eV/Å]; the log names them.",
     )
+    min_pair_dist: float = setting(
+        0.0,
+        minimum=0.0,
+        doc=(
+            "Leave out frames with two atoms nearer than this [Å]; the log names them. Models with "
+            "an analytical potential at short distances take bridging_r_inner."
+        ),
+    )
     batch_size: int | str | tuple[int, ...] = setting(
         "auto",
         minimum=1,
@@ -169,6 +177,7 @@ class TrainingDataSettings(Section):
             keep_unconverged=self.keep_unconverged,
             config_weights=self.config_weights or {},
             max_force=self.max_force,
+            min_pair_dist=self.min_pair_dist,
             frame_parameters=self.frame_parameters,
         )
 
@@ -186,7 +195,6 @@ class TrainingDataSettings(Section):
     }
     foreign: ClassVar[dict[str, Foreign]] = {
         "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
-        "min_pair_dist": Foreign("leaving out frames whose atoms are too close", (0,)),
     }
 
 
@@ -226,6 +234,12 @@ def _only_sharded(data_parallel_replicate_degree: int, zero_stage: int) -> str |
     return None
 
 
+def _a_file_to_read(stat_file_mode: str, stat_file: str | None) -> str | None:
+    if stat_file_mode == "read" and stat_file is None:
+        return "needs stat_file, the file to read"
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchDataSettings(Section):
     """Data of one model."""
@@ -244,10 +258,16 @@ class BranchDataSettings(Section):
             "folder."
         ),
     )
+    stat_file_mode: str = setting(
+        "update",
+        choices=("update", "read"),
+        doc=(
+            "'update' adds missing statistics to stat_file; 'read' never writes it, and refuses a "
+            "file that lacks those of this model and these data."
+        ),
+    )
 
-    foreign: ClassVar[dict[str, Foreign]] = {
-        "stat_file_mode": Foreign("a stat_file that must be complete", ("update",)),
-    }
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("stat_file_mode", "stat_file"), _a_file_to_read),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -500,10 +520,10 @@ class TrainingSettings(RunSettings, BranchDataSettings):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "numb_epoch"), _one_length),
+        *BranchDataSettings.rules,
         *RunSettings.rules,
     )
     foreign: ClassVar[dict[str, Foreign]] = {
-        **BranchDataSettings.foreign,
         **RunSettings.foreign,
         "model_prob": Foreign("probabilities of several models, but the input has one", ({},)),
         "num_epoch_dict": Foreign("epochs of several models, but the input has one", ({},)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from deepmd_muon.cli.compress import write_compressed
 from deepmd_muon.cli.errors import CommandError
@@ -13,6 +13,9 @@ from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
 from deepmd_muon.cli.models import add_model_options, require_file
 from deepmd_muon.cli.systems import begin
 from deepmd_muon.files import regular_text
+
+if TYPE_CHECKING:
+    from deepmd_muon.model import EnergyModel
 
 HELP = "write the model of a checkpoint as a file for LAMMPS, deepmd-kit and dp test"
 
@@ -83,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     if not isinstance(model, DescriptorModel):
-        _hand_over_hosted(options, checkpoint, output, str(model.why_foreign))
+        _hand_over_hosted(options, checkpoint, output, model)
     min_distance = load_min_distance(checkpoint, head=options.head)
     if options.interpolate:
         write_compressed(model, output, checkpoint, min_distance=min_distance)
@@ -109,17 +112,22 @@ def _hand_over_compiled(options: argparse.Namespace, output: Path) -> NoReturn:
 
 
 def _hand_over_hosted(
-    options: argparse.Namespace, checkpoint: Path, output: Path, reason: str
+    options: argparse.Namespace, checkpoint: Path, output: Path, model: EnergyModel
 ) -> NoReturn:
     """Let deepmd-kit freeze a model that its module computes; of DPA-4 it writes a .pt2."""
+    from deepmd_muon.model.hosted.module import HostedModel
+
     if options.ema or options.interpolate:
         raise CommandError(
             "deepmd-kit freezes this model, because its module computes it, and takes the last "
             "weights, without tables: leave out --ema and --interpolate"
         )
+    # Otherwise it would fail after minutes of compilation.
+    if isinstance(model, HostedModel) and (problem := model.why_not_frozen):
+        raise CommandError(problem)
     head = ["--head", options.head] if options.head else []
     words = ["--pt", "freeze", "-c", str(checkpoint), "-o", str(output), *head]
-    raise HandOver(f"a frozen form of this model ({reason})", words=words)
+    raise HandOver(f"a frozen form of this model ({model.why_foreign})", words=words)
 
 
 def _checkpoint(path: Path) -> Path:

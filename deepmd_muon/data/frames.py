@@ -17,7 +17,9 @@ FRAME_LABELS = {"energy": 1, "virial": 9, "weight": 1}
 ATOM_LABELS = {"force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
 """Labels of each atom that a system may carry, with the number of their values for an atom."""
 LABELS = {**FRAME_LABELS, **ATOM_LABELS}
-PARAMETERS = ("fparam", "aparam")
+FRAME_PARAMETERS = ("fparam", "charge_spin")
+"""Inputs of a model that belong to a frame."""
+PARAMETERS = (*FRAME_PARAMETERS, "aparam")
 """Inputs of a model besides the structure; the model decides how many values each has."""
 MAX_LENGTH = 1e7
 """Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits."""
@@ -64,6 +66,8 @@ class Frames:
     fparam: np.ndarray | None = None
     # float64 (nframes, natoms, numb_aparam): atomic parameters; None unless they were asked for.
     aparam: np.ndarray | None = None
+    # float64 (nframes, 2): charge [e] and spin of the frame, for models that embed them.
+    charge_spin: np.ndarray | None = None
 
     @property
     def nframes(self) -> int:
@@ -83,6 +87,13 @@ class Frames:
     def cell(self, k: int) -> np.ndarray | None:
         """Return the cell of a frame, (3, 3) [Å]; None if it has none."""
         return None if self.box is None or not self.box[k].any() else self.box[k]
+
+    @property
+    def frame_parameters(self) -> np.ndarray | None:
+        """All parameters of frames side by side (nframes, `Parameters.of_frame`), None without."""
+        columns = [getattr(self, name) for name in FRAME_PARAMETERS]
+        present = [column for column in columns if column is not None]
+        return np.concatenate(present, axis=1) if present else None
 
     def present(self, label: str) -> np.ndarray:
         """Return which frames have a label or a parameter, bool (nframes,)."""
@@ -140,7 +151,7 @@ class Frames:
                 continue
             shape = list(present[0].shape)
             shape[0] = ends[-1]
-            is_of_atoms = name not in ("box", "fparam", *FRAME_LABELS)
+            is_of_atoms = name not in ("box", *FRAME_PARAMETERS, *FRAME_LABELS)
             if is_of_atoms:
                 shape[1] = natoms
             padding = -1 if name == "atype" else 0
@@ -156,6 +167,25 @@ class Frames:
         return cls(**joined)
 
 
+# The embeddings of deepmd-kit's models have rows for these, and read whole numbers.
+_CHARGES = (-100, 99)
+_SPINS = (0, 99)
+
+
+def charge_spin_problem(charge_spin: np.ndarray) -> str | None:
+    """Return what is wrong with charges and spins (nframes, 2); None if a model can read them."""
+    for name, values, (low, high) in (
+        ("charge", charge_spin[:, 0], _CHARGES),
+        ("spin", charge_spin[:, 1], _SPINS),
+    ):
+        # NaN marks a missing value.
+        outside = (values < low) | (values > high) | (values % 1 > 0)
+        if outside.any():
+            value = values[outside.argmax()]
+            return f"{name} must be a whole number from {low} to {high}; found {value:g}"
+    return None
+
+
 class Parameters(NamedTuple):
     """The parameters that a model reads."""
 
@@ -164,17 +194,35 @@ class Parameters(NamedTuple):
     # Frame parameters of frames without ``fparam.npy``; None if they need it.
     default_fparam: tuple[float, ...] | None = None
     partial: bool = False  # whether values may be missing, which are NaN then
+    charge_spin: int = 0  # 2 if the model embeds charge and spin (``charge_spin.npy``)
+    default_charge_spin: tuple[float, ...] | None = None
+
+    @property
+    def of_frame(self) -> int:
+        """How many values a frame has: those of `fparam`, then charge and spin."""
+        return self.fparam + self.charge_spin
 
     @property
     def required(self) -> bool:
         """Whether a prediction needs values that only the caller can give."""
-        return self.aparam > 0 or (self.fparam > 0 and self.default_fparam is None)
+        return self.aparam > 0 or any(
+            getattr(self, name) > 0 and self.default(name) is None for name in FRAME_PARAMETERS
+        )
+
+    def default(self, name: str) -> tuple[float, ...] | None:
+        """Return the values of frames without a file of a parameter; None if they need it."""
+        values: tuple[float, ...] | None = getattr(self, f"default_{name}", None)
+        return values
 
     @classmethod
-    def of(cls, fitting_net: Any) -> Parameters:
-        """Return what a fitting net with these settings reads; nothing if it has no parameters."""
+    def of(cls, settings: Any) -> Parameters:
+        """Return what a model with these settings reads."""
+        fitting_net = settings.fitting_net
+        conditions = settings.charge_spin
         return cls(
             fparam=getattr(fitting_net, "numb_fparam", 0),
             aparam=getattr(fitting_net, "numb_aparam", 0),
             default_fparam=getattr(fitting_net, "default_fparam", None),
+            charge_spin=2 if conditions.embedded else 0,
+            default_charge_spin=conditions.default,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deepmd_muon.data.checks.close_atoms import shortest_distances
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
@@ -122,6 +123,8 @@ def open_systems(
         _check_config_weights(systems, reading.config_weights)
     if reading.max_force is not None:
         systems = _without_large_forces(systems, reading.max_force)
+    if reading.min_pair_dist:
+        systems = _without_close_atoms(systems, reading.min_pair_dist)
     return systems
 
 
@@ -168,13 +171,43 @@ def _without_large_forces(systems: Sequence[System], max_force: float) -> list[S
                 largest[excluded].max(),
                 frame_words(excluded),
             )
-        if len(excluded) < system.nframes:
-            remaining.append(
-                system.select(np.flatnonzero(~(largest > max_force))) if len(excluded) else system
-            )
+        remaining += _without(system, excluded)
     if not remaining:
         raise DataError(f"every frame has a force above max_force ({max_force:g} eV/Å)")
     return remaining
+
+
+def _without_close_atoms(systems: Sequence[System], min_pair_dist: float) -> list[System]:
+    """Leave out frames with two atoms nearer than `min_pair_dist` [Å], and name them.
+
+    Raises
+    ------
+    DataError
+        When no frame is left.
+    """
+    remaining = []
+    for system in systems:
+        shortest = shortest_distances(system, min_pair_dist)
+        excluded = np.flatnonzero(np.isfinite(shortest))
+        if len(excluded):
+            log.warning(
+                "%s: left out, their atoms are %.3g Å apart, below min_pair_dist: %s",
+                system.name,
+                shortest[excluded].min(),
+                frame_words(excluded),
+            )
+        remaining += _without(system, excluded)
+    if not remaining:
+        raise DataError(f"every frame has atoms nearer than min_pair_dist ({min_pair_dist:g} Å)")
+    return remaining
+
+
+def _without(system: System, excluded: np.ndarray) -> list[System]:
+    """Return the system without some frames; nothing if none is left."""
+    if not len(excluded):
+        return [system]
+    included = np.setdiff1d(np.arange(system.nframes), excluded)
+    return [system.select(included)] if len(included) else []
 
 
 def _expand(paths: Iterable[str]) -> list[str]:
@@ -257,23 +290,6 @@ def check_labels(systems: Sequence[System]) -> None:
         log.warning("%s: no labels", name)
 
 
-def refuse_charge_spin(systems: Iterable[System]) -> None:
-    """Refuse charges and spins of frames, which deepmd-kit's models with add_chg_spin_ebd read.
-
-    Raises
-    ------
-    DataError
-        If a system has them.
-    """
-    for system in systems:
-        if system.has_charge_spin:
-            raise DataError(
-                f"{system.name} has charge_spin.npy, which only deepmd-kit itself gives to a model "
-                "with add_chg_spin_ebd: use its commands (python -m deepmd --pt train), or remove "
-                "the files to compute all frames with default_chg_spin"
-            )
-
-
 def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[System]:
     """Return systems whose frames carry the parameters that a model reads, if any.
 
@@ -282,7 +298,7 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
     DataError
         Listing every system and file that is missing or of another width.
     """
-    if not parameters.fparam and not parameters.aparam:
+    if not parameters.of_frame and not parameters.aparam:
         return list(systems)
     problems = []
     for system in systems:
@@ -293,13 +309,23 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
         listed = "\n  ".join(problems[:_MAX_LISTED])
         if len(problems) > _MAX_LISTED:
             listed += f"\n  and {len(problems) - _MAX_LISTED} more"
+        hint = ""
+        if parameters.fparam:
+            hint = " (frame_parameters, --frame-parameters read them by names such as charge)"
         raise DataError(
-            f"the model reads {parameters.fparam} frame parameters (numb_fparam) and "
-            f"{parameters.aparam} of each atom (numb_aparam), which {len(problems)} of "
-            f"{len(systems)} systems do not have (frame_parameters, --frame-parameters read them by "
-            f"names such as charge):\n  {listed}"
+            f"the model reads {_words(parameters)}, which {len(problems)} of {len(systems)} "
+            f"systems do not have{hint}:\n  {listed}"
         )
     return [system.with_parameters(parameters) for system in systems]
+
+
+def _words(parameters: Parameters) -> str:
+    """Return what a model reads, in words."""
+    words = f"{parameters.fparam} frame parameters (numb_fparam)"
+    words += f" and {parameters.aparam} of each atom (numb_aparam)"
+    if parameters.charge_spin:
+        words += " and charge and spin of frames (add_chg_spin_ebd)"
+    return words
 
 
 def _matching_systems(folder: str, patterns: Sequence[str]) -> list[str]:

@@ -104,8 +104,9 @@ class StatFile:
 
     GROUP = "deepmd_muon"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: str = "update") -> None:
         self.path = Path(path)
+        self._mode = mode
         if self.path.is_dir():
             raise DataError(
                 f"stat_file {self.path} is a folder; give the name of a file, e.g. stat.hdf5"
@@ -116,7 +117,21 @@ class StatFile:
 
         Entries of releases that wrote no checksum, or wrote it as a string of variable length,
         count as none.
+
+        Raises
+        ------
+        DataError
+            If the file is damaged, or has no entry and its mode is "read".
         """
+        arrays = self._stored(key)
+        if arrays is None and self._mode == "read":
+            raise DataError(
+                f"stat_file {self.path} has no statistics of this model and these data: set "
+                'stat_file_mode to "update" to compute and add them'
+            )
+        return arrays
+
+    def _stored(self, key: Mapping[str, object]) -> dict[str, np.ndarray] | None:
         if not self.path.is_file():
             return None
         name = _name_of(_text_of(key))

@@ -18,6 +18,7 @@ from deepmd_muon.data.frames import (
     PARAMETERS,
     Frames,
     Parameters,
+    charge_spin_problem,
     label_shape,
 )
 from deepmd_muon.data.stores.memory import FrameOrigin
@@ -28,6 +29,12 @@ _UNKNOWN = -2  # type of atoms of an element that the type map lacks
 # Types of systems with more atoms are not remembered for others with the same words.
 _MAX_ATOMS_REMEMBERED = 1000
 _CHUNK_ATOMS = 1 << 18  # read at once to look at all forces
+
+# The settings that hold the parameters of frames without a file.
+_DEFAULTS = {
+    "fparam": "fitting_net/default_fparam",
+    "charge_spin": "descriptor/default_chg_spin",
+}
 
 # A file of one name in each set, None in sets without it.
 _Files = Sequence[str | None]
@@ -105,7 +112,6 @@ class System:
         }
         self.labels = frozenset(label for label in LABELS if any(self._files[label]))
         self._has_spins = any("spin.npy" in names for names in files_of_sets)
-        self.has_charge_spin = any("charge_spin.npy" in names for names in files_of_sets)
         self.parameters = Parameters()
         # Of files whose first axis does not count frames; filled when their shapes are checked.
         self._rows_per_frame: dict[str, int] = {}
@@ -153,14 +159,15 @@ class System:
         SystemFormatError
             When a set lacks a file that `parameters` needs, or one has another number of values.
         """
-        if parameters.fparam:
-            has_default = parameters.default_fparam is not None
-            self._check_parameter(
-                "fparam",
-                width=parameters.fparam,
-                optional=parameters.partial or has_default,
-                hint=", and fitting_net/default_fparam is not set",
-            )
+        for name, setting in _DEFAULTS.items():
+            if width := getattr(parameters, name):
+                has_default = parameters.default(name) is not None
+                self._check_parameter(
+                    name,
+                    width=width,
+                    optional=parameters.partial or has_default,
+                    hint=f", and {setting} is not set",
+                )
         if parameters.aparam:
             self._check_parameter(
                 "aparam", width=parameters.aparam * self.natoms, optional=parameters.partial
@@ -196,7 +203,10 @@ class System:
                     widths[name] = math.prod(self._store.shape(f"{folder}/{file}")) // nframes
         return self.with_parameters(
             Parameters(
-                fparam=widths["fparam"], aparam=widths["aparam"] // self.natoms, partial=True
+                fparam=widths["fparam"],
+                aparam=widths["aparam"] // self.natoms,
+                charge_spin=widths["charge_spin"],
+                partial=True,
             )
         )
 
@@ -237,8 +247,7 @@ class System:
 
         These are frame and atomic parameters, asked for or not, and spins, which no model reads.
         """
-        has_spins = self._has_spins or self.has_charge_spin
-        return has_spins or any(any(self._files[name]) for name in PARAMETERS)
+        return self._has_spins or any(any(self._files[name]) for name in PARAMETERS)
 
     @property
     def uniform_labels(self) -> bool:
@@ -455,21 +464,26 @@ class System:
         return values.reshape(label_shape(label, len(indices), self.natoms))
 
     def read_parameter(self, name: str, indices: np.ndarray) -> np.ndarray | None:
-        """Read fparam (nframes, numb_fparam) or aparam (nframes, natoms, numb_aparam).
+        """Read a parameter of frames (nframes, values) or aparam (nframes, natoms, numb_aparam).
 
         Return None unless `parameters` asks for it. Values of sets without the file are NaN, or the
         default.
         """
         parameters = self.parameters
-        shape: tuple[int, ...] = (len(indices), parameters.fparam)
+        shape: tuple[int, ...] = (len(indices), getattr(parameters, name))
         if name == "aparam":
             shape = (len(indices), self.natoms, parameters.aparam)
         if shape[-1] == 0:
             return None
         file_values = self._read(self._files[name], indices)
         values = np.full(shape, np.nan) if file_values is None else file_values.reshape(shape)
-        if name == "fparam" and parameters.default_fparam is not None:
-            return np.where(np.isnan(values), np.array(parameters.default_fparam), values)
+        if name == "charge_spin" and not parameters.partial:
+            problem = charge_spin_problem(values)
+            if problem is not None:
+                raise SystemFormatError(self.name, name, problem)
+        default = parameters.default(name)
+        if default is not None:
+            return np.where(np.isnan(values), np.array(default), values)
         if not parameters.partial and np.isnan(values).any():  # only of a sampled store
             raise SystemFormatError(self.name, name, "missing in some frames")
         return values

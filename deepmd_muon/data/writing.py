@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.frames import ATOM_LABELS, LABELS, PARAMETERS, Frames
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_PARAMETERS, LABELS, PARAMETERS, Frames
 from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.system import System
 from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file, whole_folder
@@ -122,8 +122,9 @@ def _labelled_image(frames: Frames, k: int, elements: Sequence[str]) -> Atoms:
     frame = frames.rows(slice(k, k + 1))  # labels that it lacks are None
     real = frame.atype[0] >= 0
     box = frame.cell(0)
-    if frame.fparam is not None and not np.isnan(frame.fparam).any():
-        atoms.info["fparam"] = frame.fparam[0]
+    for name in FRAME_PARAMETERS:
+        if frame.present(name).all():
+            atoms.info[name] = getattr(frame, name)[0]
     if frame.aparam is not None and not np.isnan(frame.aparam).any():
         atoms.arrays["aparam"] = frame.aparam[0][real]
     if frame.weight is not None:

@@ -40,8 +40,8 @@ _COMMITTEE = ("energy_comm", "forces_comm", "stress_comm")
 class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
 
-    A model that reads frame or atomic parameters gets them from `fparam` and `aparam` in
-    `atoms.info`, as in deepmd-kit. Atomic ones may also be an array `aparam` of the atoms. Without
+    A model that reads frame or atomic parameters gets them from `fparam`, `charge_spin` and `aparam`
+    in `atoms.info`, as in deepmd-kit. Atomic ones may also be an array `aparam` of the atoms. Without
     these, the arguments below are taken. Results are recomputed when the values change.
 
     A system that is periodic along some axes only is computed in a cell that is wider along the
@@ -70,9 +70,9 @@ class DeepPotCalculator(Calculator):
         Where to compute, when `model` is a path.
     trust
         As in `Predictor`, when `model` is a path.
-    fparam, aparam
-        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam) or
-        (numb_aparam,) for atoms that carry none.
+    fparam, aparam, charge_spin
+        Frame parameters (numb_fparam,), atomic parameters (natoms, numb_aparam) or (numb_aparam,),
+        and charge and spin (2,), for atoms that carry none.
     **kwargs
         Options of ASE's `Calculator`.
     """
@@ -94,11 +94,13 @@ class DeepPotCalculator(Calculator):
         trust: bool = False,
         fparam: ArrayLike | None = None,
         aparam: ArrayLike | None = None,
+        charge_spin: ArrayLike | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.fparam = fparam
         self.aparam = aparam
+        self.charge_spin = charge_spin
         self._used_parameters: _Parameters | None = None  # in the last calculation
         models = [model] if isinstance(model, (Predictor, str, os.PathLike)) else list(model)
         if not models:
@@ -136,6 +138,7 @@ class DeepPotCalculator(Calculator):
                 _types(atoms, predictor),
                 fparam=parameters.fparam,
                 aparam=parameters.aparam,
+                charge_spin=parameters.charge_spin,
             )
             for predictor in self.predictors
         ]
@@ -209,7 +212,10 @@ class DeepPotCalculator(Calculator):
         if needed.aparam:
             default = atoms.arrays.get("aparam", self.aparam)
             aparam = _as_array(atoms.info.get("aparam", default))
-        return _Parameters(fparam, aparam)
+        charge_spin = None
+        if needed.charge_spin:
+            charge_spin = _as_array(atoms.info.get("charge_spin", self.charge_spin))
+        return _Parameters(fparam, aparam, charge_spin)
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
         """Return the cell (3, 3) [Å] to compute in, or None without any periodic axis."""
@@ -237,6 +243,7 @@ class DeepPotCalculator(Calculator):
 class _Parameters(NamedTuple):
     fparam: np.ndarray | None
     aparam: np.ndarray | None
+    charge_spin: np.ndarray | None
 
 
 def _as_array(values: ArrayLike | None) -> np.ndarray | None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.opening import refuse_charge_spin
 from deepmd_muon.infer.metrics import Errors, frame_errors
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor, naming
-from deepmd_muon.model.settings import HostedSettings
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,7 @@ def evaluate_system(
         Compare atomic energies, if the system has them.
     chunk_atoms
         Atoms read at once, at least one frame.
-
-    Raises
-    ------
-    DataError
-        If frames have charges and spins that the model would read in deepmd-kit alone.
     """
-    settings = getattr(predictor.model, "settings", None)  # a frozen file may have none
-    if isinstance(settings, HostedSettings) and settings.embeds_charge_and_spin:
-        refuse_charge_spin([system])
     system = system.with_parameters(predictor.parameters)
     order = np.arange(system.nframes) if shuffle is None else shuffle.permutation(system.nframes)
     order = order[:limit]

@@ -215,7 +215,8 @@ class FrozenModel:
         mapping
             Real atom of each `(nall,)`, int64.
         fparam
-            Frame parameters `(numb_fparam,)`, if the model reads some and has no default.
+            Frame parameters, then charge and spin `(Parameters.of_frame,)`, if the model reads some
+            and has no default.
         aparam
             Atomic parameters of the real atoms `(nloc, numb_aparam)`, if the model reads some.
 
@@ -225,9 +226,11 @@ class FrozenModel:
             When the program fails.
         """
         # By name, and only if present: other programs may not have these arguments.
-        parameters = {}
+        parameters: dict[str, torch.Tensor] = {}
         if fparam is not None:
-            parameters["fparam"] = fparam[None]
+            number = self.parameters.fparam
+            columns = {"fparam": fparam[None, :number], "charge_spin": fparam[None, number:]}
+            parameters |= {name: values for name, values in columns.items() if values.numel()}
         if aparam is not None:
             parameters["aparam"] = aparam[None]
         try:
@@ -248,14 +251,20 @@ class FrozenModel:
 
 def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
     """Return the parameters that a program reads."""
-    default = None
-    if hasattr(program, "has_default_fparam") and program.has_default_fparam():
-        default = tuple(program.get_default_fparam().double().cpu().tolist())
     return Parameters(
         fparam=_width(program, "get_dim_fparam"),
         aparam=_width(program, "get_dim_aparam"),
-        default_fparam=default,
+        default_fparam=_default(program, "default_fparam"),
+        charge_spin=_width(program, "get_dim_chg_spin"),
+        default_charge_spin=_default(program, "default_chg_spin"),
     )
+
+
+def _default(program: torch.jit.ScriptModule, name: str) -> tuple[float, ...] | None:
+    if not (hasattr(program, f"has_{name}") and getattr(program, f"has_{name}")()):
+        return None
+    values = getattr(program, f"get_{name}")()
+    return tuple(torch.as_tensor(values).double().cpu().flatten().tolist())
 
 
 def _width(program: torch.jit.ScriptModule, method: str) -> int:

@@ -171,10 +171,13 @@ def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
     for predictor in predictors[1:]:
         parameters = predictor.parameters
         if parameters != common:
+            differing = [
+                f"{name} {first} and {other}"
+                for name, first, other in zip(common._fields, common, parameters, strict=True)
+                if first != other
+            ]
             raise PredictionInputError(
-                f"the models read different parameters: the first {common.fparam} of a frame and "
-                f"{common.aparam} of an atom (default {common.default_fparam}), another "
-                f"{parameters.fparam} and {parameters.aparam} (default {parameters.default_fparam})"
+                f"the models read different parameters: {', '.join(differing)}"
             )
     return common
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
+from deepmd_muon.data.frames import FRAME_PARAMETERS, charge_spin_problem
 from deepmd_muon.data.neighbors.lists import FrameNeighbors
 from deepmd_muon.infer.device_call import DenseError, DeviceCalls
 from deepmd_muon.infer.errors import PredictionInputError
@@ -169,7 +170,7 @@ class Predictor:
         """The frame and atomic parameters that the model reads."""
         if isinstance(self.model, FrozenModel):
             return self.model.parameters
-        return Parameters.of(self.model.settings.fitting_net)
+        return Parameters.of(self.model.settings)
 
     def predict(
         self,
@@ -178,6 +179,7 @@ class Predictor:
         atype: np.ndarray,
         fparam: np.ndarray | None = None,
         aparam: np.ndarray | None = None,
+        charge_spin: np.ndarray | None = None,
     ) -> Prediction:
         """Evaluate frames given as arrays.
 
@@ -194,6 +196,8 @@ class Predictor:
         aparam : array, optional
             Atomic parameters (nframes, natoms, numb_aparam), (natoms, numb_aparam) or
             (numb_aparam,), if the model reads some.
+        charge_spin : array, (nframes, 2) or (2,), optional
+            Charge [e] and spin of frames, if the model embeds them; by default those of the model.
 
         Raises
         ------
@@ -223,13 +227,14 @@ class Predictor:
             box=None if box is None else _cells(box, nframes),
             fparam=_broadcast("fparam", fparam, (nframes, widths.fparam)),
             aparam=_broadcast("aparam", aparam, (nframes, natoms, widths.aparam)),
+            charge_spin=_broadcast("charge_spin", charge_spin, (nframes, widths.charge_spin)),
         )
         return self.evaluate(frames)
 
     def evaluate(self, frames: Frames) -> Prediction:
         """Evaluate frames of the data room; their labels are ignored."""
         ntypes = len(self.type_map)
-        self._check_parameters(frames)
+        frames = self._with_parameters(frames)
         if frames.atype.max(initial=-1) >= ntypes:
             raise PredictionInputError(
                 f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}"
@@ -256,12 +261,32 @@ class Predictor:
             done = rows.stop
         return _joined(predictions) if predictions else Prediction.zeros(0, frames.natoms)
 
-    def _check_parameters(self, frames: Frames) -> None:
-        """Refuse frames without the parameters that the model reads."""
+    def _with_parameters(self, frames: Frames) -> Frames:
+        """Return frames with the parameters that the model reads.
+
+        Frames without any keep none if the model has a default of each.
+
+        Raises
+        ------
+        PredictionInputError
+            If values are missing, or there are more or fewer.
+        """
         parameters = self.parameters
-        if not (frames.fparam is None and parameters.default_fparam is not None):
-            _check_width("fparam", "of each frame", frames.fparam, parameters.fparam)
+        defaults = {}
+        for name in FRAME_PARAMETERS:
+            values = getattr(frames, name)
+            width = getattr(parameters, name)
+            default = parameters.default(name)
+            if values is None and default is not None:
+                defaults[name] = np.tile(np.array(default), (frames.nframes, 1))
+            else:
+                _check_width(name, "of each frame", values, width)
         _check_width("aparam", "of each atom", frames.aparam, parameters.aparam)
+        if frames.charge_spin is not None:
+            problem = charge_spin_problem(frames.charge_spin)
+            if problem is not None:
+                raise PredictionInputError(problem)
+        return frames if frames.frame_parameters is None else replace(frames, **defaults)
 
     def _evaluate_batch(self, frames: Frames) -> Prediction:
         model = self.model
@@ -271,13 +296,14 @@ class Predictor:
             call = self._device_calls.of(frames.atype, self.device, periodic=periodic)
         if call is not None:
             with contextlib.suppress(DenseError):  # the host finds more neighbours
-                return call.predict(frames.coord, frames.box, frames.fparam, frames.aparam)
+                parameters = frames.frame_parameters
+                return call.predict(frames.coord, frames.box, parameters, frames.aparam)
         if isinstance(model, FrozenModel):
             return model.predict(
                 frames.coord,
                 frames.box,
                 frames.atype,
-                fparam=frames.fparam,
+                fparam=frames.frame_parameters,
                 aparam=frames.aparam,
             )
         neighbors = stack_neighbors(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from deepmd_muon.model.descriptor.settings import DescriptorSettings
 from deepmd_muon.model.errors import ModelError
@@ -94,6 +93,13 @@ def _whole_switch(
 def _distinct_names(type_map: tuple[str, ...]) -> str | None:
     double = [name for index, name in enumerate(type_map) if name in type_map[:index]]
     return f"names {double[0]!r} twice" if double else None
+
+
+class ChargeSpinSettings(NamedTuple):
+    """What a model reads of the charge and the spin of a frame."""
+
+    embedded: bool = False
+    default: tuple[float, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +190,11 @@ class ModelSettings(Section):
         above=0.0,
         doc="Softmin of the distances above which an atom has the network's energy [Å].",
     )
+
+    @property
+    def charge_spin(self) -> ChargeSpinSettings:
+        """What the model reads of the charge and the spin of a frame: nothing."""
+        return ChargeSpinSettings()
 
     left_out: ClassVar[frozenset[str]] = frozenset(
         {"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"}
@@ -336,9 +347,23 @@ class HostedSettings(ModelSettings):
         return dataclasses.replace(self, section=section, fitting_net=fitting_net)
 
     @property
-    def embeds_charge_and_spin(self) -> bool:
-        """Whether a part reads charge and spin of a frame, for which it has a default."""
-        return '"add_chg_spin_ebd": true' in json.dumps(self.section)
+    def charge_spin(self) -> ChargeSpinSettings:
+        """What the model reads of the charge and the spin of a frame.
+
+        Parts of a sum of models read their own default alone.
+        """
+        descriptor = self.section.get("descriptor", {})
+        defaults = [
+            part.get("default_chg_spin")
+            for part in descriptor.get("list", [descriptor])
+            if part.get("add_chg_spin_ebd")
+        ]
+        if not defaults:
+            return ChargeSpinSettings()
+        # deepmd-kit takes a default only if the parts agree.
+        first = defaults[0]
+        common = first is not None and all(default == first for default in defaults)
+        return ChargeSpinSettings(True, tuple(map(float, first)) if common else None)
 
     def plain_form(self) -> dict[str, Any]:
         """Return the section in deepmd-kit's form."""

@@ -33,8 +33,8 @@ class Frames(Protocol):
         """Cell vectors [Å], None without periodicity."""
 
     @property
-    def fparam(self) -> np.ndarray | None:
-        """Frame parameters, None without any."""
+    def frame_parameters(self) -> np.ndarray | None:
+        """All parameters of frames, None without any."""
 
     @property
     def aparam(self) -> np.ndarray | None:
@@ -100,7 +100,8 @@ class Structures:
         descriptor asked for `(ninner, nreal)`, on the host; in a batch of fixed shapes a bound, the
         same for all atoms.
     fparam
-        Frame parameters `(nframes, numb_fparam)`, float64, or None.
+        Frame parameters `(nframes, numb_fparam)`, float64, or None. Charge and spin are two more
+        columns, if the model embeds them.
     aparam
         Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None.
     """
@@ -251,7 +252,7 @@ class Structures:
             ntypes=ntypes,
             device=device,
             inner=neighbors.inner,
-            fparam=frames.fparam,
+            fparam=frames.frame_parameters,
             aparam=frames.aparam,
         )
 

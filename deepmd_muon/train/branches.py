@@ -13,7 +13,7 @@ import numpy as np
 
 from deepmd_muon.argcheck.settings import MultiTaskSettings
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings, TrainingSettings
-from deepmd_muon.data import DataLoader, Seats
+from deepmd_muon.data import DataLoader, Seats, StatFile
 from deepmd_muon.data.sampling.sampler import CHOICE_BLOCK, Sampler, SavedOrder
 from deepmd_muon.loss import Loss, build_loss, check_labels
 from deepmd_muon.model.branch_settings import SINGLE
@@ -64,6 +64,12 @@ class RunBranch:
     def prefix(self) -> str:
         """Beginning of messages about it; empty if it is the only one."""
         return "" if self.name == SINGLE else f"{self.name}: "
+
+    @property
+    def stat_file(self) -> StatFile | None:
+        """The file with its statistics; None without."""
+        data = self.settings.data
+        return StatFile(data.stat_file, data.stat_file_mode) if data.stat_file else None
 
     def metric_names(self) -> list[str]:
         """Return the names of its metrics."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import Frames, StatFile, System, data_fingerprint
+from deepmd_muon.data import Frames, System, data_fingerprint
+from deepmd_muon.data.frames import PARAMETERS
 from deepmd_muon.model import EnergyModel
 
 if TYPE_CHECKING:
@@ -34,18 +35,18 @@ def fit_hosted_models(group: Sequence[RunBranch], most_measured: int) -> None:
     """
     keys = [_key_of(branch, most_measured) for branch in group]
     stored = [
-        StatFile(path).load({"hosted": keys, "branch": i}) if (path := _file_of(branch)) else None
+        file.load({"hosted": keys, "branch": i}) if (file := branch.stat_file) else None
         for i, branch in enumerate(group)
     ]
     if all(arrays is not None for arrays in stored):
         for branch, arrays in zip(group, stored, strict=True):
             _load(branch.model, arrays or {})
-            log.info("%sstatistics come from %s", branch.prefix, _file_of(branch))
+            log.info("%sstatistics come from %s", branch.prefix, branch.settings.data.stat_file)
     else:
         _fit(group, most_measured)
         for i, branch in enumerate(group):
-            if path := _file_of(branch):
-                StatFile(path).save({"hosted": keys, "branch": i}, _buffers(branch.model))
+            if file := branch.stat_file:
+                file.save({"hosted": keys, "branch": i}, _buffers(branch.model))
     for branch in group:
         bias = branch.model.out_bias.ravel().tolist()
         by_type = [
@@ -100,7 +101,7 @@ def sample_of(frames: Frames, ntypes: int) -> dict[str, np.ndarray]:
         sample["box"] = frames.box.reshape(nframes, 9)
     if frames.energy is not None:
         sample["energy"] = frames.energy.reshape(nframes, 1)
-    for name in ("fparam", "aparam"):
+    for name in PARAMETERS:
         values = getattr(frames, name)
         if values is not None:
             sample[name] = values
@@ -109,11 +110,6 @@ def sample_of(frames: Frames, ntypes: int) -> dict[str, np.ndarray]:
 
 
 # ----- stat_file ---------------------------------------------------------------------------------
-
-
-def _file_of(branch: RunBranch) -> str | None:
-    path: str | None = branch.settings.data.stat_file
-    return path
 
 
 def _key_of(branch: RunBranch, most_measured: int) -> dict[str, object]:

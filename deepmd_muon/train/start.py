@@ -43,6 +43,7 @@ from deepmd_muon.train.systems import (
     check_same_run,
     make_loaders,
     open_training_systems,
+    seed_of,
     warn_of_shared_frames,
 )
 from deepmd_muon.train.trainer import Trainer
@@ -278,7 +279,8 @@ def _prepare(
     if seed is None:
         seed = ranks.run_on_rank0("drawing a seed", new_seed)
     if any(branch_model.fits_own_statistics for branch_model in branches_of(model).values()):
-        torch.manual_seed(seed)  # some hosted models draw numbers in a step
+        # Some hosted models draw numbers in a step, and each rank other ones.
+        torch.manual_seed(seed if ranks.first else seed_of(seed, f"rank {ranks.rank}"))
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 

@@ -21,7 +21,6 @@ from deepmd_muon.data import (
     Frames,
     NeighborCache,
     Parameters,
-    StatFile,
     System,
     data_fingerprint,
     energy_bias,
@@ -81,8 +80,8 @@ def set_model_statistics(
         if len(arrays_of_group) < len(group):
             arrays_of_group = _compute(group, samples)
             for branch, arrays in zip(group, arrays_of_group, strict=True):
-                if path := branch.settings.data.stat_file:
-                    StatFile(path).save(_key_of(branch, group), arrays)
+                if file := branch.stat_file:
+                    file.save(_key_of(branch, group), arrays)
         for branch, arrays in zip(group, arrays_of_group, strict=True):
             _set_statistics(branch, arrays)
 
@@ -121,11 +120,11 @@ def _set_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None
 
 def _read_stat_file(branch: RunBranch, group: Sequence[RunBranch]) -> Arrays | None:
     """Return the statistics that a branch's `stat_file` holds; None without any."""
-    path = branch.settings.data.stat_file
-    arrays = StatFile(path).load(_key_of(branch, group)) if path else None
-    if arrays is not None:
-        _check_statistics(arrays, branch.model, str(path))
-        log.info("%sstatistics come from %s", branch.prefix, path)
+    file = branch.stat_file
+    arrays = file.load(_key_of(branch, group)) if file else None
+    if file and arrays is not None:
+        _check_statistics(arrays, branch.model, str(file.path))
+        log.info("%sstatistics come from %s", branch.prefix, file.path)
     return arrays
 
 
@@ -435,7 +434,7 @@ def change_bias(
     if values is None:
         model = model.to(training_device())
         rcond = getattr(settings.fitting_net, "rcond", None)
-        systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
+        systems = with_parameters(open_data(model.type_map), Parameters.of(settings))
         if settings.atom_exclude_types:
             log.info("%s", EXCLUDED_ATOMS)
         fit_energy_bias(model, _sample_batches(model, systems, frames), mode, rcond=rcond)

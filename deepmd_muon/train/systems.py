@@ -23,7 +23,7 @@ from deepmd_muon.data import (
 from deepmd_muon.data.checks.digest import ContentDigest, content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
-from deepmd_muon.data.opening import check_labels, elements_of, refuse_charge_spin
+from deepmd_muon.data.opening import check_labels, elements_of
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.train.errors import TrainingError
@@ -37,6 +37,7 @@ _PLACES = (
     "training_data/systems",
     "validation_data/systems",
     "/stat_file",
+    "/stat_file_mode",
     "/tensorboard_log_dir",
     "/profiling_file",
 )
@@ -104,9 +105,7 @@ def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
                 list(elements),
             )
         run_input = _with_number_of_parameters(run_input, name)
-        if isinstance(branch.model, HostedSettings) and branch.model.embeds_charge_and_spin:
-            refuse_charge_spin([*training, *validation])
-        parameters = Parameters.of(run_input.branches[name].model.fitting_net)
+        parameters = Parameters.of(run_input.branches[name].model)
         # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
         systems[name] = Systems(with_all[: len(training)], with_all[len(training) :])
@@ -198,9 +197,9 @@ def warn_of_shared_frames(training: Sequence[System], validation: Sequence[Syste
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the order of a branch's data.
+    """Return the seed of one part of a run, such as the order of a branch's data.
 
-    Branches with the same data must not draw the same frames.
+    Branches with the same data must not draw the same frames, nor ranks the same numbers.
     """
     if name == SINGLE:
         return seed

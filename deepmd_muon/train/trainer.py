@@ -128,6 +128,7 @@ class Trainer:
             branches=branches,
             order=self._order,
             ema=self.ema,
+            ranks=self.ranks,
         )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:

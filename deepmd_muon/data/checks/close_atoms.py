@@ -55,6 +55,16 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
     return closest
 
 
+def shortest_distances(system: System, limit: float) -> np.ndarray:
+    """Return the shortest distance in each frame (nframes,) [Å], infinite from `limit` on."""
+    shortest = np.full(system.nframes, np.inf)
+    step = max(1, _CHUNK // system.natoms)
+    for start in range(0, system.nframes, step):
+        numbers = np.arange(start, min(start + step, system.nframes))
+        shortest[numbers] = close_pairs(system.structures(numbers), limit).distance
+    return shortest
+
+
 def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return frames and numbers of pairs of atoms: all nearer than `limit` [Å], and few others.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from deepmd_muon.data.frames import FRAME_PARAMETERS
 from deepmd_muon.data.system import System
 
 MOST_BYTES = 64 << 20
@@ -67,7 +68,7 @@ def fingerprint(system: System) -> str:
         structures.coord,
         structures.box,
         system.read_label("energy", all_frames),
-        system.read_parameter("fparam", all_frames),
+        *(system.read_parameter(name, all_frames) for name in FRAME_PARAMETERS),
         system.read_parameter("aparam", both_ends),
     ]
     for array in arrays:

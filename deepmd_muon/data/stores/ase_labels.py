@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
+from deepmd_muon.data.frames import FRAME_PARAMETERS
 from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ def parameters_of(
 ) -> dict[str, np.ndarray]:
     """Return the parameters that a frame has.
 
-    They are `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,), or in
-    place of fparam those of its header that `names` lists.
+    They are `info["fparam"]` (numb_fparam,), `info["charge_spin"]` (2,) and `arrays["aparam"]`
+    (natoms·numb_aparam,), or in place of fparam those of its header that `names` lists.
 
     Raises
     ------
@@ -189,7 +190,8 @@ def parameters_of(
     """
     if names:
         return _named_parameters(atoms, path, place, names) | parameters_of(atoms, path, place)
-    values = {"fparam": atoms.info.get("fparam"), "aparam": atoms.arrays.get("aparam")}
+    values = {name: atoms.info.get(name) for name in FRAME_PARAMETERS}
+    values["aparam"] = atoms.arrays.get("aparam")
     return {
         name: _numbers(numbers, name, (max(1, np.size(numbers)),), path, place)
         for name, numbers in values.items()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, PARAMETERS
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, FRAME_PARAMETERS, PARAMETERS
 
 Raw = bytes | memoryview
 """The bytes of a frame."""
@@ -105,7 +105,7 @@ def decode_frame(system: str, where: str, raw: Raw) -> dict[str, np.ndarray]:
         del frame[name]
 
     for name, array in frame.items():
-        if name == "fparam":
+        if name in FRAME_PARAMETERS:
             continue  # of any width
         width = width_of(name, natoms)
         if name == "aparam":

@@ -59,7 +59,7 @@ class EdgeForm:
         edge_index = torch.stack([sender.clamp(min=0), receiver])
         module = self._module
         conditions = module.convert_charge_spin(
-            None, nf=nframes, dtype=layout.edges.dtype, device=neighbor.device
+            layout.charge_spin, nf=nframes, dtype=layout.edges.dtype, device=neighbor.device
         )
         output = module.core_compute(
             coord=layout.edges.new_zeros(nframes, natoms, 3),  # read for device and dtype alone
@@ -121,6 +121,7 @@ class NeighborListForm:
             mapping=mapping,
             fparam=layout.fparam,
             aparam=layout.aparam,
+            charge_spin=layout.charge_spin,
         )
         energy: Tensor = output["energy"].double().flatten()
         return energy

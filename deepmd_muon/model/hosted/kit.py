@@ -42,6 +42,11 @@ def import_deepmd_kit() -> None:
     multiprocessing.set_start_method(start_method, force=True)
 
 
+def has_operators() -> bool:
+    """Return whether deepmd-kit's compiled operators are loaded, after `import_deepmd_kit`."""
+    return bool(sys.modules[_OPERATORS].ENABLE_CUSTOMIZED_OP)
+
+
 def _import_models() -> None:
     try:
         importlib.import_module(_MODELS)

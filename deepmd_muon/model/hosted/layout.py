@@ -28,8 +28,8 @@ class Layout(NamedTuple):
         r_ij, like `neighbor`, `(nframes · natoms, nnei, 3)` [Å], float64.
     sections
         Widths of the column groups of `neighbor`.
-    fparam, aparam
-        Parameters of frames and atoms; None without.
+    fparam, charge_spin, aparam
+        Parameters of frames, their charge and spin, and parameters of atoms; None without.
     place
         Where the sorted atoms of `Structures` are `(nreal,)`; None if they are all atoms, in order.
     slots
@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     edges: Tensor
     sections: tuple[int, ...]
     fparam: Tensor | None
+    charge_spin: Tensor | None
     aparam: Tensor | None
     place: Tensor | None
     slots: Tensor | None
@@ -51,11 +52,22 @@ class Layout(NamedTuple):
         return values if self.place is None else values.index_select(0, self.place)
 
 
-def lay_out(structures: Structures, edges: Tensor) -> Layout:
-    """Return a batch and its edge vectors `(nreal, nnei, 3)` in deepmd-kit's layout."""
+def lay_out(structures: Structures, edges: Tensor, numb_fparam: int) -> Layout:
+    """Return a batch in deepmd-kit's layout.
+
+    Parameters
+    ----------
+    structures
+        The batch.
+    edges
+        Its edge vectors `(nreal, nnei, 3)`.
+    numb_fparam
+        How many of its frame parameters come before charge and spin.
+    """
     if structures.fparam is None:
         return _single_frame(structures, edges)
     order = structures.order
+    fparam, charge_spin = structures.fparam.tensor_split([numb_fparam], dim=1)
     n_places = structures.atype.numel()
     neighbor = order.new_full((n_places, structures.neighbor.shape[1]), -1)
     all_edges = edges.new_zeros(n_places, *edges.shape[1:])
@@ -64,10 +76,11 @@ def lay_out(structures: Structures, edges: Tensor) -> Layout:
         neighbor=neighbor.index_copy(0, order, structures.neighbor),
         edges=all_edges.index_copy(0, order, edges),
         sections=structures.sections,
-        fparam=structures.fparam,
+        fparam=fparam if fparam.shape[1] else None,
+        charge_spin=charge_spin if charge_spin.shape[1] else None,
         aparam=structures.aparam,
         place=order,
-        slots=None,
+        slots=_used_slots(structures, order),
     )
 
 
@@ -87,13 +100,14 @@ def _single_frame(structures: Structures, edges: Tensor) -> Layout:
         edges=edges,
         sections=structures.sections,
         fparam=None,
+        charge_spin=None,
         aparam=aparam,
         place=None,
         slots=_used_slots(structures),
     )
 
 
-def _used_slots(structures: Structures) -> Tensor | None:
+def _used_slots(structures: Structures, place: Tensor | None = None) -> Tensor | None:
     """Return `Layout.slots`, which the host knows of batches that it made."""
     n_used = structures.filled.sum(axis=0)
     n_slots = structures.neighbor.numel()
@@ -103,8 +117,11 @@ def _used_slots(structures: Structures) -> Tensor | None:
     # Slots of an atom are consecutive, from `atom · width` on.
     first_used = np.cumsum(n_used) - n_used
     skipped = np.repeat(np.arange(len(n_used)) * width - first_used, n_used)
-    slots = torch.from_numpy(skipped + np.arange(len(skipped)))
-    return slots.to(structures.neighbor.device)
+    slots = torch.from_numpy(skipped + np.arange(len(skipped))).to(structures.neighbor.device)
+    if place is None:
+        return slots
+    atom = slots.div(width, rounding_mode="floor")
+    return place.index_select(0, atom) * width + slots % width
 
 
 def nearest_first(layout: Layout, rcut: float, *, sort: bool) -> Layout:

@@ -15,7 +15,7 @@ from deepmd_muon.model.edges import edge_vectors, force_and_virial
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.hosted.adapt import make_capturable
 from deepmd_muon.model.hosted.forms import EdgeForm, form_of
-from deepmd_muon.model.hosted.kit import import_deepmd_kit
+from deepmd_muon.model.hosted.kit import has_operators, import_deepmd_kit
 from deepmd_muon.model.hosted.layout import lay_out
 from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
@@ -84,7 +84,7 @@ class HostedModel(EnergyModel):
         slope = None
         with torch.set_grad_enabled(training or force), self.precision():
             leaf = edges.detach().requires_grad_(force)
-            layout = lay_out(structures, leaf)
+            layout = lay_out(structures, leaf, self.hosted.get_dim_fparam())
             energy = layout.sorted_values(self._form.energies(layout))
             if force:
                 (slope,) = torch.autograd.grad(energy.sum(), leaf, create_graph=training)
@@ -119,10 +119,34 @@ class HostedModel(EnergyModel):
         bias: Tensor = self.hosted.get_out_bias()
         return bias
 
+    @property
+    def why_not_frozen(self) -> str | None:
+        """Why deepmd-kit cannot freeze the model in this environment; None if it can."""
+        if not isinstance(self._form, EdgeForm) or has_operators():
+            return None
+        return (
+            "deepmd-kit compiles DPA-4 together with its own operators for several ranks, which do "
+            "not fit the installed torch: freeze in an environment with deepmd-kit's torch "
+            "(pip install 'deepmd-kit[torch]')"
+        )
+
     def fit_statistics(self, samples: Sequence[Mapping[str, Tensor]]) -> None:
         """Fit all statistics, the energy bias included; see `EnergyModel`."""
         batches = [dict(sample) for sample in samples]
         self.hosted.compute_or_load_stat(lambda: batches)
+
+
+# What deepmd-kit raises if it cannot build a model.
+_BUILD_ERRORS = (
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    KeyError,
+    OSError,
+    AssertionError,
+)
+_LONGEST_REASON = 200
 
 
 def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
@@ -135,8 +159,10 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
             subsection["seed"] = copy.deepcopy(seed)
     try:
         return get_model(section)
-    except (ValueError, NotImplementedError, RuntimeError, TypeError, KeyError, OSError) as error:
-        raise ModelError(f"deepmd-kit cannot build the model: {error}") from error
+    except _BUILD_ERRORS as error:
+        # Some messages continue with the whole model.
+        reason = " ".join((str(error) or type(error).__name__).split())[:_LONGEST_REASON]
+        raise ModelError(f"deepmd-kit cannot build the model: {reason}") from error
 
 
 def _declared_adamw(module: Any) -> tuple[str, ...]:

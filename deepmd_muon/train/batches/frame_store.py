@@ -148,8 +148,8 @@ class FrameStore:
         self.has_label = {name: zeros(slots, dtype=torch.bool) for name in label_names}
         widths = systems[0].parameters  # all systems have the same
         self.parameters = {}
-        if widths.fparam:
-            self.parameters["fparam"] = zeros(slots, widths.fparam)
+        if widths.of_frame:
+            self.parameters["fparam"] = zeros(slots, widths.of_frame)
         if widths.aparam:
             self.parameters["aparam"] = zeros(room.atoms, widths.aparam)
         self.cells: Cells | None = None
@@ -390,7 +390,7 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     # counts and cell.
     atom = 4 + parameters.aparam
     atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
-    frame = 2 + parameters.fparam + 0.5 * ntypes + 0.125 * len(labels)
+    frame = 2 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
     if any(system.pbc for system in systems):
         frame += 22.5
@@ -515,8 +515,9 @@ def _read_system(system: System, numbers: np.ndarray, first: int, ntypes: int) -
         else:
             labels[name] = pack(values.reshape(nframes, width, ATOM_LABELS[name]))
     parameters = {}
-    if frames.fparam is not None:
-        parameters["fparam"] = frames.fparam
+    of_frames = frames.frame_parameters
+    if of_frames is not None:
+        parameters["fparam"] = of_frames
     if frames.aparam is not None:
         parameters["aparam"] = pack(frames.aparam)
     return Chunk(

@@ -24,6 +24,7 @@ from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.continued_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.optimizer_state import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
+from deepmd_muon.train.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class RunState:
         The order in which branches are trained.
     ema
         The average; None without one.
+    ranks
+        Each has random numbers of its own.
     """
 
     run_input: Input
@@ -55,6 +58,7 @@ class RunState:
     branches: Mapping[str, RunBranch]
     order: TaskOrder | StratifiedOrder
     ema: Ema | None
+    ranks: Ranks
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a checkpoint after `step` updates, tensors laid out over the ranks.
@@ -92,13 +96,13 @@ class RunState:
             "version": FORMAT_VERSION,
             "step": step,
             "settings": json.dumps(self.run_input.normalized),
-            "torch_rng": torch.get_rng_state(),
-            # Some hosted models draw numbers in a step.
-            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+            **_random_state(),
             "pieces": self._by_branch(pieces),
             "training_data": self._by_branch(training),
             "validation_data": self._by_branch(validation),
         }
+        if self.ranks.size > 1:
+            ours["rng_of_ranks"] = self.ranks.gather_objects(_random_state())
         if isinstance(self.model, Branches):
             ours["tasks"] = self.order.state_dict()
             ours[SHARED] = shared_names(self.model)
@@ -140,9 +144,7 @@ class RunState:
             )
         else:
             step = int(ours["step"])
-            torch.set_rng_state(ours["torch_rng"])
-            if torch.cuda.is_initialized() and ours.get("cuda_rng") is not None:
-                torch.cuda.set_rng_state(ours["cuda_rng"])
+            self._restore_random_state(ours)
             report_changes(json.loads(ours["settings"]), self.run_input.normalized, path)
             self._restore_order(ours, path)
             self._restore_branches(ours, path)
@@ -155,6 +157,16 @@ class RunState:
                     "%s has no averaged parameters: the average starts from its weights", path
                 )
         return step
+
+    def _restore_random_state(self, ours: Mapping[str, Any]) -> None:
+        """Restore the random numbers of this rank, if the checkpoint has them."""
+        states = ours.get("rng_of_ranks", [ours])
+        if self.ranks.rank >= len(states):
+            return  # the run had fewer ranks
+        state = states[self.ranks.rank]
+        torch.set_rng_state(state["torch_rng"])
+        if torch.cuda.is_initialized() and state.get("cuda_rng") is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"])
 
     def _restore_order(self, ours: Mapping[str, Any], path: Path) -> None:
         """Restore the order of the branches, if both runs have several."""
@@ -204,3 +216,9 @@ def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
         return state
     plain = [{**group, "lr": float(group["lr"]), "capturable": False} for group in groups]
     return {**state, "param_groups": plain}
+
+
+def _random_state() -> dict[str, torch.Tensor | None]:
+    """Return the state of torch's random numbers, which some hosted models draw in a step."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return {"torch_rng": torch.get_rng_state(), "cuda_rng": cuda}

@@ -93,6 +93,36 @@ class TestWithDeepmdKit:
             normalize(whole(DPA4, training={"training_data": {"systems": ["a"]}, "numb_stepz": 3}))
         assert {problem.path for problem in caught.value.problems} >= {"training/numb_stepz"}
 
+    def test_newer_keys_of_the_data_are_accepted(self):
+        data = {"systems": ["a"], "batch_size": "mix:64", "min_pair_dist": 0.5}
+        training = {"training_data": data, "numb_steps": 3, "stat_file": "stat.hdf5"}
+        training["stat_file_mode"] = "read"
+        settings = normalize(whole(DPA4, training=training)).settings.training
+        assert settings.training_data.batch_size == "mix:64"
+        assert settings.training_data.min_pair_dist == 0.5
+        assert settings.stat_file_mode == "read"
+
+    def test_schedules_and_losses_of_its_examples_are_accepted(self):
+        rate = {"type": "wsd", "start_lr": 4.5e-4, "stop_lr": 1e-6, "decay_type": "cosine"}
+        rate |= {"decay_phase_ratio": 0.65, "warmup_ratio": 0.003, "warmup_start_factor": 0.2}
+        loss = {"type": "ener", "loss_func": "mae", "f_use_norm": True}
+        settings = normalize(whole(DPA4, learning_rate=rate, loss=loss)).settings
+        assert settings.learning_rate.decay_phase_ratio == 0.65
+        assert settings.loss.f_use_norm
+
+    @pytest.mark.parametrize("key", ["preset", "vacuum_ref"])
+    def test_keys_of_later_versions_are_for_deepmd_kit_to_judge(self, key):
+        """3.2.0 has neither."""
+        with pytest.raises(InputError, match=key) as caught:
+            normalize(whole(DPA4 | {key: "dpa4-mini"}))
+        (problem,) = caught.value.problems
+        assert "deepmd-kit" in problem.message
+
+    def test_reading_statistics_needs_a_file(self):
+        training = {"training_data": {"systems": ["a"]}, "numb_steps": 3, "stat_file_mode": "read"}
+        with pytest.raises(InputError, match="stat_file"):
+            normalize(whole(DPA4, training=training))
+
     def test_other_labels_are_handed_over(self):
         with pytest.raises(DeepmdKitOnlyError, match="property"):
             normalize(whole(DPA4 | {"fitting_net": {"type": "property", "task_dim": 1}}))

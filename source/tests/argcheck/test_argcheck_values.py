@@ -315,9 +315,8 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
         acc_freq=1,
         checkpoint_format="file",
         save_dir=None,
-        stat_file_mode="update",
     )
-    water["training"]["training_data"].update(set_prefix="set", min_pair_dist=0.0)
+    water["training"]["training_data"].update(set_prefix="set")
     water["validating"] = {"full_validation": False, "validation_freq": 5000, "save_best": True}
     checked = normalize(water)
     assert checked.notices == ()

@@ -9,6 +9,7 @@ from hosted_models import TYPES, hosted_input, write_data
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.model.hosted.kit import has_operators
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -56,6 +57,14 @@ def test_compress_and_averaged_weights_are_refused_in_words(trained, capsys):
     assert "deepmd-kit's module computes it" in capsys.readouterr().err
     assert main(["freeze", "-c", checkpoint, "--interpolate"]) == 2
     assert "leave out --ema and --interpolate" in capsys.readouterr().err
+
+
+def test_dpa4_is_compiled_only_with_deepmd_kits_operators(trained, capsys):
+    checkpoint = trained("dpa4")
+    if has_operators():
+        pytest.skip("they are loaded here, and compiling takes many minutes")
+    assert main(["freeze", "-c", str(checkpoint)]) == 2
+    assert "operators" in capsys.readouterr().err
 
 
 def test_show_counts_the_parts_of_a_sum_of_models(trained, caplog):

@@ -100,6 +100,24 @@ def test_frames_beyond_max_force_are_left_out_by_name(tmp_path, xyz, caplog):
         open_systems(path, reading=Reading(max_force=0.5))
 
 
+def test_frames_below_min_pair_dist_are_left_out_by_name(tmp_path, caplog):
+    coord = np.tile([0.0, 0.0, 0.0, 2.0, 0.0, 0.0], (4, 1))
+    coord[2, 3] = 9.6  # 0.4 Å from the first atom's image
+    arrays = make_arrays(4, 2) | {"coord": coord, "box": np.tile(10.0 * np.eye(3).ravel(), (4, 1))}
+    path = write_npy(tmp_path / "s", [0, 1], [arrays])
+    (system,) = open_systems(path, ["B", "A"], Reading(min_pair_dist=0.5))
+    np.testing.assert_array_equal(
+        system.frames(range(3)).energy, arrays["energy"][[0, 1, 3]].ravel()
+    )
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "frame 2" in warning.getMessage()
+    assert "0.4" in warning.getMessage()
+    (whole,) = open_systems(path, reading=Reading(min_pair_dist=0.3))
+    assert whole.nframes == 4
+    with pytest.raises(DataError, match="min_pair_dist"):
+        open_systems(path, reading=Reading(min_pair_dist=2.5))
+
+
 def test_frame_parameters_come_from_headers_and_from_files_of_their_names(tmp_path, xyz):
     reading = Reading(frame_parameters=("charge", "spin"))
     expected = np.array([[0.0, 1.0], [1.0, 2.0], [-1.0, 2.0], [0.0, 1.0]])
@@ -129,6 +147,7 @@ def test_an_input_reads_data_by_all_of_these_settings():
         "frame_parameters": ["charge"],
         "config_weights": {"dimer": 2},
         "max_force": 30,
+        "min_pair_dist": 0.5,
         "keep_unconverged": True,
     }
     model = {
@@ -145,6 +164,7 @@ def test_an_input_reads_data_by_all_of_these_settings():
         keep_unconverged=True,
         config_weights={"dimer": 2.0},
         max_force=30.0,
+        min_pair_dist=0.5,
         frame_parameters=("charge",),
     )
 

@@ -134,6 +134,10 @@ SECTIONS = {
     },
     "dpa4": dpa4_section(),
     "dpa4, parameters": dpa4_section(fitting_net=PARAMETERS),
+    "dpa4, charge and spin": {
+        **dpa4_section(fitting_net=PARAMETERS),
+        "descriptor": {**DPA4, "add_chg_spin_ebd": True, "precision": "float64", "seed": 1},
+    },
     "dpa4, exclusions": dpa4_section(pair_exclude_types=[[0, 0]], atom_exclude_types=[1]),
     "dpa4, zbl": dpa4_section(bridging_method="zbl", bridging_r_inner=0.8, bridging_r_outer=1.2),
 }
@@ -164,6 +168,12 @@ class Frames:
     box: np.ndarray | None
     fparam: np.ndarray | None = None
     aparam: np.ndarray | None = None
+    charge_spin: np.ndarray | None = None
+
+    @property
+    def frame_parameters(self):
+        columns = [x for x in (self.fparam, self.charge_spin) if x is not None]
+        return np.concatenate(columns, axis=1) if columns else None
 
 
 def random_frames(model, *, periodic):
@@ -182,6 +192,8 @@ def random_frames(model, *, periodic):
     if model.settings.fitting_net.numb_fparam:
         frames.fparam = random.normal(size=(len(SIZES), 2))
         frames.aparam = random.normal(size=(len(SIZES), natoms, 1))
+    if model.settings.charge_spin.embedded:
+        frames.charge_spin = np.array([[-1.0, 2.0], [0.0, 1.0], [3.0, 0.0]])
     return frames
 
 
@@ -209,6 +221,8 @@ def predict_in_deepmd_kit(model, frames):
         if frames.fparam is not None:
             options["fparam"] = torch.tensor(frames.fparam[k : k + 1])
             options["aparam"] = torch.tensor(frames.aparam[k : k + 1, :size])
+        if frames.charge_spin is not None:
+            options["charge_spin"] = torch.tensor(frames.charge_spin[k : k + 1])
         outputs.append(
             model.hosted.forward_common(
                 torch.tensor(frames.coord[k : k + 1, :size]),

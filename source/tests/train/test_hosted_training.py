@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hosted_models import MODELS, TYPE_MAP, hosted_input, write_data
+from ase import Atoms
+from hosted_models import MODELS, TYPE_MAP, TYPES, hosted_input, write_data
 
 from deepmd_muon.data import DataError, open_systems
 from deepmd_muon.infer import Predictor
+from deepmd_muon.infer.ase_calculator import DeepPotCalculator
+from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.model import ModelError
 
@@ -26,18 +29,19 @@ pytestmark = [
     ),
 ]
 JOBS = Path(__file__).with_name("jobs_in_deepmd_kit.py")
+LONG = 20  # steps
 # DPA-4 computes parts of its geometry in float32 whatever its precision.
 TOLERANCE = {"dpa4": 1e-5}
 
 
-def in_deepmd_kit(folder, contents, *words):
+def in_deepmd_kit(folder, contents, *words, losses=None):
     """Run deepmd-kit's `dp train` on several inputs, each in the folder of its name."""
     jobs = []
     for name, content in contents.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "input.json").write_text(json.dumps(content))
         command = ["train", "input.json", "--skip-neighbor-stat", *words]
-        jobs.append({"folder": str(folder / name), "words": command})
+        jobs.append({"folder": str(folder / name), "words": command, "losses": losses})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     results = folder / "results.json"
     subprocess.run([sys.executable, JOBS, folder / "jobs.json", results], check=True)
@@ -51,6 +55,9 @@ def in_both(tmp_path_factory):
     system = write_data(folder)
     contents = {kind: hosted_input(kind, system, 5, save_freq=3) for kind in MODELS}
     in_deepmd_kit(folder, contents)
+    (folder / "long").mkdir()
+    contents = {kind: hosted_input(kind, system, LONG) for kind in MODELS}
+    in_deepmd_kit(folder / "long", contents, losses="losses.jsonl")
     return folder
 
 
@@ -76,6 +83,28 @@ def test_a_run_reaches_deepmd_kits_weights(kind, in_both, train, load):
     theirs = read(in_both / kind / "model.ckpt-5.pt")
     # Adam divides small gradients by their size: rounding grows.
     assert_close(load("model.ckpt-5.pt")["model"], theirs["model"], TOLERANCE.get(kind, 1e-6))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_are_deepmd_kits(kind, in_both, train):
+    """Twenty steps of Adam from the same weights, on the same frame."""
+    content = hosted_input(kind, str(in_both / "sys"), LONG, jsonl_file="ours.jsonl")
+    assert train(content, skip_neighbor_stat=True) == 0
+    ours, theirs = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (Path("ours.jsonl"), in_both / "long" / kind / "losses.jsonl")
+    )
+    assert len(ours) == len(theirs) == LONG
+    # deepmd-kit divides squares of energies by the square of the number of atoms in float32.
+    natoms = len(TYPES)
+    inverse_square = float(np.float32(1 / natoms) ** 2)
+    factors = {"rmse_e": natoms * inverse_square**0.5, "rmse_f": 1.0}
+    for name, factor in factors.items():
+        np.testing.assert_allclose(
+            [factor * step[f"{name}_trn"] for step in ours],
+            [step[name] for step in theirs],
+            rtol=TOLERANCE.get(kind, 1e-9),
+        )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -235,12 +264,25 @@ def test_sel_auto_and_stat_file(tmp_path, train, load, caplog):
     assert len(sel) == len(TYPE_MAP)
     assert all(number > 0 and number % 4 == 0 for number in sel)
     first = load("model.ckpt-1.pt")["model"]
+    content["training"]["stat_file_mode"] = "read"
     caplog.clear()
     assert train(content, log_level="INFO") == 0
     assert "statistics come from stat.hdf5" in caplog.text
     for name, x in load("model.ckpt-1.pt")["model"].items():
         if torch.is_tensor(x):
             torch.testing.assert_close(x, first[name], rtol=0, atol=0)
+
+
+def test_a_preset_bias_stays_and_statistics_that_are_missing_are_named(tmp_path, train, load):
+    content = hosted_input("se_e2_r", write_data(tmp_path, nframes=2), 1)
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["model"]["preset_out_bias"] = {"energy": [None, 1.5]}
+    assert train(content) == 0
+    bias = load("model.ckpt-1.pt")["model"]["model.Default.atomic_model.out_bias"]
+    assert bias[0, 1, 0] == 1.5
+    content["training"] |= {"stat_file": "stat.hdf5", "stat_file_mode": "read"}
+    with pytest.raises(DataError, match="stat_file_mode"):
+        train(content)
 
 
 @pytest.mark.parametrize("kind", ["dpa4", "linear"])
@@ -255,14 +297,56 @@ def test_named_frame_parameters_reach_the_module(kind, tmp_path, train, load):
     assert [mean.tolist() for mean in means] == [[0.5]] * (2 if kind == "linear" else 1)
 
 
-def test_charges_and_spins_of_frames_are_refused(tmp_path, train):
-    system = write_data(tmp_path)
-    content = hosted_input("dpa4", system, 1)
-    content["model"]["descriptor"] |= {"add_chg_spin_ebd": True, "default_chg_spin": [0, 1]}
+def with_charge_spin(folder, values):
+    """Return an input of DPA-4 with charge and spin, and its system with these values."""
+    system = write_data(folder, nframes=len(values))
+    np.save(Path(system, "set.000", "charge_spin.npy"), np.array(values))
+    content = hosted_input("dpa4", system, 3)
+    content["model"]["descriptor"]["add_chg_spin_ebd"] = True
+    return content, system
+
+
+def test_charges_and_spins_of_frames_train_and_predict(tmp_path, train, load):
+    content, system = with_charge_spin(tmp_path, [[1.0, 2.0]])
     assert train(content, skip_neighbor_stat=True) == 0
-    np.save(Path(system, "set.000", "charge_spin.npy"), np.array([[1.0, 2.0]]))
-    with pytest.raises(DataError, match=r"charge_spin\.npy"):
-        train(content, skip_neighbor_stat=True)
+    in_deepmd_kit(tmp_path, {"theirs": content})
+    theirs = read(tmp_path / "theirs" / "model.ckpt-3.pt")["model"]
+    ours = load("model.ckpt-3.pt")["model"]
+    assert_close(ours, theirs, TOLERANCE["dpa4"])
+    name = "model.Default.atomic_model.descriptor.charge_spin_embedding.charge_embedding"
+    rows = [x for key, x in ours.items() if key.startswith(name)]
+    assert len(rows) == 1
+
+    predictor = Predictor("model.ckpt-3.pt", device="cpu")
     (opened,) = open_systems(system, TYPE_MAP)
-    with pytest.raises(DataError, match=r"charge_spin\.npy"):
-        next(evaluate_system(Predictor("model.ckpt-1.pt", device="cpu"), opened))
+    frames = opened.frames([0])
+    box = frames.box[0]
+    arguments = (frames.coord[0], box, frames.atype[0])
+    energies = [
+        predictor.predict(*arguments, charge_spin=state).energy[0] for state in ([1, 2], [0, 2])
+    ]
+    assert energies[0] != energies[1]
+    (compared,) = evaluate_system(predictor, opened)
+    assert compared.prediction.energy[0] == pytest.approx(energies[0], rel=1e-14)
+    types = [TYPE_MAP[kind] for kind in frames.atype[0]]
+    for state, energy in zip(([1, 2], [0, 2]), energies, strict=True):
+        atoms = Atoms(types, positions=frames.coord[0], cell=box, pbc=True)
+        atoms.info["charge_spin"] = state
+        atoms.calc = DeepPotCalculator(predictor)
+        assert atoms.get_potential_energy() == pytest.approx(energy, rel=1e-14)
+    with pytest.raises(PredictionInputError, match="charge_spin"):
+        predictor.predict(*arguments)
+    with pytest.raises(PredictionInputError, match="spin must be"):
+        predictor.predict(*arguments, charge_spin=[0, -1])
+
+
+def test_frames_without_charge_and_spin_need_a_default(tmp_path, train):
+    content, system = with_charge_spin(tmp_path, [[1.0, 2.0], [0.0, 200.0]])
+    with pytest.raises(DataError, match="spin must be a whole number"):
+        train(content, skip_neighbor_stat=True)
+    Path(system, "set.000", "charge_spin.npy").unlink()
+    with pytest.raises(DataError, match="default_chg_spin is not set"):
+        train(content, skip_neighbor_stat=True)
+    content["model"]["descriptor"]["default_chg_spin"] = [0, 1]
+    assert train(content, skip_neighbor_stat=True) == 0
+    assert not Predictor("model.ckpt-3.pt", device="cpu").parameters.required

@@ -28,12 +28,30 @@ def test_two_ranks_reach_the_weights_of_one_process(tmp_path):
     assert ends == [["0", "0"]] * 2
     assert all("zero_stage" in end for end in refused)
 
-    def weights_of(name):
-        path = tmp_path / name / "model.ckpt-3.pt"
-        return torch.load(path, weights_only=True)["model"]
-
-    alone = weights_of("alone")
+    alone = weights_of(tmp_path / "alone" / "model.ckpt-3.pt")
     for name in ("stage_0", "stage_1"):
-        for key, x in weights_of(name).items():
-            if torch.is_tensor(x) and x.is_floating_point():
-                torch.testing.assert_close(x, alone[key], rtol=0, atol=1e-9)
+        for key, x in weights_of(tmp_path / name / "model.ckpt-3.pt").items():
+            torch.testing.assert_close(x, alone[key], rtol=0, atol=1e-9)
+
+
+def weights_of(path):
+    """The floating-point tensors of a checkpoint."""
+    model = torch.load(path, weights_only=True)["model"]
+    return {name: x for name, x in model.items() if torch.is_tensor(x) and x.is_floating_point()}
+
+
+def test_ranks_draw_other_numbers_and_restart_bitwise(tmp_path):
+    """DPA-4 rotates each edge by a random angle in training; in float32 that changes the forces."""
+    content = hosted_input("dpa4", write_data(tmp_path), 4, save_freq=2)
+    content["model"]["descriptor"] |= {"random_gamma": True, "precision": "float32"}
+    options = {"skip_neighbor_stat": True}
+    whole = tmp_path / "whole"
+    again = {**options, "restart": str(whole / "model.ckpt-2.pt")}
+    jobs = [Job(whole, content, options), Job(tmp_path / "again", content, again)]
+    assert run_jobs(2, jobs) == [["0", "0"]] * 2
+    expected = torch.load(whole / "model.ckpt-4.pt", weights_only=True)
+    first, second = (state["torch_rng"] for state in expected["deepmd_muon"]["rng_of_ranks"])
+    assert not torch.equal(first, second)
+    restarted = weights_of(tmp_path / "again" / "model.ckpt-4.pt")
+    for name, x in weights_of(whole / "model.ckpt-4.pt").items():
+        assert torch.equal(restarted[name], x), name
