@@ -33,6 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from anchors import RunAnchors, Surroundings
 from sets import SETS, Part
 from settings import SETTINGS, STOP, input_for, merged
 from watched import RATIOS, WatchedRun, copies_of
@@ -238,8 +239,8 @@ def _values(model: ModelCheck) -> dict[str, Any]:
     }
 
 
-def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
-    """Train a potential by `dp train`, and return its checkpoint."""
+def trained(job: Job, args: argparse.Namespace, folder: Path) -> tuple[Path, dict[str, int]]:
+    """Train a potential by `dp train`; return its checkpoint, and what its anchors did."""
     name, setting, seed, steps = job
     chosen = SETTINGS[setting]
     content = input_for(
@@ -257,8 +258,12 @@ def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
             noisy(Path(path), folder / "noisy", chosen.noise, seed) for path in data["systems"]
         ]
     with working_folder(folder):
+        if chosen.anchors:
+            anchors = RunAnchors(chosen.anchors, surroundings(name, args.data / name))
+            with anchors.acting():
+                return run_train(content, []), anchors.counts()
         if not chosen.last:
-            return run_train(content, [])
+            return run_train(content, []), {}
         # The same course of the rate: it falls by a constant factor a step.
         part = 1 - chosen.part
         change = {
@@ -266,7 +271,20 @@ def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
             "learning_rate": {"stop_lr_ratio": STOP**part},
         }
         earlier = run_train(merged(content, change), [])
-        return run_train(merged(content, chosen.last), ["--restart", str(earlier)])
+        return run_train(merged(content, chosen.last), ["--restart", str(earlier)]), {}
+
+
+def surroundings(name: str, data: Path) -> Surroundings:
+    """Return what the dynamics of anchors need: those of the check, which are hotter."""
+    condition, chosen = CONDITIONS[name], SETS[name]
+    systems = opened(chosen.systems(data, "train"), chosen.type_map)
+    return Surroundings(
+        systems=systems,
+        shortest=coverage_of(systems, chosen.type_map, chosen.rcut).shortest,
+        temperature=HOTTER * condition.temperature,
+        time_step=condition.time_step,
+        masses=condition.masses,
+    )
 
 
 def run_train(content: Mapping[str, Any], words: Sequence[str]) -> Path:
@@ -301,7 +319,7 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
     """Yield the results of a run: one potential, or two where weights are averaged."""
     name, setting, seed, steps = job
     begun = time.monotonic()
-    file = trained(job, args, folder)
+    file, counts = trained(job, args, folder)
     seconds = time.monotonic() - begun
     data = args.data / name
     for averaged in (False, True) if SETTINGS[setting].averaged and args.averages else (False,):
@@ -318,6 +336,8 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
             "steps": steps,
             "model": args.model,
         }
+        if counts:
+            line["anchors"] = counts
         line |= {
             part: errors_of(predictor, opened(SETS[name].systems(data, part), type_map))
             for part in parts
@@ -345,7 +365,7 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
             args.keep.mkdir(parents=True, exist_ok=True)
             if not averaged:
                 kept = {"model": read_checkpoint(file)["model"]}
-                torch.save(kept, args.keep / f"{name}_{label}_{seed}.pt")
+                torch.save(kept, args.keep / f"{name}_{label}_{steps}_{seed}.pt")
         yield line
 
 

@@ -1,5 +1,6 @@
 """The stability experiment: watched dynamics against the package's, inputs of all settings, rates with errors."""
 
+import copy
 import json
 import math
 import sys
@@ -7,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import anchors
 import numpy as np
 import pytest
 import rules_table
@@ -15,6 +17,7 @@ import stability_frontier as frontier
 import stability_runs as runs
 import stability_table as table
 import torch
+from anchors import AnchoredRun, Anchors, Surroundings
 from first_layer_rate import FirstLayerRate
 from sets import input_of
 from spectral_cap import SpectralCap
@@ -79,6 +82,33 @@ def test_a_copy_that_is_too_hot_ends_and_others_go_on(predictor, copies):
     assert math.isinf(found.blown[1])
     assert np.isinf(found.pairs[0]).all()
     assert np.isfinite(found.pairs[1]).any()
+
+
+def test_the_hinge_compares_present_forces_with_those_of_the_copy(predictor, monkeypatch):
+    monkeypatch.setattr(anchors, "FREE", 0.0)
+    systems = open_systems(str(DATA / "300K"), predictor.type_map)
+    around = Surroundings(
+        systems, np.full((2, 2), 0.5), temperature=500.0, time_step=0.5, masses=()
+    )
+    model = predictor.model
+    run = AnchoredRun(model, around, Anchors(copies=2, looks=2, all_structures=True))
+    run.explore()
+    assert run.taken.tolist() == [2, 2]
+    before = Predictor(copy.deepcopy(model), device="cpu")
+    weights = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    hinge = run.add_gradient(model, 1.0)
+    frames = Frames(run._atype.numpy(), run._ring[[0, 1], [0, 1]].numpy(), run._box.numpy())
+    present, wanted = (one.evaluate(frames).force for one in (predictor, before))
+    excess = np.linalg.norm(present - wanted, axis=-1) - 0.1 * np.linalg.norm(wanted, axis=-1)
+    assert (excess > 0.0).any()
+    expected = 1000.0 * (np.sqrt(1.0 + np.maximum(excess, 0.0) ** 2) - 1.0).mean()
+    assert float(hinge) == pytest.approx(expected, rel=1e-3)
+    assert any(parameter.grad.abs().max() > 0.0 for parameter in model.parameters())
+    model.zero_grad()
+    model.load_state_dict(weights)
 
 
 @pytest.mark.parametrize("name", settings.SETTINGS)
