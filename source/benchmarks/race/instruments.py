@@ -1,17 +1,16 @@
 """Do cheap measures of a potential tell which one blows up? Areas under the ROC curve of some of them.
 
-    python source/benchmarks/race/instruments.py --data race-data --weights weights --csv instruments.csv runs.jsonl
+    python source/benchmarks/race/instruments.py --data race-data --weights weights --csv instruments.csv stability.csv
 
-`--weights` and the results are those of `stability_runs.py` with `--keep`. For each set: the probability that a
-potential that blew up has a larger value than one that did not; 0.5 is chance.
+`--weights` are those that `stability_runs.py` kept by `--keep`; the results are its own, or of `stability_table.py`. For
+each set: the probability that a potential that blew up has a larger value than one that did not; 0.5 is chance.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from sets import SETS
 from stability_runs import CONDITIONS, opened
+from stability_table import Potential, read_results
 
 from deepmd_muon.data import Frames, System
 from deepmd_muon.dynamics.systems import BOLTZMANN
@@ -108,23 +108,16 @@ def measured(file: Path, name: str, data: Path) -> dict[str, float]:
     }
 
 
-def outcomes(files: Sequence[Path]) -> dict[str, Mapping[str, float]]:
+def outcomes(potentials: Sequence[Potential]) -> dict[str, dict[str, float]]:
     """Return what is known of each potential by the name of its weights: whether it blew up, and its gain.
 
     The gain is the force error after a change of all weights by 1 %, over the error before.
     """
-    results = {}
-    for file in files:
-        for line in map(json.loads, file.read_text().splitlines()):
-            if "dynamics" not in line:
-                continue
-            run = line["dynamics"]
-            blown = sum(time is not None for time in run["blown"][: run["copies"][0]])
-            error = np.sqrt(np.mean([one["force"] ** 2 for one in line["test"].values()]))
-            name = f"{line['set']}_{line['setting']}_{line['steps']}_{line['seed']}"
-            gain = float(np.mean(line["changed"]) / error)
-            results[name] = {"blown": float(blown), "gain": gain}
-    return results
+    return {
+        f"{p.set}_{p.setting}_{p.steps}_{p.seed}": {"blown": float(p.blown), "gain": p.flatness}
+        for p in potentials
+        if p.model == "se_e2_a" and p.runs
+    }
 
 
 def area(rows: Sequence[Mapping[str, float]], key: str) -> float:
@@ -149,27 +142,43 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows: dict[str, list[dict[str, float]]] = {}
-    known = outcomes(args.results)
+    potentials, _ = read_results(args.results)
+    known = outcomes(potentials)
+    print_areas(by_set(known))
+    rows = {}
     with args.csv.open("w", newline="") as file:
-        writer: Callable[[Sequence[object]], object] = csv.writer(file).writerow
+        writer = csv.writer(file)
         for weights in sorted(args.weights.glob("*.pt")):
-            name = weights.stem.partition("_")[0]
             if weights.stem not in known:
                 continue
+            name = weights.stem.partition("_")[0]
             row = {**known[weights.stem], **measured(weights, name, args.data)}
             if not rows:
-                writer(["potential", *row])
-            writer([weights.stem, *(f"{value:.5g}" for value in row.values())])
+                writer.writerow(["potential", *row])
+            writer.writerow([weights.stem, *(f"{value:.5g}" for value in row.values())])
             file.flush()
-            rows.setdefault(name, []).append(row)
-    keys = [key for key in next(iter(next(iter(rows.values())))) if key != "blown"]
+            rows[weights.stem] = row
+    print_areas(by_set(rows))
+
+
+def by_set(rows: Mapping[str, dict[str, float]]) -> dict[str, list[dict[str, float]]]:
+    """Return the rows of potentials by their sets."""
+    sets: dict[str, list[dict[str, float]]] = {}
+    for name, row in rows.items():
+        sets.setdefault(name.partition("_")[0], []).append(row)
+    return sets
+
+
+def print_areas(sets: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    """Print the areas of all measures, as Markdown."""
+    keys = [key for key in next(iter(sets.values()))[0] if key != "blown"]
     print("| set | potentials | blow up | " + " | ".join(keys) + " |")
     print("|" + "---|" * (3 + len(keys)))
-    for name, some in rows.items():
-        bad = sum(row["blown"] > 0 for row in some)
-        areas = " | ".join(f"{area(some, key):.2f}" for key in keys)
-        print(f"| {name} | {len(some)} | {bad} | {areas} |")
+    for name, rows in sets.items():
+        bad = sum(row["blown"] > 0 for row in rows)
+        areas = " | ".join(f"{area(rows, key):.2f}" for key in keys)
+        print(f"| {name} | {len(rows)} | {bad} | {areas} |")
+    print(flush=True)
 
 
 if __name__ == "__main__":
