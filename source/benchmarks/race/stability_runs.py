@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +152,8 @@ def dynamics_of(
     coverage: Coverage,
     copies: tuple[int, int],
     picoseconds: float,
+    *,
+    hotter: float = HOTTER,
 ) -> dict[str, Any]:
     """Run copies at the condition's temperature, and others hotter, and return what became of them."""
     condition = CONDITIONS[name]
@@ -164,7 +166,7 @@ def dynamics_of(
         for frame in [system.frames([k]) for k in range(system.nframes)]
     ]
     start = Frames.concatenate([frames[(7 * k) % len(frames)] for k in range(sum(copies))])
-    heat = np.repeat([1.0, HOTTER], copies)
+    heat = np.repeat([1.0, hotter], copies)
     kelvin = torch.tensor(heat * condition.temperature)
     systems = Systems.from_frames(start, predictor.type_map, predictor.device, condition.masses)
     systems = copies_of(systems, kelvin, seed=1)
@@ -369,6 +371,9 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
         yield line
 
 
+Measure = Callable[[Job, argparse.Namespace, Path], Iterator[dict[str, Any]]]
+
+
 def append(path: Path, line: Mapping[str, Any]) -> None:
     """Add a line, one process at a time."""
     with path.open("a") as file:
@@ -383,6 +388,7 @@ def work(
     durations: MutableMapping[str, Duration],
     args: argparse.Namespace,
     until: float,
+    measure: Measure,
 ) -> None:
     """Train one potential after another until none is left or the time is over.
 
@@ -396,6 +402,8 @@ def work(
         Of the longest finished run of each set, by any worker.
     args, until
         The command line, and when all runs must have ended, as `time.monotonic` has it.
+    measure
+        Yields the results of a run.
     """
     out = os.open(args.logs / _LOG.format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -412,11 +420,11 @@ def work(
             continue
         folder = Path(tempfile.mkdtemp(prefix="stability-"))
         try:
-            for line in lines_of(job, args, folder):
+            for line in measure(job, args, folder):
                 append(args.results, line)
-            training = line["seconds"]["train"]
             known = durations.get(job.set)
-            if known is None or job.steps >= known.steps:
+            if "seconds" in line and (known is None or job.steps >= known.steps):
+                training = line["seconds"]["train"]
                 rest = time.monotonic() - begun - training
                 durations[job.set] = Duration(job.steps, training, rest)
         except Exception as error:  # one that fails must not end the others
@@ -529,8 +537,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run the workers."""
+def main(measure: Measure = lines_of) -> None:
+    """Run the workers; `measure` yields the results of a run."""
     args, begun = arguments(), time.monotonic()
     args.logs.mkdir(parents=True, exist_ok=True)
     todo, context = wanted(args), multiprocessing.get_context("spawn")
@@ -538,7 +546,7 @@ def main() -> None:
     durations = context.Manager().dict()
     until = begun + args.seconds
     workers = [
-        context.Process(target=work, args=(number, todo, taken, durations, args, until))
+        context.Process(target=work, args=(number, todo, taken, durations, args, until, measure))
         for number in range(min(args.workers, len(todo)))
     ]
     for number, worker in enumerate(workers):

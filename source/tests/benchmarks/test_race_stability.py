@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import anchors
+import labels_to_stability
 import numpy as np
 import pytest
 import rules_table
@@ -109,6 +110,19 @@ def test_the_hinge_compares_present_forces_with_those_of_the_copy(predictor, mon
     assert any(parameter.grad.abs().max() > 0.0 for parameter in model.parameters())
     model.zero_grad()
     model.load_state_dict(weights)
+
+
+def test_labels_count_until_no_copy_blows_up_and_no_check_fails():
+    rounds = [(0, 3, None), (40, 0, "fails"), (75, 0, "doubtful")]
+    lines = [
+        {"set": "water", "setting": "default", "seed": seed, "round": number, "labels": labels}
+        | {"blown": blown, "verdict": verdict, "test": 0.03 - 0.01 * number}
+        for seed, last in ((1, 3), (2, 2))
+        for number, (labels, blown, verdict) in enumerate(rounds[:last])
+    ]
+    assert labels_to_stability.table(lines)[2:] == [
+        "| water | default | 75, > 40 | 0.0300 | 0.0150 |"
+    ]
 
 
 @pytest.mark.parametrize("name", settings.SETTINGS)
