@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anchors import Anchors
 from first_layer_rate import FirstLayerRate
 from sets import SETS, input_of
 from spectral_cap import SpectralCap
@@ -49,6 +51,8 @@ class Setting:
     noise
         Standard deviation [Å] of the displacements of atoms in further copies of each training frame. They keep its
         labels.
+    anchors
+        How the run is anchored to an early copy of itself; None without.
     """
 
     change: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +61,7 @@ class Setting:
     last: Mapping[str, Any] = field(default_factory=dict)
     part: float = 0.1
     noise: float = 0.0
+    anchors: Anchors | None = None
 
 
 def muon(**settings: Any) -> Setting:
@@ -153,6 +158,21 @@ SETTINGS["first"] = muon(adamw_patterns=list(ROUTES["first"]))
 SETTINGS |= {
     f"first_r{ratio:g}": muon(adamw_patterns=list(ROUTES["first"]), adam_lr_ratio=ratio)
     for ratio in (1.0, 3.0)
+}
+#: Ways to anchor a run; names of settings are "anchors", "first_anchors" and so on, followed by these.
+ANCHORS = {
+    "": Anchors(),
+    "_x10": Anchors(weight=10.0),
+    "_x0.1": Anchors(weight=0.1),
+    "_10k": Anchors(hand_over=10_000),
+    "_1k": Anchors(hand_over=1_000),
+    "_all": Anchors(all_structures=True),
+    "_dense": Anchors(every=4, explore_every=250),
+}
+SETTINGS |= {
+    f"{base}anchors{kind}": dataclasses.replace(SETTINGS[setting], averaged=False, anchors=anchors)
+    for base, setting in (("", "default"), ("first_", "first_c4.32_r1"), ("adamw_", "adamw"))
+    for kind, anchors in ANCHORS.items()
 }
 
 

@@ -27,17 +27,15 @@ SETS = ("water", "alloys", "molecules", "salt", "silicon")
 #: Lengths of training whose dynamics are equally long; other runs had shorter ones.
 LENGTHS = (1_000, 3_000, 10_000, 30_000, 100_000)
 LONG = 30_000
-#: A setting that the picture shows next to both optimizers, after `LONG` steps.
-ROUTED = "first_c4.32_r1"
+#: A setting next to both optimizers, and its name in shorter runs, whose coefficient is another.
+ROUTED, ROUTED_SHORT = "first_c4.32_r1", "first_r1"
 MODEL = "se_e2_a"
 #: Settings of the table of a set, with their names there.
 TABLE = {
     "default": "default",
     "adamw": "AdamW",
     "first_c4.32_r1": "first layer",
-    "first_c4.32_r0.3": "first layer, ratio 0.3",
     "fitting_c1.44_r10": "fitting net, coefficient 1.44, ratio 10",
-    "decay_3": "decay 3",
 }
 #: Seeds that a row of that table has.
 SEEDS = 8
@@ -64,12 +62,12 @@ SERIES = (
     Series("adamw", LENGTHS, "AdamW at its best rate", OPTIMIZERS["AdamW"], "s-", 5, (2, -11)),
     Series(
         ROUTED,
-        (LONG,),
-        "HybridMuon, first layer of the fitting net on AdamW, 30,000 steps",
+        (LONG, 100_000),
+        "HybridMuon, first layer of the fitting net on AdamW",
         PURPLE,
-        "*",
+        "*-",
         13,
-        (0, 0),
+        (-10, 8),
     ),
 )
 
@@ -113,6 +111,31 @@ def frontier_table(potentials: Sequence[Potential]) -> list[str]:
             if any(rows):
                 cells = [cell for row in rows for cell in _cells(row)]
                 lines.append(f"| {name} | {steps:,} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def lengths_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return errors and blow-ups of `ROUTED` between those of both optimizers, as Markdown."""
+    lines = [
+        "| set | steps | default [eV/Å] | blown up | first layer [eV/Å] | blown up | AdamW [eV/Å] | blown up |",
+        "|" + "---|" * 8,
+    ]
+    for name in SETS:
+        for steps in LENGTHS:
+            routed = ROUTED if steps >= LONG else ROUTED_SHORT
+            rows = [
+                next((p.row for p in points_of(potentials, name, s) if p.row.steps == steps), None)
+                for s in ("default", routed, "adamw")
+            ]
+            if rows[1] is None or steps == LONG:
+                continue
+            cells = " | ".join(
+                f"{shown((row.test, row.test_error))} | {row.runs_blown_up} of {row.runs}"
+                if row
+                else "– | –"
+                for row in rows
+            )
+            lines.append(f"| {name} | {steps:,} | {cells} |")
     return lines
 
 
@@ -266,7 +289,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="file that gets the picture")
     args = parser.parse_args()
     potentials, _ = read_results(args.results)
-    for table in (frontier_table(potentials), routes_table(potentials)):
+    tables = (frontier_table, lengths_table, routes_table)
+    for table in [make(potentials) for make in tables]:
         print("\n".join(table), end="\n\n")
     for name in SETS:
         print("\n".join(set_table(potentials, name)), end="\n\n")

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from anchors import RunAnchors, Surroundings
 from sets import SETS, Part
 from settings import SETTINGS, STOP, input_for, merged
 from watched import RATIOS, WatchedRun, copies_of
@@ -151,6 +152,8 @@ def dynamics_of(
     coverage: Coverage,
     copies: tuple[int, int],
     picoseconds: float,
+    *,
+    hotter: float = HOTTER,
 ) -> dict[str, Any]:
     """Run copies at the condition's temperature, and others hotter, and return what became of them."""
     condition = CONDITIONS[name]
@@ -163,7 +166,7 @@ def dynamics_of(
         for frame in [system.frames([k]) for k in range(system.nframes)]
     ]
     start = Frames.concatenate([frames[(7 * k) % len(frames)] for k in range(sum(copies))])
-    heat = np.repeat([1.0, HOTTER], copies)
+    heat = np.repeat([1.0, hotter], copies)
     kelvin = torch.tensor(heat * condition.temperature)
     systems = Systems.from_frames(start, predictor.type_map, predictor.device, condition.masses)
     systems = copies_of(systems, kelvin, seed=1)
@@ -238,8 +241,8 @@ def _values(model: ModelCheck) -> dict[str, Any]:
     }
 
 
-def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
-    """Train a potential by `dp train`, and return its checkpoint."""
+def trained(job: Job, args: argparse.Namespace, folder: Path) -> tuple[Path, dict[str, int]]:
+    """Train a potential by `dp train`; return its checkpoint, and what its anchors did."""
     name, setting, seed, steps = job
     chosen = SETTINGS[setting]
     content = input_for(
@@ -257,8 +260,12 @@ def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
             noisy(Path(path), folder / "noisy", chosen.noise, seed) for path in data["systems"]
         ]
     with working_folder(folder):
+        if chosen.anchors:
+            anchors = RunAnchors(chosen.anchors, surroundings(name, args.data / name))
+            with anchors.acting():
+                return run_train(content, []), anchors.counts()
         if not chosen.last:
-            return run_train(content, [])
+            return run_train(content, []), {}
         # The same course of the rate: it falls by a constant factor a step.
         part = 1 - chosen.part
         change = {
@@ -266,7 +273,20 @@ def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
             "learning_rate": {"stop_lr_ratio": STOP**part},
         }
         earlier = run_train(merged(content, change), [])
-        return run_train(merged(content, chosen.last), ["--restart", str(earlier)])
+        return run_train(merged(content, chosen.last), ["--restart", str(earlier)]), {}
+
+
+def surroundings(name: str, data: Path) -> Surroundings:
+    """Return what the dynamics of anchors need: those of the check, which are hotter."""
+    condition, chosen = CONDITIONS[name], SETS[name]
+    systems = opened(chosen.systems(data, "train"), chosen.type_map)
+    return Surroundings(
+        systems=systems,
+        shortest=coverage_of(systems, chosen.type_map, chosen.rcut).shortest,
+        temperature=HOTTER * condition.temperature,
+        time_step=condition.time_step,
+        masses=condition.masses,
+    )
 
 
 def run_train(content: Mapping[str, Any], words: Sequence[str]) -> Path:
@@ -301,7 +321,7 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
     """Yield the results of a run: one potential, or two where weights are averaged."""
     name, setting, seed, steps = job
     begun = time.monotonic()
-    file = trained(job, args, folder)
+    file, counts = trained(job, args, folder)
     seconds = time.monotonic() - begun
     data = args.data / name
     for averaged in (False, True) if SETTINGS[setting].averaged and args.averages else (False,):
@@ -318,6 +338,8 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
             "steps": steps,
             "model": args.model,
         }
+        if counts:
+            line["anchors"] = counts
         line |= {
             part: errors_of(predictor, opened(SETS[name].systems(data, part), type_map))
             for part in parts
@@ -345,8 +367,11 @@ def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[
             args.keep.mkdir(parents=True, exist_ok=True)
             if not averaged:
                 kept = {"model": read_checkpoint(file)["model"]}
-                torch.save(kept, args.keep / f"{name}_{label}_{seed}.pt")
+                torch.save(kept, args.keep / f"{name}_{label}_{steps}_{seed}.pt")
         yield line
+
+
+Measure = Callable[[Job, argparse.Namespace, Path], Iterator[dict[str, Any]]]
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -363,6 +388,7 @@ def work(
     durations: MutableMapping[str, Duration],
     args: argparse.Namespace,
     until: float,
+    measure: Measure,
 ) -> None:
     """Train one potential after another until none is left or the time is over.
 
@@ -376,6 +402,8 @@ def work(
         Of the longest finished run of each set, by any worker.
     args, until
         The command line, and when all runs must have ended, as `time.monotonic` has it.
+    measure
+        Yields the results of a run.
     """
     out = os.open(args.logs / _LOG.format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -392,11 +420,11 @@ def work(
             continue
         folder = Path(tempfile.mkdtemp(prefix="stability-"))
         try:
-            for line in lines_of(job, args, folder):
+            for line in measure(job, args, folder):
                 append(args.results, line)
-            training = line["seconds"]["train"]
             known = durations.get(job.set)
-            if known is None or job.steps >= known.steps:
+            if "seconds" in line and (known is None or job.steps >= known.steps):
+                training = line["seconds"]["train"]
                 rest = time.monotonic() - begun - training
                 durations[job.set] = Duration(job.steps, training, rest)
         except Exception as error:  # one that fails must not end the others
@@ -509,8 +537,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run the workers."""
+def main(measure: Measure = lines_of) -> None:
+    """Run the workers; `measure` yields the results of a run."""
     args, begun = arguments(), time.monotonic()
     args.logs.mkdir(parents=True, exist_ok=True)
     todo, context = wanted(args), multiprocessing.get_context("spawn")
@@ -518,7 +546,7 @@ def main() -> None:
     durations = context.Manager().dict()
     until = begun + args.seconds
     workers = [
-        context.Process(target=work, args=(number, todo, taken, durations, args, until))
+        context.Process(target=work, args=(number, todo, taken, durations, args, until, measure))
         for number in range(min(args.workers, len(todo)))
     ]
     for number, worker in enumerate(workers):

@@ -121,7 +121,6 @@ class WatchedRun:
         self._least = full(math.inf, copies * ntypes**2)
         self._force = torch.zeros_like(self._coord)
         self._energy = full(0.0, copies)
-        self._neighbors: tuple[Tensor, Tensor | None] | None = None
         with torch.no_grad():
             self._evaluate()
         self._first_energy = self._total()
@@ -134,19 +133,18 @@ class WatchedRun:
         kinetic = (0.5 / ACCELERATION) * (self._mass * self._velocity.square()).sum((1, 2))
         return (self._energy + kinetic) / self._natoms
 
-    def _evaluate(self) -> None:
+    def _structures(self, coord: Tensor) -> Structures:
+        """Return the copies at these positions with their neighbours."""
         atoms = Atoms(
-            self._coord.reshape(-1, 3),
+            coord.reshape(-1, 3),
             self._atype.reshape(-1),
             self._natoms,
-            self._coord.shape[1],
+            coord.shape[1],
             self._cells,
         )
-        neighbor, shift = self._neighbors = find_neighbors(
-            atoms, self._order, self._frame, self._sections
-        )
-        structures = Structures(
-            coord=self._coord,
+        neighbor, shift = find_neighbors(atoms, self._order, self._frame, self._sections)
+        return Structures(
+            coord=coord,
             atype=self._atype,
             box=self._box,
             order=self._order,
@@ -159,7 +157,10 @@ class WatchedRun:
             filled=self._filled,
             inner=self._inner,
         )
-        found = self._model(structures, force=True, virial=False)
+
+    def _evaluate(self) -> None:
+        self._present = self._structures(self._coord)
+        found = self._model(self._present, force=True, virial=False)
         self._force.copy_(found["force"])
         self._energy.copy_(found["energy"])
 
@@ -176,8 +177,23 @@ class WatchedRun:
 
     def _look(self) -> None:
         """Note distances, passages and blow-ups; copies that blew up stay where they began."""
-        assert self._neighbors is not None
-        neighbor, shift = self._neighbors
+        ratio, rows = self._nearest()
+        gone = self._is_gone()
+        self._blown.copy_(torch.where(gone & self._blown.isinf(), self._time, self._blown))
+        alive = self._blown.isinf()
+        ratio = torch.where(alive[self._frame][:, None], ratio, math.inf)
+        self._least.scatter_reduce_(0, rows.flatten(), ratio.flatten(), "amin")
+        below = self._smallest()[:, None] < self._ratios
+        self._passed.copy_(torch.where(below & self._passed.isinf(), self._time, self._passed))
+        keep = alive[:, None, None]
+        self._coord.copy_(torch.where(keep, self._coord, self._start))
+        self._velocity.copy_(torch.where(keep, self._velocity, 0.0))
+        self._force.copy_(torch.where(keep, self._force, 0.0))
+        self._fast.zero_()
+
+    def _nearest(self) -> tuple[Tensor, Tensor]:
+        """Return the least ratios of each atom, infinite in empty slots, and their rows of `_least`."""
+        neighbor, shift = self._present.neighbor, self._present.shift
         near = neighbor[:, self._columns]
         place = near.clamp(min=0)
         flat, pair = (
@@ -191,25 +207,17 @@ class WatchedRun:
             )
         ratio = vector.square().sum(-1).sqrt() / self._shortest[pair]
         ratio = torch.where((near >= 0) & ratio.isfinite(), ratio, math.inf)
-        rows = (self._frame[:, None] * self._ntypes + pair[0]) * self._ntypes + pair[1]
+        return ratio, (self._frame[:, None] * self._ntypes + pair[0]) * self._ntypes + pair[1]
+
+    def _is_gone(self) -> Tensor:
+        """Return which copies blow up now `(ncopies,)`."""
         kelvin = (
             self._mass.mul(self._velocity.square()).sum((1, 2))
             / ACCELERATION
             / BOLTZMANN
             / self._degrees
         )
-        gone = self._fast | ~(kelvin <= self._limit) | ~self._energy.isfinite()
-        self._blown.copy_(torch.where(gone & self._blown.isinf(), self._time, self._blown))
-        alive = self._blown.isinf()
-        ratio = torch.where(alive[self._frame][:, None], ratio, math.inf)
-        self._least.scatter_reduce_(0, rows.flatten(), ratio.flatten(), "amin")
-        below = self._smallest()[:, None] < self._ratios
-        self._passed.copy_(torch.where(below & self._passed.isinf(), self._time, self._passed))
-        keep = alive[:, None, None]
-        self._coord.copy_(torch.where(keep, self._coord, self._start))
-        self._velocity.copy_(torch.where(keep, self._velocity, 0.0))
-        self._force.copy_(torch.where(keep, self._force, 0.0))
-        self._fast.zero_()
+        return self._fast | ~(kelvin <= self._limit) | ~self._energy.isfinite()
 
     def _smallest(self) -> Tensor:
         return self._least.view(len(self._natoms), -1).amin(1)

@@ -1,5 +1,6 @@
 """The stability experiment: watched dynamics against the package's, inputs of all settings, rates with errors."""
 
+import copy
 import json
 import math
 import sys
@@ -7,6 +8,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import anchors
+import labels_to_stability
 import numpy as np
 import pytest
 import rules_table
@@ -15,6 +18,7 @@ import stability_frontier as frontier
 import stability_runs as runs
 import stability_table as table
 import torch
+from anchors import AnchoredRun, Anchors, Surroundings
 from first_layer_rate import FirstLayerRate
 from sets import input_of
 from spectral_cap import SpectralCap
@@ -79,6 +83,46 @@ def test_a_copy_that_is_too_hot_ends_and_others_go_on(predictor, copies):
     assert math.isinf(found.blown[1])
     assert np.isinf(found.pairs[0]).all()
     assert np.isfinite(found.pairs[1]).any()
+
+
+def test_the_hinge_compares_present_forces_with_those_of_the_copy(predictor, monkeypatch):
+    monkeypatch.setattr(anchors, "FREE", 0.0)
+    systems = open_systems(str(DATA / "300K"), predictor.type_map)
+    around = Surroundings(
+        systems, np.full((2, 2), 0.5), temperature=500.0, time_step=0.5, masses=()
+    )
+    model = predictor.model
+    run = AnchoredRun(model, around, Anchors(copies=2, looks=2, all_structures=True))
+    run.explore()
+    assert run.taken.tolist() == [2, 2]
+    before = Predictor(copy.deepcopy(model), device="cpu")
+    weights = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    hinge = run.add_gradient(model, 1.0)
+    frames = Frames(run._atype.numpy(), run._ring[[0, 1], [0, 1]].numpy(), run._box.numpy())
+    present, wanted = (one.evaluate(frames).force for one in (predictor, before))
+    excess = np.linalg.norm(present - wanted, axis=-1) - 0.1 * np.linalg.norm(wanted, axis=-1)
+    assert (excess > 0.0).any()
+    expected = 1000.0 * (np.sqrt(1.0 + np.maximum(excess, 0.0) ** 2) - 1.0).mean()
+    assert float(hinge) == pytest.approx(expected, rel=1e-3)
+    assert any(parameter.grad.abs().max() > 0.0 for parameter in model.parameters())
+    model.zero_grad()
+    model.load_state_dict(weights)
+
+
+def test_labels_count_until_no_copy_blows_up_and_no_check_fails():
+    rounds = [(0, 3, None), (40, 0, "fails"), (75, 0, "doubtful")]
+    lines = [
+        {"set": "water", "setting": "default", "seed": seed, "round": number, "labels": labels}
+        | {"blown": blown, "verdict": verdict, "test": 0.03 - 0.01 * number}
+        for seed, last in ((1, 3), (2, 2))
+        for number, (labels, blown, verdict) in enumerate(rounds[:last])
+    ]
+    assert labels_to_stability.table(lines)[2:] == [
+        "| water | default | 75, > 40 | 0.0300 | 0.0150 |"
+    ]
 
 
 @pytest.mark.parametrize("name", settings.SETTINGS)
