@@ -163,15 +163,15 @@ def _images(make: Callable[[], nn.Module]) -> SizedTask:
     return SizedTask(functools.partial(Images, make=make), steps=400, is_text=False)
 
 
-TASKS = {
-    "GPT, width 64": SizedTask(_text(64, 4), 500),
-    "GPT, width 128": SizedTask(_text(128, 4), 500),
-    "GPT, width 256": SizedTask(_text(256, 4), 500),
-    "GPT, width 512": SizedTask(_text(512, 4), 400),
-    "GPT, width 768": SizedTask(_text(768, 4), 400),
+SYNTHETIC_TASKS = {
     "GPT, width 1024": SizedTask(_text(1024, 8), 250, (1,)),
+    "GPT, width 768": SizedTask(_text(768, 4), 400),
+    "GPT, width 512": SizedTask(_text(512, 4), 400),
+    "GPT, width 256": SizedTask(_text(256, 4), 500),
     "experts, width 192": SizedTask(_text(192, 4, block=Experts), 500),
-    "ViT, width 48": _images(small_vision.ViT),
+    "GPT, width 128": SizedTask(_text(128, 4), 500),
+    "GPT, width 64": SizedTask(_text(64, 4), 500),
     "ViT, width 192": _images(functools.partial(small_vision.ViT, 192, 4)),
+    "ViT, width 48": _images(small_vision.ViT),
     "ConvNet": _images(small_vision.ConvNet),
 }

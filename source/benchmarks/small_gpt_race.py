@@ -10,7 +10,8 @@ text are those of `small_gpt.py`. With `--known` the runs of an earlier file are
 captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 
 With `--sizes`, models of several sizes (`rate_tasks.py`) train at a grid of rates of AdamW's part instead, beside AdamW
-and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Then `--out` is a JSON file.
+and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Processes share `--gpus` GPUs.
+Then `--out` is a JSON file, written after every run.
 
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
@@ -23,10 +24,12 @@ import contextlib
 import copy
 import csv
 import functools
+import itertools
 import json
 import math
 import multiprocessing
 import multiprocessing.pool
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +39,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from measured_optimizers import RULES
-from rate_tasks import TASKS
-from small_gpt import BATCH, BETAS, GPT, LENGTH, text, torch_muon
+from rate_tasks import SYNTHETIC_TASKS, SizedTask
+from small_gpt import BATCH, BETAS, GPT, LAYERS, LENGTH, WIDTH, Block, text, torch_muon
 from small_vision import torch_muon as torch_muon_of_images
 from torch import Tensor, nn
 
@@ -112,19 +115,22 @@ def contestants() -> dict[str, Contestant]:
 
 
 class HelpTopics:
-    """The small GPT on the bytes of Python's help topics: the batches of one seed."""
+    """A GPT on the bytes of Python's help topics: the batches of one seed."""
 
-    def __init__(self, seed: int, steps: int, device: str) -> None:
+    def __init__(
+        self, seed: int, steps: int, device: str, *, width: int = WIDTH, layers: int = LAYERS
+    ) -> None:
         data = text().long().to(device)
         cut = len(data) * 9 // 10
         draw = torch.Generator().manual_seed(seed)
         starts = torch.randint(cut - LENGTH - 1, (steps, BATCH, 1), generator=draw)
         self.starts, self.data = starts.to(device), data[:cut]
         self.halves = data[cut:].chunk(2)
+        self.width, self.layers = width, layers
 
     def model(self) -> nn.Module:
         """Return a new model."""
-        return GPT()
+        return GPT(self.width, [Block(self.width) for _ in range(self.layers)])
 
     def loss(self, model: nn.Module, at: Tensor) -> Tensor:
         """Return the loss of batch number `at`, which is read on its device."""
@@ -371,8 +377,16 @@ def table(rows: Sequence[dict[str, object]]) -> list[str]:
     return [*head, *(line for _, line in sorted(lines))]
 
 
+TASKS = SYNTHETIC_TASKS | {
+    f"help topics, width {width}": SizedTask(
+        functools.partial(HelpTopics, width=width, layers=4), steps=500
+    )
+    for width in (64, 256, 512)
+}
+
+
 class Job(NamedTuple):
-    """A run of `--sizes`."""
+    """A run of `--sizes`: rates of Muon, of AdamW's part and, if it differs, of the output layer."""
 
     task: str
     optimizer: str
@@ -386,10 +400,22 @@ def torch_muon_anywhere(model: nn.Module, lr: float, adamw_lr: float) -> Optimiz
     return kind(lr, adamw_lr)(model)
 
 
+def with_rate_of_head(model: nn.Module, lr: float, adamw_lr: float, head_lr: float) -> Optimizers:
+    """Return a Muon whose output layer has an own rate."""
+    (optimizer,) = ours(model, lr, adamw_lr)
+    (group,) = optimizer.param_groups
+    (name,) = {"head.weight", "lm_head.weight"} & set(group["param_names"])
+    place = group["param_names"].index(name)
+    head = [(group["param_names"].pop(place), group["params"].pop(place))]
+    optimizer.add_param_group({"params": head, "adam_lr_ratio": head_lr / lr})
+    return [optimizer]
+
+
 def variants() -> dict[str, Callable[..., Optimizers]]:
     """Return the optimizers of `--sizes`."""
     return {
         "MuonConfig": ours,
+        "MuonConfig, own rate of the head": with_rate_of_head,
         "MuonConfig, the classifier on Muon": functools.partial(ours, muon_patterns=["head.*"]),
         "MuonConfig, the patches on AdamW": functools.partial(
             ours, adamw_patterns=["patch_embed.*", "pos_embed", "head.*"]
@@ -400,49 +426,73 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
     }
 
 
-class Phases(NamedTuple):
-    """Runs of a task, in phases: optimizer and rates."""
+LARGEST = "GPT, width 1024"
+# Rates of AdamW's part, the most telling first.
+RATES = (0.02, 0.005, 0.0025, 0.01, 0.00125, 0.04)
+# Rates of tables and vectors, and of the output layer, in `OWN_RATE_TASKS`.
+RATES_WITH_HEAD = (
+    (0.02, 0.005),
+    (0.02, 0.00125),
+    (0.005, 0.02),
+    (0.005, 0.00125),
+    (0.00125, 0.005),
+)
+OWN_RATE_TASKS = ("GPT, width 768", "GPT, width 256", "experts, width 192", "ViT, width 192")
 
-    grid: list[tuple[str, tuple[float, ...]]]
-    others: list[tuple[str, tuple[float, ...]]]
-    variants: list[tuple[str, tuple[float, ...]]]
+
+def grid(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs with one rate of AdamW's part."""
+    return [("MuonConfig", (0.02, rate)) for rate in RATES if name != LARGEST or rate < 0.04]
 
 
-# Phase and seed (0 is a task's first) of the runs, the most important first.
-ORDER = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1))
+def own_rates(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs whose output layer has an own rate."""
+    if name not in OWN_RATE_TASKS:
+        return []
+    return [("MuonConfig, own rate of the head", (0.02, *rates)) for rates in RATES_WITH_HEAD]
 
 
-def phases_of(name: str) -> Phases:
-    """Return the runs of a task: rates of AdamW's part, other optimizers, other settings."""
-    is_largest = name == "GPT, width 1024"
-    rates = [0.04 * 2.0**-k for k in range(6)]
-    grid = [("MuonConfig", (0.02, rate)) for rate in (rates[1:] if is_largest else rates)]
-    others: list[tuple[str, tuple[float, ...]]] = []
-    if name not in ("GPT, width 128", "GPT, width 512"):
-        adamw_rates = (5e-4, 1e-3, 3e-3) if is_largest else (5e-4, 1e-3, 3e-3, 1e-2)
-        others += [("torch.optim.AdamW", (rate,)) for rate in adamw_rates]
-        if hasattr(torch.optim, "Muon"):
-            others += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+def others(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs of torch's optimizers."""
+    if name in ("GPT, width 128", "GPT, width 512"):
+        return []
+    adamw_rates = (5e-4, 1e-3, 3e-3) if name == LARGEST else (5e-4, 1e-3, 3e-3, 1e-2)
+    runs: list[tuple[str, tuple[float, ...]]]
+    runs = [("torch.optim.AdamW", (rate,)) for rate in adamw_rates]
+    if hasattr(torch.optim, "Muon"):
+        runs += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+    return runs
+
+
+def other_settings(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs with other settings of ours."""
     settings = ["MuonConfig, decaying vectors"]
     if not TASKS[name].is_text:
         settings.append("MuonConfig, the classifier on Muon")
     if name.startswith("ViT"):
         settings.append("MuonConfig, the patches on AdamW")
-    variants = [(setting, (0.02, rate)) for setting in settings for rate in (0.02, 0.005)]
-    variants += [("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04)]
-    return Phases(grid, others, variants)
+    runs: list[tuple[str, tuple[float, ...]]]
+    runs = [(setting, (0.02, rate)) for setting in settings for rate in (0.02, 0.005)]
+    return [*runs, *(("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04))]
+
+
+# Runs of a task and the number of its seed, the most important first.
+ORDER = ((grid, 0), (own_rates, 0), (others, 0), (grid, 1), (other_settings, 0), (others, 1))
 
 
 def jobs() -> list[Job]:
-    """Return the runs of `--sizes`, the most important first."""
-    phases = {name: phases_of(name) for name in TASKS}
-    return [
-        Job(name, optimizer, rates, seed)
-        for phase, rank in ORDER
-        for name, task in TASKS.items()
-        for seed in task.seeds[rank : rank + 1]
-        for optimizer, rates in phases[name][phase]
-    ]
+    """Return the runs of `--sizes`, the most important first; each rate of a grid for all tasks."""
+    ordered: list[Job] = []
+    for runs_of, rank in ORDER:
+        by_task = [
+            [Job(name, *run, seed) for run in runs_of(name)]
+            for name, task in TASKS.items()
+            for seed in task.seeds[rank : rank + 1]
+        ]
+        ordered += [
+            job for row in itertools.zip_longest(*by_task) for job in row if job is not None
+        ]
+    return ordered
 
 
 @functools.cache
@@ -468,27 +518,37 @@ def run_job(job: Job, device: str) -> dict[str, object]:
             result = run.result()
         except torch.AcceleratorError as error:
             print(f"{job} failed: {error}".splitlines()[0], flush=True)
-            time.sleep(3600)  # the process has lost its device, and must take no other run
-            raise
+            os._exit(1)  # the process has lost its device; the pool starts another one
     count = sum(p.numel() for p in run.model.parameters())
     seconds = time.perf_counter() - begun
     return {**job._asdict(), **result._asdict(), "weights": count, "seconds": seconds}
 
 
-def race_of_sizes(out: Path, device: str, processes: int, limit: float, only: str) -> None:
-    """Run all jobs that end within `limit` seconds, write them, and print a table."""
+def _take_gpu(count: int) -> None:
+    """Let this process see one of `count` GPUs, in turn."""
+    (number,) = multiprocessing.current_process()._identity[-1:]
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(number % count)
+
+
+def race_of_sizes(
+    out: Path, device: str, *, processes: int, gpus: int, limit: float, only: str
+) -> None:
+    """Run all jobs that end within `limit` seconds; write all rows after each; print a table."""
     begun = time.perf_counter()
     wanted = [job for job in jobs() if only in job.task]
     rows: list[dict[str, object]] = []
-    pool = multiprocessing.get_context("spawn").Pool(processes)
+    arguments = (gpus,) if device == "cuda" and gpus > 1 else None
+    pool = multiprocessing.get_context("spawn").Pool(
+        processes, _take_gpu if arguments else None, arguments or ()
+    )
     pending = pool.imap_unordered(functools.partial(run_job, device=device), wanted)
     for _ in wanted:
         row = _next_row(pending, begun + limit)
         if row is None:
             break
         rows += [row] if row else []
+        out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     pool.terminate()
-    out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     print(f"{len(rows)} of {len(wanted)} runs in {time.perf_counter() - begun:.0f} s")
     print(*table_of_sizes(rows), sep="\n")
 
@@ -536,6 +596,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=len(contestants()))
     parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs that the processes of --sizes share"
+    )
+    parser.add_argument(
         "--limit", type=float, default=3600.0, help="seconds after which optimizers are left out"
     )
     parser.add_argument("--known", type=Path, help="file of an earlier race")
@@ -546,9 +609,10 @@ def main() -> None:
         race_of_sizes(
             arguments.out,
             arguments.device,
-            arguments.processes,
-            arguments.limit,
-            arguments.only,
+            processes=arguments.processes,
+            gpus=arguments.gpus,
+            limit=arguments.limit,
+            only=arguments.only,
         )
         return
     names = [
