@@ -1,4 +1,4 @@
-"""Tasks of several sizes for `small_gpt_race.py --sizes`: GPTs, a mixture of experts, ViTs and a ConvNet.
+"""Tasks of several sizes for `small_gpt_race.py`: GPTs, a mixture of experts, ViTs, a ConvNet, a potential.
 
 Their data are generated: text of a random language of three tokens of memory, and the images of `small_vision.py`.
 """
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import small_equivariant
 import small_vision
 import torch
 import torch.nn.functional as F
@@ -149,7 +150,7 @@ class Images:
 class SizedTask(NamedTuple):
     """A task of one size."""
 
-    make: Callable[[int, int, str], Text | Images]
+    make: Callable[[int, int, str], Text | Images | small_equivariant.Clusters]
     steps: int
     seeds: Sequence[int] = (1, 2)
     is_text: bool = True
@@ -175,3 +176,4 @@ SYNTHETIC_TASKS = {
     "ViT, width 48": _images(small_vision.ViT),
     "ConvNet": _images(small_vision.ConvNet),
 }
+EQUIVARIANT = SizedTask(small_equivariant.Clusters, steps=600, is_text=False)

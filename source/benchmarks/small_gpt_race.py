@@ -11,7 +11,8 @@ captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 
 With `--sizes`, models of several sizes (`rate_tasks.py`) train at a grid of rates of AdamW's part instead, beside AdamW
 and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Processes share `--gpus` GPUs.
-Then `--out` is a JSON file, written after every run.
+Then `--out` is a JSON file, written after every run. `--defaults` trains the untouched `muon_for(model)` beside them,
+three seeds each, on fewer tasks; `dion`, if it is installed, has its own rates and scale. Step times follow.
 
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
@@ -24,6 +25,7 @@ import contextlib
 import copy
 import csv
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -39,13 +41,13 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from measured_optimizers import RULES
-from rate_tasks import SYNTHETIC_TASKS, SizedTask
+from rate_tasks import EQUIVARIANT, SYNTHETIC_TASKS, SizedTask
 from small_gpt import BATCH, BETAS, GPT, LAYERS, LENGTH, WIDTH, Block, text, torch_muon
 from small_vision import torch_muon as torch_muon_of_images
 from torch import Tensor, nn
 
 from deepmd_muon.model.nn.graphs import own_blas_workspaces
-from deepmd_muon.optim import MuonConfig
+from deepmd_muon.optim import MuonConfig, muon_for
 
 SEEDS = (1, 2, 3)
 _TAIL = 0.1
@@ -172,7 +174,7 @@ class Run:
         self.tail = [torch.zeros_like(p) for p in self.model.parameters()]
         self.averaged = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        if device != "cpu" and not any(isinstance(x, _eager_kinds()) for x in self.optimizers):
+        if device != "cpu" and not any(map(_is_eager, self.optimizers)):
             self.read_on_device()
 
     def read_on_device(self) -> None:
@@ -244,8 +246,9 @@ class Run:
         return Result(*(x if math.isfinite(x) else math.inf for x in found))
 
 
-def _eager_kinds() -> tuple[type[torch.optim.Optimizer], ...]:
-    return (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+def _is_eager(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer takes numbers from the host, which a graph cannot repeat."""
+    return type(optimizer).__name__ == "Muon"  # torch's and dion's
 
 
 def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
@@ -383,6 +386,7 @@ TASKS = SYNTHETIC_TASKS | {
     )
     for width in (64, 256, 512)
 }
+TASKS["equivariant potential"] = EQUIVARIANT
 
 
 class Job(NamedTuple):
@@ -398,6 +402,26 @@ def torch_muon_anywhere(model: nn.Module, lr: float, adamw_lr: float) -> Optimiz
     """Return torch.optim.Muon on the matrices that it takes and AdamW on the rest."""
     kind = torch_muon if hasattr(model, "h") else torch_muon_of_images
     return kind(lr, adamw_lr)(model)
+
+
+def dion_muon(model: nn.Module, lr: float, adamw_lr: float) -> Optimizers:
+    """Return dion's Muon on the matrices that `muon_for` gives to Muon, its AdamW on the rest."""
+    from dion import Muon
+
+    entries = zip(model.parameters(), muon_for(model).routing, strict=True)
+    on_muon = [entry.route == "muon" and p.ndim == 2 for p, entry in entries]
+    params = list(zip(model.parameters(), on_muon, strict=True))
+    rest = [p for p, is_muon in params if not is_muon]
+    groups = [
+        {"params": [p for p, is_muon in params if is_muon]},
+        {"params": rest, "algorithm": "adamw", "lr": adamw_lr},
+    ]
+    return [Muon(groups, lr=lr, betas=BETAS, weight_decay=0.1, nesterov=True)]
+
+
+def untouched(model: nn.Module) -> Optimizers:
+    """Return `muon_for` with its defaults."""
+    return [muon_for(model)]
 
 
 def with_rate_of_head(model: nn.Module, lr: float, adamw_lr: float, head_lr: float) -> Optimizers:
@@ -421,6 +445,8 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
             ours, adamw_patterns=["patch_embed.*", "pos_embed", "head.*"]
         ),
         "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
+        "muon_for(model)": untouched,
+        "dion's Muon": dion_muon,
         "torch.optim.Muon": torch_muon_anywhere,
         "torch.optim.AdamW": adamw,
     }
@@ -489,10 +515,61 @@ def jobs() -> list[Job]:
             for name, task in TASKS.items()
             for seed in task.seeds[rank : rank + 1]
         ]
-        ordered += [
-            job for row in itertools.zip_longest(*by_task) for job in row if job is not None
-        ]
+        ordered += _in_turn(by_task)
     return ordered
+
+
+def _in_turn(by_task: Sequence[Sequence[Job]]) -> list[Job]:
+    """Return the first run of each task, then the second of each, and so on."""
+    return [job for row in itertools.zip_longest(*by_task) for job in row if job is not None]
+
+
+TASKS_OF_DEFAULTS = (
+    *("GPT, width 1024", "GPT, width 768", "GPT, width 256", "experts, width 192"),
+    *("GPT, width 64", "ViT, width 192", "ConvNet", "equivariant potential"),
+)
+
+
+def jobs_of_defaults() -> list[Job]:
+    """Return the runs of `--defaults`: three seeds of ours, and of each rival at each rate."""
+    runs: list[tuple[str, tuple[float, ...]]] = [("muon_for(model)", ())]
+    runs += [("torch.optim.AdamW", (rate,)) for rate in (5e-4, 1e-3, 3e-3, 1e-2)]
+    if hasattr(torch.optim, "Muon"):
+        runs += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+    by_optimizers = [runs]
+    if importlib.util.find_spec("dion"):  # last: it compiles for long
+        by_optimizers.append([("dion's Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)])
+    ordered: list[Job] = []
+    for its, seed in itertools.product(by_optimizers, SEEDS):
+        ordered += _in_turn([[Job(name, *run, seed) for run in its] for name in TASKS_OF_DEFAULTS])
+    return ordered
+
+
+def step_times(device: str) -> list[dict[str, object]]:
+    """Return the times of an optimizer step [ms], the median of 20, by task and optimizer."""
+    rows: list[dict[str, object]] = []
+    makers = variants()
+    rates = {"muon_for(model)": (), "torch.optim.AdamW": (1e-3,), "torch.optim.Muon": (0.02, 3e-3)}
+    if importlib.util.find_spec("dion"):
+        rates["dion's Muon"] = (0.02, 3e-3)
+    for name, (optimizer, numbers) in itertools.product(TASKS_OF_DEFAULTS, rates.items()):
+        model = TASKS[name].make(1, 1, device).model().to(device)
+        try:
+            made = makers[optimizer](model, *numbers)
+        except (AttributeError, ImportError):
+            continue
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        times = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for each in made:
+                each.step()
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - begun))
+        rows.append({"task": name, "optimizer": optimizer, "ms": statistics.median(times[10:])})
+    return rows
 
 
 @functools.cache
@@ -530,12 +607,11 @@ def _take_gpu(count: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number % count)
 
 
-def race_of_sizes(
-    out: Path, device: str, *, processes: int, gpus: int, limit: float, only: str
+def race_of_jobs(
+    wanted: Sequence[Job], out: Path, device: str, *, processes: int, gpus: int, limit: float
 ) -> None:
     """Run all jobs that end within `limit` seconds; write all rows after each; print a table."""
     begun = time.perf_counter()
-    wanted = [job for job in jobs() if only in job.task]
     rows: list[dict[str, object]] = []
     arguments = (gpus,) if device == "cuda" and gpus > 1 else None
     pool = multiprocessing.get_context("spawn").Pool(
@@ -568,19 +644,19 @@ def table_of_sizes(rows: Sequence[dict[str, object]]) -> list[str]:
     """Return lines: for each task and optimizer the mean loss over the seeds, by rate."""
     losses: dict[tuple[object, ...], dict[str, list[float]]] = {}
     for row in rows:
-        *lr, last = row["rates"]
+        *lr, last = row["rates"] or ("default",)
         lr_text = f" at {lr[0]:g}" if lr else ""
         by_rate = losses.setdefault(
             (row["task"], row["weights"], f"{row['optimizer']}{lr_text}"), {}
         )
         mean = (float(row["validation"]) + float(row["test"])) / 2
-        by_rate.setdefault(f"{last:g}", []).append(mean)
+        by_rate.setdefault(str(last), []).append(mean)
     lines = []
     for (task, count, optimizer), by_rate in sorted(losses.items(), key=str):
         shown = " ".join(
             f"{rate}: {statistics.mean(each):.4f}"
             + (f" ± {statistics.stdev(each):.4f}" if len(each) > 1 else "")
-            for rate, each in sorted(by_rate.items(), key=lambda item: float(item[0]))
+            for rate, each in sorted(by_rate.items())
         )
         lines.append(f"{task} ({count}) | {optimizer} | {shown}")
     return lines
@@ -604,16 +680,22 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="file of an earlier race")
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
     parser.add_argument("--sizes", action="store_true", help="models of several sizes")
+    parser.add_argument("--defaults", action="store_true", help="muon_for(model) beside rivals")
     arguments = parser.parse_args()
-    if arguments.sizes:
-        race_of_sizes(
+    if arguments.sizes or arguments.defaults:
+        wanted = jobs_of_defaults() if arguments.defaults else jobs()
+        race_of_jobs(
+            [job for job in wanted if arguments.only in job.task],
             arguments.out,
             arguments.device,
             processes=arguments.processes,
             gpus=arguments.gpus,
             limit=arguments.limit,
-            only=arguments.only,
         )
+        if arguments.defaults and arguments.device == "cuda":
+            times = step_times(arguments.device)
+            arguments.out.with_suffix(".times.json").write_text(json.dumps(times, indent=0))
+            print(*times, sep="\n")
         return
     names = [
         name for name in contestants() if not arguments.only or name in arguments.only.split(";")
