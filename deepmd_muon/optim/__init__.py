@@ -23,10 +23,12 @@ if TYPE_CHECKING:
         QKClipError,
         RoutingMismatchError,
     )
+    from deepmd_muon.optim.front_door import muon_for
     from deepmd_muon.optim.hybrid_muon import HybridMuon
     from deepmd_muon.optim.other_configs import (
         AdamConfig,
         AdamWConfig,
+        Advanced,
         MuonConfig,
         register_optimizer,
     )
@@ -52,8 +54,9 @@ _NAMES = {
         ),
         *("InvalidShapeError", "NonFiniteGradientError", "QKClipError", "RoutingMismatchError"),
     ),
+    "front_door": ("muon_for",),
     "hybrid_muon": ("HybridMuon",),
-    "other_configs": ("AdamConfig", "AdamWConfig", "MuonConfig", "register_optimizer"),
+    "other_configs": ("AdamConfig", "AdamWConfig", "Advanced", "MuonConfig", "register_optimizer"),
     "polar": ("SCHEDULES", "Schedule", "orthogonalize"),
     "qk_clip": ("QKClip",),
     "routing.routes": ("RouteEntry", "RouteTable", "RoutingRules"),
@@ -69,6 +72,7 @@ __all__ = [
     "SCHEDULES",
     "AdamConfig",
     "AdamWConfig",
+    "Advanced",
     "Buildable",
     "CaptureError",
     "ForeignStateError",
@@ -92,6 +96,7 @@ __all__ = [
     "clip_adam_grad_norm_",
     "describe_kernels",
     "import_state",
+    "muon_for",
     "name_deepmd_kit_state",
     "orthogonalize",
     "register_optimizer",

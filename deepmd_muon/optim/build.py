@@ -33,7 +33,7 @@ from deepmd_muon.optim.routing.modules import (
     stacked_matrices,
     tables_and_heads,
 )
-from deepmd_muon.optim.routing.routes import RouteTable
+from deepmd_muon.optim.routing.routes import RouteTable, RoutingRules, choose_route
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.qk_clip.layers import QKClip
 
 log = logging.getLogger(__name__)
+
+# See `_ratio_by_width`.
+_WIDTH_OF_EQUAL_RATES = 64
 
 _IMPLEMENTATIONS: dict[AdamImplementation, dict[str, bool]] = {
     "fused": {"fused": True},
@@ -58,9 +61,10 @@ def build_muon(
     lr: float | Tensor,
     replicas: Replicas | None = None,
     qk_clip: QKClip | None = None,
+    **arguments: Any,
 ) -> HybridMuon:
     """Make a HybridMuon, or a plain Muon with AdamW for the rest, for a model."""
-    settings = {**vars(config), "qk_clip": qk_clip}
+    settings = {**vars(config), **arguments, "qk_clip": qk_clip}
     for key, names in _declared_patterns(config, model).items():
         settings[key] = (*(settings[key] or ()), *names)
     splits = [*config.splits, *declared_splits(model)]
@@ -133,7 +137,6 @@ def _chosen_settings(
     decided = [*settings["muon_patterns"], *settings["adam_patterns"], *adamw_patterns]
     choices: dict[str, Any] = {
         "vector_route": config.vector_route or "adam",
-        "adam_lr_ratio": config.adam_lr_ratio or 1.0,
         "expert_patterns": config.expert_patterns or (),
     }
     if config.adamw_patterns is None:
@@ -149,7 +152,31 @@ def _chosen_settings(
         stacks = _undecided(stacked_matrices(model), [*decided, *settings["conv_patterns"]])
         _log_found("Muon", stacks)
         choices["expert_patterns"] = tuple(map(glob.escape, stacks))
+    routing = {**settings, **choices, "splits": tuple(splits)}
+    choices["adam_lr_ratio"] = config.adam_lr_ratio or _ratio_by_width(model, routing)
     return choices
+
+
+def _ratio_by_width(model: nn.Module, settings: Mapping[str, Any]) -> float:
+    """Return the rate of AdamW's part divided by Muon's, from the width of the largest table.
+
+    The width is the last dimension: that of embeddings, and the input of an output layer. Up to
+    `_WIDTH_OF_EQUAL_RATES` both rates are best equal; beyond it, AdamW's is best proportional to
+    1/width (`source/benchmarks/small_gpt_race.py --sizes`, 0.1 to 100 million weights). With the
+    scaling 'match_rms', Muon's rate is one of AdamW's.
+    """
+    if settings["scaling"] == "match_rms":
+        return 1.0
+    rules = RoutingRules(**{key: settings[key] for key in RoutingRules.__dataclass_fields__})
+    tables = [
+        p.shape
+        for name, p in model.named_parameters()
+        if p.ndim > 1
+        and choose_route(name, tuple(p.shape), rules, trainable=p.requires_grad).route == "adamw"
+    ]
+    if not tables:
+        return 1.0
+    return min(1.0, _WIDTH_OF_EQUAL_RATES / max(tables, key=math.prod)[-1])
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -114,12 +114,14 @@ class MuonBuildable(Buildable):
         lr: float | Tensor | None = None,
         replicas: Replicas | None = None,
         qk_clip: Any = None,
+        **arguments: Any,
     ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`.
 
         A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a
-        threshold.
+        threshold. `arguments` are further ones of `HybridMuon`, such as `workspace`.
         """
         _check_model(model)
         _warn_idle_settings(self)
-        return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)
+        lr = self.own_lr if lr is None else lr
+        return _builder_of(self)(self, model, lr, replicas, qk_clip, **arguments)

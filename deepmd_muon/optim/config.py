@@ -196,13 +196,6 @@ class RuleSettings:
             "the momentum and, with `offload`, in host memory."
         ),
     )
-    rules: Sequence[str] = setting(
-        (),
-        doc=(
-            "Rules of other packages on the Muon route, by their registered names, in the order "
-            "in which they act (see doc/add-an-update-rule.md)."
-        ),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +260,61 @@ class ShardedSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonSettings(RuleSettings):
-    """Settings that `HybridMuon` and a plain Muon share; the defaults are HybridMuon's."""
+class MainSettings:
+    """Settings that people change, besides those of DeePMD; the defaults are HybridMuon's."""
+
+    scaling: Scaling = setting(
+        "match_rms",
+        doc=(
+            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, "
+            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
+            "out and in by `layout`."
+        ),
+    )
+    adam_lr_ratio: float = setting(
+        1.0,
+        above=0.0,
+        doc=(
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an "
+            "input omits both this and lr_adjust_coeff, `dp train` uses 10 for runs of up to "
+            "10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and "
+            "further if descriptors are long."
+        ),
+    )
+    muon_patterns: Sequence[str] = setting(
+        (),
+        doc=(
+            "Parameters whose full name matches one of these shell patterns take the Muon route, "
+            "before every other rule, if they have two dimensions above 1. '*' also matches "
+            "parameters without names."
+        ),
+    )
+    splits: Sequence[str] = setting(
+        (),
+        pattern=SPLIT_PATTERN,
+        forms=SPLIT_SYNTAX,
+        doc=(
+            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or "
+            "'columns' of the matrix as stored, then a number of equal parts or the sizes of the "
+            "parts, in which '*' repeats and 'rest' is the remainder. Every part is "
+            "orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
+            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
+            "`build` adds the splits that the modules of its model declare; with type Muon also "
+            "q, k and v of nn.MultiheadAttention."
+        ),
+    )
+    rules: Sequence[str] = setting(
+        (),
+        doc=(
+            "Rules of other packages on the Muon route, by their registered names, in the order "
+            "in which they act (see doc/add-an-update-rule.md)."
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdvancedSettings(RuleSettings):
+    """Settings that few people change; the defaults are HybridMuon's."""
 
     adam_weight_decay: float | None = setting(
         None,
@@ -294,14 +340,6 @@ class MuonSettings(RuleSettings):
     nesterov: bool = setting(
         True, needs=(above_zero("momentum"),), doc="Orthogonalize β m + (1 − β) g instead of m."
     )
-    scaling: Scaling = setting(
-        "match_rms",
-        doc=(
-            "Scale of the Muon update: 'none' is 1, 'match_rms' is lr_adjust_coeff·sqrt(max(rows, "
-            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
-            "out and in by `layout`."
-        ),
-    )
     layout: WeightLayout = setting(
         "auto",
         needs=(_BY_LAYOUT,),
@@ -309,16 +347,6 @@ class MuonSettings(RuleSettings):
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: "
             "'in_out' for DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the "
             "output in both cases. 'auto' is 'in_out' under `dp train` and 'as_stored' elsewhere."
-        ),
-    )
-    adam_lr_ratio: float = setting(
-        1.0,
-        above=0.0,
-        doc=(
-            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an "
-            "input omits both this and lr_adjust_coeff, `dp train` uses 10 for runs of up to "
-            "10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and "
-            "further if descriptors are long."
         ),
     )
     schedule: str | Steps = setting(
@@ -388,14 +416,6 @@ class MuonSettings(RuleSettings):
         (),
         doc="Parameters whose full name matches one of these shell patterns take the Adam route.",
     )
-    muon_patterns: Sequence[str] = setting(
-        (),
-        doc=(
-            "Parameters whose full name matches one of these shell patterns take the Muon route, "
-            "before every other rule, if they have two dimensions above 1. '*' also matches "
-            "parameters without names."
-        ),
-    )
     conv_patterns: Sequence[str] | None = setting(
         None,
         doc=(
@@ -419,20 +439,6 @@ class MuonSettings(RuleSettings):
             "Plain parameters whose full name matches one of these shell patterns belong to one "
             "process, which steps them by itself: for experts that differ between ranks. If ranks "
             "share the step (`replicas`), all other plain parameters are copies."
-        ),
-    )
-    splits: Sequence[str] = setting(
-        (),
-        pattern=SPLIT_PATTERN,
-        forms=SPLIT_SYNTAX,
-        doc=(
-            "Fused weights, one entry each: a shell pattern on full names, then 'rows' or "
-            "'columns' of the matrix as stored, then a number of equal parts or the sizes of the "
-            "parts, in which '*' repeats and 'rest' is the remainder. Every part is "
-            "orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
-            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
-            "`build` adds the splits that the modules of its model declare; with type Muon also "
-            "q, k and v of nn.MultiheadAttention."
         ),
     )
     on_route_change: RouteChange = setting(
@@ -468,6 +474,11 @@ class MuonSettings(RuleSettings):
             "exchanged, and where state is kept. A single process ignores it."
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonSettings(MainSettings, AdvancedSettings):
+    """Settings that `HybridMuon` and a plain Muon share; the defaults are HybridMuon's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

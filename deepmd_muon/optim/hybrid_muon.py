@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.arguments import Arguments, documented, takes
-from deepmd_muon.optim.cuda import refuse_unsafe_capture
+from deepmd_muon.optim.cuda import is_capturing, refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
 from deepmd_muon.optim.groups.checks import (
     check_parameters,
@@ -29,6 +29,7 @@ from deepmd_muon.optim.groups.group_settings import (
     settings_shown,
     words_of_group,
 )
+from deepmd_muon.optim.groups.momentum_warmup import is_warming_up, warm_up_momentum
 from deepmd_muon.optim.groups.param_groups import Group, Routing, log_parameters, with_names
 from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
 from deepmd_muon.optim.routing.routes import RouteEntry, RouteTable, is_local
@@ -66,7 +67,9 @@ _PICKLED = (
 @documented(Arguments)
 @understand_words
 class HybridMuon(QuickOptimizer):
-    r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors without a matrix view.
+    r"""deepmd-kit's HybridMuon, with its arguments and defaults; `muon_for` is for any other model.
+
+    Muon for matrices, Adam for vectors and biases, AdamW for tensors without a matrix view.
 
     One step of the Muon route, for a parameter viewed as matrices
     (`deepmd_muon.optim.routing.views`)::
@@ -375,6 +378,9 @@ class HybridMuon(QuickOptimizer):
 
     def _step(self, qk_logits: Logits | None) -> None:
         compiled = self._compiled
+        for group in self.param_groups:
+            if is_warming_up(group):
+                warm_up_momentum(group, capturing=is_capturing())
         holds = compiled.holds(self.param_groups, self.state, self.workspace)
         if not holds or not compiled.follow_schedules():
             self._reroute_if_changed()

@@ -10,6 +10,7 @@ from deepmd_muon.optim.buildable import Buildable, MuonBuildable
 from deepmd_muon.optim.config import (
     DEFAULT_ADAMW_PATTERNS,
     AdamImplementation,
+    AdvancedSettings,
     HybridMuonConfig,
     MuonMode,
     MuonSettings,
@@ -18,7 +19,7 @@ from deepmd_muon.optim.config import (
     VectorRoute,
 )
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import InvalidSettingError, Needs, setting, setting_like
+from deepmd_muon.setting import InvalidSettingError, Needs, check_settings, setting, setting_like
 
 # Settings of `MuonConfig` that `build` chooses if they are None.
 CHOSEN_BY_BUILD = ("adamw_patterns", "expert_patterns", "vector_route", "adam_lr_ratio")
@@ -26,31 +27,12 @@ CHOSEN_BY_BUILD = ("adamw_patterns", "expert_patterns", "vector_route", "adam_lr
 
 @understand_words
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonConfig(MuonSettings, MuonBuildable):
-    """Settings of a plain Muon with AdamW for the rest; it is built as a `HybridMuon`.
+class Advanced(AdvancedSettings):
+    """The settings of a plain Muon that few people change; `muon_for` has the others."""
 
-    The defaults are those of the literature: Keller Jordan's five steps, no damping,
-    and AdamW for embeddings, the output layer, positions and tokens. `build` finds them, and stacks
-    of matrices such as experts, by the types of modules and the last segments of names
-    (`deepmd_muon.optim.routing.modules`). `adamw_patterns` and `expert_patterns` replace the two
-    searches. Biases, norms and other vectors take Adam, without decay.
-    """
-
-    own_lr = 0.02
-
-    momentum: float = setting_like(HybridMuonConfig, "momentum")
-    weight_decay: float = setting_like(HybridMuonConfig, "weight_decay", 0.1)
     muon_mode: MuonMode = setting_like(HybridMuonConfig, "muon_mode", "2d")
     enable_gram: bool = setting_like(HybridMuonConfig, "enable_gram")
     flash_muon: bool = setting_like(HybridMuonConfig, "flash_muon")
-    scaling: Scaling = setting(
-        "rectangular",
-        doc=(
-            "Scale of the Muon update: 'none' is 1, 'match_rms' is rms_coefficient·sqrt(max(rows, "
-            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
-            "out and in by `layout`."
-        ),
-    )
     rms_coefficient: float = setting(
         0.2,
         above=0.0,
@@ -58,27 +40,7 @@ class MuonConfig(MuonSettings, MuonBuildable):
         doc="Coefficient of the 'match_rms' scaling.",
     )
     schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
-    adam_lr_ratio: float | None = setting(  # type: ignore[assignment]  # of the base
-        None,
-        above=0.0,
-        doc=(
-            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null is 1."
-        ),
-    )
-    adam_betas: tuple[float, float] = setting(
-        (0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of AdamW's moments."
-    )
     adam_eps: float = setting_like(HybridMuonConfig, "adam_eps", 1e-8)
-    adamw_patterns: Sequence[str] | None = setting(
-        None,
-        doc=(
-            "Matrices whose full name matches one of these shell patterns take the AdamW route. "
-            "null: `build` finds embeddings, output layer, positions and tokens by the types of "
-            "modules and the last segments of names; `dp train` takes those named "
-            + ", ".join(DEFAULT_ADAMW_PATTERNS)
-            + "."
-        ),
-    )
     expert_patterns: Sequence[str] | None = setting(  # type: ignore[assignment]  # of the base
         None,
         doc=(
@@ -92,6 +54,57 @@ class MuonConfig(MuonSettings, MuonBuildable):
         doc=(
             "Route of biases, vectors and matrices below min_matrix_dim: 'adam', which decays no "
             "weights, or 'adamw', which does. null: 'adam'; under `dp train` 'adamw'."
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@understand_words
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonConfig(Advanced, MuonSettings, MuonBuildable):
+    """Settings of a plain Muon with AdamW for the rest; it is built as a `HybridMuon`.
+
+    The defaults are those of the literature: Keller Jordan's five steps, no damping,
+    and AdamW for embeddings, the output layer, positions and tokens. `build` finds them, and stacks
+    of matrices such as experts, by the types of modules and the last segments of names
+    (`deepmd_muon.optim.routing.modules`). `adamw_patterns` and `expert_patterns` replace the two
+    searches. Biases, norms and other vectors take Adam, without decay.
+    """
+
+    own_lr = 0.02
+
+    momentum: float = setting_like(HybridMuonConfig, "momentum")
+    weight_decay: float = setting_like(HybridMuonConfig, "weight_decay", 0.1)
+    scaling: Scaling = setting(
+        "rectangular",
+        doc=(
+            "Scale of the Muon update: 'none' is 1, 'match_rms' is rms_coefficient·sqrt(max(rows, "
+            "columns)), 'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with "
+            "out and in by `layout`."
+        ),
+    )
+    adam_lr_ratio: float | None = setting(  # type: ignore[assignment]  # of the base
+        None,
+        above=0.0,
+        doc=(
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null: "
+            "`build` takes 64 divided by the width of the largest table, at most 1, and 1 with the "
+            "scaling 'match_rms'; `dp train` takes 1."
+        ),
+    )
+    adam_betas: tuple[float, float] = setting(
+        (0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of AdamW's moments."
+    )
+    adamw_patterns: Sequence[str] | None = setting(
+        None,
+        doc=(
+            "Matrices whose full name matches one of these shell patterns take the AdamW route. "
+            "null: `build` finds embeddings, output layer, positions and tokens by the types of "
+            "modules and the last segments of names; `dp train` takes those named "
+            + ", ".join(DEFAULT_ADAMW_PATTERNS)
+            + "."
         ),
     )
 

@@ -140,6 +140,7 @@ def _muon_update(
 
     Nesterov's form would need a gradient, which no checkpoint holds.
     """
+    from deepmd_muon.optim.rules.interface import Blocks
     from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
     from deepmd_muon.optim.update.muon import polar_factors, scaled
 
@@ -150,14 +151,15 @@ def _muon_update(
         key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()
     }
     directions: Sequence[Tensor] = entry.view.cut(state["momentum_buffer"].float())
+    weights = entry.view.cut(weight.float())
     for rule in rules:
-        directions, _ = rule.prepare(directions, directions, block_state)
-    updates: Sequence[Tensor] = scaled(
-        polar_factors(directions, settings), block_state, rules, settings
-    )
+        directions, _ = rule.orient(Blocks(directions, directions, weights), block_state)
+    updates: Sequence[Tensor] = polar_factors(directions, settings)
     for rule in rules:
-        if "weight" in rule.inputs:
-            updates = rule.constrain(updates, entry.view.cut(weight.float()), float(group["lr"]))
+        updates, _ = rule.transform(updates, directions, block_state)
+    updates = scaled(list(updates), block_state, rules, settings)
+    for rule in rules:
+        updates, _ = rule.finish(updates, weights, block_state, float(group["lr"]))
     return float(group["lr"]) * _rms(entry.view.join(updates))
 
 

@@ -1,4 +1,4 @@
-"""Tasks of several sizes for `small_gpt_race.py --sizes`: GPTs, a mixture of experts, ViTs and a ConvNet.
+"""Tasks of several sizes for `small_gpt_race.py`: GPTs, a mixture of experts, ViTs, a ConvNet, a potential.
 
 Their data are generated: text of a random language of three tokens of memory, and the images of `small_vision.py`.
 """
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import small_equivariant
 import small_vision
 import torch
 import torch.nn.functional as F
@@ -149,7 +150,7 @@ class Images:
 class SizedTask(NamedTuple):
     """A task of one size."""
 
-    make: Callable[[int, int, str], Text | Images]
+    make: Callable[[int, int, str], Text | Images | small_equivariant.Clusters]
     steps: int
     seeds: Sequence[int] = (1, 2)
     is_text: bool = True
@@ -163,15 +164,16 @@ def _images(make: Callable[[], nn.Module]) -> SizedTask:
     return SizedTask(functools.partial(Images, make=make), steps=400, is_text=False)
 
 
-TASKS = {
-    "GPT, width 64": SizedTask(_text(64, 4), 500),
-    "GPT, width 128": SizedTask(_text(128, 4), 500),
-    "GPT, width 256": SizedTask(_text(256, 4), 500),
-    "GPT, width 512": SizedTask(_text(512, 4), 400),
-    "GPT, width 768": SizedTask(_text(768, 4), 400),
+SYNTHETIC_TASKS = {
     "GPT, width 1024": SizedTask(_text(1024, 8), 250, (1,)),
+    "GPT, width 768": SizedTask(_text(768, 4), 400),
+    "GPT, width 512": SizedTask(_text(512, 4), 400),
+    "GPT, width 256": SizedTask(_text(256, 4), 500),
     "experts, width 192": SizedTask(_text(192, 4, block=Experts), 500),
-    "ViT, width 48": _images(small_vision.ViT),
+    "GPT, width 128": SizedTask(_text(128, 4), 500),
+    "GPT, width 64": SizedTask(_text(64, 4), 500),
     "ViT, width 192": _images(functools.partial(small_vision.ViT, 192, 4)),
+    "ViT, width 48": _images(small_vision.ViT),
     "ConvNet": _images(small_vision.ConvNet),
 }
+EQUIVARIANT = SizedTask(small_equivariant.Clusters, steps=600, is_text=False)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepmd_muon
-from deepmd_muon.optim import HybridMuon, MuonConfig
+from deepmd_muon.optim import HybridMuon, muon_for
 
 README = Path(__file__).parents[2] / "README.md"
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 64, 4, 3, 64, 16
@@ -134,9 +134,7 @@ def cases() -> dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]:
         HybridMuon(model.named_parameters(), lr=1e-3)
     ]
     split = "*.qkv.weight: rows 3"
-    found[f'MuonConfig(splits=["{split}"]).build(model)'] = lambda model: [
-        MuonConfig(splits=(split,)).build(model)
-    ]
+    found[f'muon_for(model, splits=["{split}"])'] = lambda model: [muon_for(model, splits=(split,))]
     found |= {f"torch.optim.AdamW, lr={lr:g}": adamw(lr) for lr in (1e-3, 3e-3, 6e-3)}
     if hasattr(torch.optim, "Muon"):
         found |= {

@@ -10,7 +10,9 @@ text are those of `small_gpt.py`. With `--known` the runs of an earlier file are
 captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 
 With `--sizes`, models of several sizes (`rate_tasks.py`) train at a grid of rates of AdamW's part instead, beside AdamW
-and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Then `--out` is a JSON file.
+and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Processes share `--gpus` GPUs.
+Then `--out` is a JSON file, written after every run. `--defaults` trains the untouched `muon_for(model)` beside them,
+three seeds each, on fewer tasks; `dion`, if it is installed, has its own rates and scale. Step times follow.
 
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
@@ -23,10 +25,13 @@ import contextlib
 import copy
 import csv
 import functools
+import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
 import multiprocessing.pool
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +41,13 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from measured_optimizers import RULES
-from rate_tasks import TASKS
-from small_gpt import BATCH, BETAS, GPT, LENGTH, text, torch_muon
+from rate_tasks import EQUIVARIANT, SYNTHETIC_TASKS, SizedTask
+from small_gpt import BATCH, BETAS, GPT, LAYERS, LENGTH, WIDTH, Block, text, torch_muon
 from small_vision import torch_muon as torch_muon_of_images
 from torch import Tensor, nn
 
 from deepmd_muon.model.nn.graphs import own_blas_workspaces
-from deepmd_muon.optim import MuonConfig
+from deepmd_muon.optim import MuonConfig, muon_for
 
 SEEDS = (1, 2, 3)
 _TAIL = 0.1
@@ -112,19 +117,22 @@ def contestants() -> dict[str, Contestant]:
 
 
 class HelpTopics:
-    """The small GPT on the bytes of Python's help topics: the batches of one seed."""
+    """A GPT on the bytes of Python's help topics: the batches of one seed."""
 
-    def __init__(self, seed: int, steps: int, device: str) -> None:
+    def __init__(
+        self, seed: int, steps: int, device: str, *, width: int = WIDTH, layers: int = LAYERS
+    ) -> None:
         data = text().long().to(device)
         cut = len(data) * 9 // 10
         draw = torch.Generator().manual_seed(seed)
         starts = torch.randint(cut - LENGTH - 1, (steps, BATCH, 1), generator=draw)
         self.starts, self.data = starts.to(device), data[:cut]
         self.halves = data[cut:].chunk(2)
+        self.width, self.layers = width, layers
 
     def model(self) -> nn.Module:
         """Return a new model."""
-        return GPT()
+        return GPT(self.width, [Block(self.width) for _ in range(self.layers)])
 
     def loss(self, model: nn.Module, at: Tensor) -> Tensor:
         """Return the loss of batch number `at`, which is read on its device."""
@@ -166,7 +174,7 @@ class Run:
         self.tail = [torch.zeros_like(p) for p in self.model.parameters()]
         self.averaged = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        if device != "cpu" and not any(isinstance(x, _eager_kinds()) for x in self.optimizers):
+        if device != "cpu" and not any(map(_is_eager, self.optimizers)):
             self.read_on_device()
 
     def read_on_device(self) -> None:
@@ -238,8 +246,9 @@ class Run:
         return Result(*(x if math.isfinite(x) else math.inf for x in found))
 
 
-def _eager_kinds() -> tuple[type[torch.optim.Optimizer], ...]:
-    return (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+def _is_eager(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer takes numbers from the host, which a graph cannot repeat."""
+    return type(optimizer).__name__ == "Muon"  # torch's and dion's
 
 
 def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
@@ -371,8 +380,17 @@ def table(rows: Sequence[dict[str, object]]) -> list[str]:
     return [*head, *(line for _, line in sorted(lines))]
 
 
+TASKS = SYNTHETIC_TASKS | {
+    f"help topics, width {width}": SizedTask(
+        functools.partial(HelpTopics, width=width, layers=4), steps=500
+    )
+    for width in (64, 256, 512)
+}
+TASKS["equivariant potential"] = EQUIVARIANT
+
+
 class Job(NamedTuple):
-    """A run of `--sizes`."""
+    """A run of `--sizes`: rates of Muon, of AdamW's part and, if it differs, of the output layer."""
 
     task: str
     optimizer: str
@@ -386,63 +404,172 @@ def torch_muon_anywhere(model: nn.Module, lr: float, adamw_lr: float) -> Optimiz
     return kind(lr, adamw_lr)(model)
 
 
+def dion_muon(model: nn.Module, lr: float, adamw_lr: float) -> Optimizers:
+    """Return dion's Muon on the matrices that `muon_for` gives to Muon, its AdamW on the rest."""
+    from dion import Muon
+
+    entries = zip(model.parameters(), muon_for(model).routing, strict=True)
+    on_muon = [entry.route == "muon" and p.ndim == 2 for p, entry in entries]
+    params = list(zip(model.parameters(), on_muon, strict=True))
+    rest = [p for p, is_muon in params if not is_muon]
+    groups = [
+        {"params": [p for p, is_muon in params if is_muon]},
+        {"params": rest, "algorithm": "adamw", "lr": adamw_lr},
+    ]
+    return [Muon(groups, lr=lr, betas=BETAS, weight_decay=0.1, nesterov=True)]
+
+
+def untouched(model: nn.Module) -> Optimizers:
+    """Return `muon_for` with its defaults."""
+    return [muon_for(model)]
+
+
+def with_rate_of_head(model: nn.Module, lr: float, adamw_lr: float, head_lr: float) -> Optimizers:
+    """Return a Muon whose output layer has an own rate."""
+    (optimizer,) = ours(model, lr, adamw_lr)
+    (group,) = optimizer.param_groups
+    (name,) = {"head.weight", "lm_head.weight"} & set(group["param_names"])
+    place = group["param_names"].index(name)
+    head = [(group["param_names"].pop(place), group["params"].pop(place))]
+    optimizer.add_param_group({"params": head, "adam_lr_ratio": head_lr / lr})
+    return [optimizer]
+
+
 def variants() -> dict[str, Callable[..., Optimizers]]:
     """Return the optimizers of `--sizes`."""
     return {
         "MuonConfig": ours,
+        "MuonConfig, own rate of the head": with_rate_of_head,
         "MuonConfig, the classifier on Muon": functools.partial(ours, muon_patterns=["head.*"]),
         "MuonConfig, the patches on AdamW": functools.partial(
             ours, adamw_patterns=["patch_embed.*", "pos_embed", "head.*"]
         ),
         "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
+        "muon_for(model)": untouched,
+        "dion's Muon": dion_muon,
         "torch.optim.Muon": torch_muon_anywhere,
         "torch.optim.AdamW": adamw,
     }
 
 
-class Phases(NamedTuple):
-    """Runs of a task, in phases: optimizer and rates."""
+LARGEST = "GPT, width 1024"
+# Rates of AdamW's part, the most telling first.
+RATES = (0.02, 0.005, 0.0025, 0.01, 0.00125, 0.04)
+# Rates of tables and vectors, and of the output layer, in `OWN_RATE_TASKS`.
+RATES_WITH_HEAD = (
+    (0.02, 0.005),
+    (0.02, 0.00125),
+    (0.005, 0.02),
+    (0.005, 0.00125),
+    (0.00125, 0.005),
+)
+OWN_RATE_TASKS = ("GPT, width 768", "GPT, width 256", "experts, width 192", "ViT, width 192")
 
-    grid: list[tuple[str, tuple[float, ...]]]
-    others: list[tuple[str, tuple[float, ...]]]
-    variants: list[tuple[str, tuple[float, ...]]]
+
+def grid(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs with one rate of AdamW's part."""
+    return [("MuonConfig", (0.02, rate)) for rate in RATES if name != LARGEST or rate < 0.04]
 
 
-# Phase and seed (0 is a task's first) of the runs, the most important first.
-ORDER = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1))
+def own_rates(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs whose output layer has an own rate."""
+    if name not in OWN_RATE_TASKS:
+        return []
+    return [("MuonConfig, own rate of the head", (0.02, *rates)) for rates in RATES_WITH_HEAD]
 
 
-def phases_of(name: str) -> Phases:
-    """Return the runs of a task: rates of AdamW's part, other optimizers, other settings."""
-    is_largest = name == "GPT, width 1024"
-    rates = [0.04 * 2.0**-k for k in range(6)]
-    grid = [("MuonConfig", (0.02, rate)) for rate in (rates[1:] if is_largest else rates)]
-    others: list[tuple[str, tuple[float, ...]]] = []
-    if name not in ("GPT, width 128", "GPT, width 512"):
-        adamw_rates = (5e-4, 1e-3, 3e-3) if is_largest else (5e-4, 1e-3, 3e-3, 1e-2)
-        others += [("torch.optim.AdamW", (rate,)) for rate in adamw_rates]
-        if hasattr(torch.optim, "Muon"):
-            others += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+def others(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs of torch's optimizers."""
+    if name in ("GPT, width 128", "GPT, width 512"):
+        return []
+    adamw_rates = (5e-4, 1e-3, 3e-3) if name == LARGEST else (5e-4, 1e-3, 3e-3, 1e-2)
+    runs: list[tuple[str, tuple[float, ...]]]
+    runs = [("torch.optim.AdamW", (rate,)) for rate in adamw_rates]
+    if hasattr(torch.optim, "Muon"):
+        runs += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+    return runs
+
+
+def other_settings(name: str) -> list[tuple[str, tuple[float, ...]]]:
+    """Return optimizer and rates of the runs with other settings of ours."""
     settings = ["MuonConfig, decaying vectors"]
     if not TASKS[name].is_text:
         settings.append("MuonConfig, the classifier on Muon")
     if name.startswith("ViT"):
         settings.append("MuonConfig, the patches on AdamW")
-    variants = [(setting, (0.02, rate)) for setting in settings for rate in (0.02, 0.005)]
-    variants += [("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04)]
-    return Phases(grid, others, variants)
+    runs: list[tuple[str, tuple[float, ...]]]
+    runs = [(setting, (0.02, rate)) for setting in settings for rate in (0.02, 0.005)]
+    return [*runs, *(("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04))]
+
+
+# Runs of a task and the number of its seed, the most important first.
+ORDER = ((grid, 0), (own_rates, 0), (others, 0), (grid, 1), (other_settings, 0), (others, 1))
 
 
 def jobs() -> list[Job]:
-    """Return the runs of `--sizes`, the most important first."""
-    phases = {name: phases_of(name) for name in TASKS}
-    return [
-        Job(name, optimizer, rates, seed)
-        for phase, rank in ORDER
-        for name, task in TASKS.items()
-        for seed in task.seeds[rank : rank + 1]
-        for optimizer, rates in phases[name][phase]
-    ]
+    """Return the runs of `--sizes`, the most important first; each rate of a grid for all tasks."""
+    ordered: list[Job] = []
+    for runs_of, rank in ORDER:
+        by_task = [
+            [Job(name, *run, seed) for run in runs_of(name)]
+            for name, task in TASKS.items()
+            for seed in task.seeds[rank : rank + 1]
+        ]
+        ordered += _in_turn(by_task)
+    return ordered
+
+
+def _in_turn(by_task: Sequence[Sequence[Job]]) -> list[Job]:
+    """Return the first run of each task, then the second of each, and so on."""
+    return [job for row in itertools.zip_longest(*by_task) for job in row if job is not None]
+
+
+TASKS_OF_DEFAULTS = (
+    *("GPT, width 1024", "GPT, width 768", "GPT, width 256", "experts, width 192"),
+    *("GPT, width 64", "ViT, width 192", "ConvNet", "equivariant potential"),
+)
+
+
+def jobs_of_defaults() -> list[Job]:
+    """Return the runs of `--defaults`: three seeds of ours, and of each rival at each rate."""
+    runs: list[tuple[str, tuple[float, ...]]] = [("muon_for(model)", ())]
+    runs += [("torch.optim.AdamW", (rate,)) for rate in (5e-4, 1e-3, 3e-3, 1e-2)]
+    if hasattr(torch.optim, "Muon"):
+        runs += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+    by_optimizers = [runs]
+    if importlib.util.find_spec("dion"):  # last: it compiles for long
+        by_optimizers.append([("dion's Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)])
+    ordered: list[Job] = []
+    for its, seed in itertools.product(by_optimizers, SEEDS):
+        ordered += _in_turn([[Job(name, *run, seed) for run in its] for name in TASKS_OF_DEFAULTS])
+    return ordered
+
+
+def step_times(device: str) -> list[dict[str, object]]:
+    """Return the times of an optimizer step [ms], the median of 20, by task and optimizer."""
+    rows: list[dict[str, object]] = []
+    makers = variants()
+    rates = {"muon_for(model)": (), "torch.optim.AdamW": (1e-3,), "torch.optim.Muon": (0.02, 3e-3)}
+    if importlib.util.find_spec("dion"):
+        rates["dion's Muon"] = (0.02, 3e-3)
+    for name, (optimizer, numbers) in itertools.product(TASKS_OF_DEFAULTS, rates.items()):
+        model = TASKS[name].make(1, 1, device).model().to(device)
+        try:
+            made = makers[optimizer](model, *numbers)
+        except (AttributeError, ImportError):
+            continue
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        times = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for each in made:
+                each.step()
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - begun))
+        rows.append({"task": name, "optimizer": optimizer, "ms": statistics.median(times[10:])})
+    return rows
 
 
 @functools.cache
@@ -468,27 +595,36 @@ def run_job(job: Job, device: str) -> dict[str, object]:
             result = run.result()
         except torch.AcceleratorError as error:
             print(f"{job} failed: {error}".splitlines()[0], flush=True)
-            time.sleep(3600)  # the process has lost its device, and must take no other run
-            raise
+            os._exit(1)  # the process has lost its device; the pool starts another one
     count = sum(p.numel() for p in run.model.parameters())
     seconds = time.perf_counter() - begun
     return {**job._asdict(), **result._asdict(), "weights": count, "seconds": seconds}
 
 
-def race_of_sizes(out: Path, device: str, processes: int, limit: float, only: str) -> None:
-    """Run all jobs that end within `limit` seconds, write them, and print a table."""
+def _take_gpu(count: int) -> None:
+    """Let this process see one of `count` GPUs, in turn."""
+    (number,) = multiprocessing.current_process()._identity[-1:]
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(number % count)
+
+
+def race_of_jobs(
+    wanted: Sequence[Job], out: Path, device: str, *, processes: int, gpus: int, limit: float
+) -> None:
+    """Run all jobs that end within `limit` seconds; write all rows after each; print a table."""
     begun = time.perf_counter()
-    wanted = [job for job in jobs() if only in job.task]
     rows: list[dict[str, object]] = []
-    pool = multiprocessing.get_context("spawn").Pool(processes)
+    arguments = (gpus,) if device == "cuda" and gpus > 1 else None
+    pool = multiprocessing.get_context("spawn").Pool(
+        processes, _take_gpu if arguments else None, arguments or ()
+    )
     pending = pool.imap_unordered(functools.partial(run_job, device=device), wanted)
     for _ in wanted:
         row = _next_row(pending, begun + limit)
         if row is None:
             break
         rows += [row] if row else []
+        out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     pool.terminate()
-    out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     print(f"{len(rows)} of {len(wanted)} runs in {time.perf_counter() - begun:.0f} s")
     print(*table_of_sizes(rows), sep="\n")
 
@@ -508,19 +644,19 @@ def table_of_sizes(rows: Sequence[dict[str, object]]) -> list[str]:
     """Return lines: for each task and optimizer the mean loss over the seeds, by rate."""
     losses: dict[tuple[object, ...], dict[str, list[float]]] = {}
     for row in rows:
-        *lr, last = row["rates"]
+        *lr, last = row["rates"] or ("default",)
         lr_text = f" at {lr[0]:g}" if lr else ""
         by_rate = losses.setdefault(
             (row["task"], row["weights"], f"{row['optimizer']}{lr_text}"), {}
         )
         mean = (float(row["validation"]) + float(row["test"])) / 2
-        by_rate.setdefault(f"{last:g}", []).append(mean)
+        by_rate.setdefault(str(last), []).append(mean)
     lines = []
     for (task, count, optimizer), by_rate in sorted(losses.items(), key=str):
         shown = " ".join(
             f"{rate}: {statistics.mean(each):.4f}"
             + (f" ± {statistics.stdev(each):.4f}" if len(each) > 1 else "")
-            for rate, each in sorted(by_rate.items(), key=lambda item: float(item[0]))
+            for rate, each in sorted(by_rate.items())
         )
         lines.append(f"{task} ({count}) | {optimizer} | {shown}")
     return lines
@@ -536,20 +672,30 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=len(contestants()))
     parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs that the processes of --sizes share"
+    )
+    parser.add_argument(
         "--limit", type=float, default=3600.0, help="seconds after which optimizers are left out"
     )
     parser.add_argument("--known", type=Path, help="file of an earlier race")
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
     parser.add_argument("--sizes", action="store_true", help="models of several sizes")
+    parser.add_argument("--defaults", action="store_true", help="muon_for(model) beside rivals")
     arguments = parser.parse_args()
-    if arguments.sizes:
-        race_of_sizes(
+    if arguments.sizes or arguments.defaults:
+        wanted = jobs_of_defaults() if arguments.defaults else jobs()
+        race_of_jobs(
+            [job for job in wanted if arguments.only in job.task],
             arguments.out,
             arguments.device,
-            arguments.processes,
-            arguments.limit,
-            arguments.only,
+            processes=arguments.processes,
+            gpus=arguments.gpus,
+            limit=arguments.limit,
         )
+        if arguments.defaults and arguments.device == "cuda":
+            times = step_times(arguments.device)
+            arguments.out.with_suffix(".times.json").write_text(json.dumps(times, indent=0))
+            print(*times, sep="\n")
         return
     names = [
         name for name in contestants() if not arguments.only or name in arguments.only.split(";")

@@ -23,6 +23,7 @@ from deepmd_muon.optim.config import (
     Steps,
 )
 from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.groups.momentum_warmup import STEPS
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.optim.rules.registry import unknown_rules
@@ -106,6 +107,14 @@ class GroupArguments(FurtherSettings, _DeepmdKitArguments):
         ),
     )
     maximize: bool = setting(False, doc="Maximize the objective instead of minimizing it.")
+    momentum_warmup: int = setting(
+        0,
+        minimum=0,
+        doc=(
+            "Number of steps in which the momentum grows linearly from 0.85 to `momentum`; steps "
+            "can be captured after them."
+        ),
+    )
 
 
 Checked = TypeVar("Checked", bound=GroupArguments)
@@ -127,8 +136,11 @@ LISTS = tuple(
 )
 PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
-# Keys that torch's schedulers add to groups.
-SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+# Keys that torch's schedulers, and the warm-up of the momentum, add to groups.
+SCHEDULER_KEYS = (
+    *("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
+    STEPS,
+)
 # `SCHEDULED_NUMBERS` as groups store them.
 SCHEDULED_SETTINGS = (
     "adam_betas",
@@ -199,7 +211,8 @@ def arguments_of(group: Mapping[str, Any], problems: Sequence[str] = ()) -> Grou
 def group_defaults(arguments: GroupArguments) -> dict[str, Any]:
     """Return the defaults of groups as plain values that a state dict may hold."""
     values = vars(arguments)
-    defaults = {key: values[key] for key in ("lr", "maximize", "capturable", *_PLAIN_SETTINGS)}
+    of_groups = ("lr", "maximize", "capturable", "momentum_warmup", *_PLAIN_SETTINGS)
+    defaults = {key: values[key] for key in of_groups}
     for key in LISTS:
         defaults[key] = None if values[key] is None else list(values[key])
     defaults["adam_betas"] = tuple(arguments.adam_betas)

@@ -2,13 +2,17 @@
 
 One step of a block, which is one matrix of a parameter's view::
 
-    m ← β m + (1 − β) g,   u = m or Nesterov's form of it
-    u, state ← rule.prepare(u, g)                      rule by rule; a skipped step keeps the state
+    m ← β m + (1 − β) g,   u = m or Nesterov's form of it      u = g if a rule replaces the momentum
+    u, state ← rule.orient(u, g, p)                            rule by rule
     O = polar factor of u
-    state ← rule.advance(O)                            a skipped step keeps the state
+    O, state ← rule.transform(O, u)                            rule by rule
+    state ← rule.advance(O)
     update = scale · O · rule.factors(O) · …
-    update ← rule.constrain(update, p)                 rule by rule
-    p ← p (1 − lr λ) − lr · update                     decay only where all rule.decays(p, update)
+    update, state ← rule.finish(update, p)                     rule by rule
+    p ← p (1 − lr λ) − lr · update                 decay only where all rule.decays(p, update)
+
+A skipped step keeps the state. `orient` calls `prepare`, which calls `before`; `finish` calls
+`constrain`. A rule overrides the one with the inputs and state that it needs.
 
 A rule receives blocks and its own state, and does not know which rank holds them: one process, an
 owner rank that received the block, and a captured graph call the same methods. The caller stores
@@ -129,6 +133,17 @@ class Pieces(NamedTuple):
     shape: tuple[int, int]
 
 
+class Blocks(NamedTuple):
+    """Some blocks before the orthogonalization, as batches (b, rows, columns).
+
+    `gradients` and `weights` are empty unless the rules' `inputs` ask for them.
+    """
+
+    directions: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    weights: Sequence[Tensor]
+
+
 # State of some blocks: by key, one tensor for each batch of blocks, shaped as by `StateTensor.cut`.
 BlockState = Mapping[str, Sequence[Tensor]]
 
@@ -148,10 +163,15 @@ class MatrixRule:
     sums
         Number of float64 values in the rule's statistics of momentum and gradient; 0 for none.
     inputs
-        'gradient' if `prepare` reads the gradients, 'weight' if `constrain` reads the weights.
+        'gradient' if `prepare` or `orient` reads the gradients, 'weight' if a method reads the
+        weights.
+    replaces_momentum
+        Whether the rule keeps moments of its own: the directions that it receives are the
+        gradients. The optimizer's momentum then holds the last gradient.
     """
 
     name: ClassVar[str]
+    replaces_momentum: ClassVar[bool] = False
     sums: ClassVar[int] = 0
     inputs: ClassVar[tuple[Input, ...]] = ()
 
@@ -203,6 +223,19 @@ class MatrixRule:
         """
         return self.before(directions, state), {}
 
+    def orient(self, blocks: Blocks, state: BlockState) -> tuple[Sequence[Tensor], BlockState]:
+        """Return the matrices to orthogonalize, and new state."""
+        return self.prepare(blocks.directions, blocks.gradients, state)
+
+    def transform(
+        self, polar: Sequence[Tensor], directions: Sequence[Tensor], state: BlockState
+    ) -> tuple[Sequence[Tensor], BlockState]:
+        """Return matrices in place of the polar factors, and new state.
+
+        `directions` were orthogonalized; `state` is that after `orient`.
+        """
+        return polar, {}
+
     def advance(
         self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
     ) -> BlockState:
@@ -224,6 +257,16 @@ class MatrixRule:
         Called if `inputs` has weights.
         """
         return updates
+
+    def finish(
+        self,
+        updates: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        state: BlockState,
+        lr: float | Tensor,
+    ) -> tuple[Sequence[Tensor], BlockState]:
+        """Return the updates as `constrain` does, and new state; `state` is that after `advance`."""
+        return (self.constrain(updates, weights, lr) if weights else updates), {}
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
         """Return where weight decay applies, as bool tensors of the updates' shapes.

@@ -13,7 +13,7 @@ from deepmd_muon.optim.config import DEEPMD_KIT, HybridMuonConfig, update_scale
 from deepmd_muon.optim.polar import orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.interface import BlockState, Input, MatrixRule
+from deepmd_muon.optim.rules.interface import Blocks, BlockState, Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
 from deepmd_muon.optim.torch_hooks import phase
@@ -132,7 +132,7 @@ def advance_momenta(
         # nothing changes.
         leave = control.skip > 0
         grads = [torch.where(leave, m, g) for m, g in zip(momenta, grads, strict=True)]
-    torch._foreach_lerp_(momenta, grads, 1.0 - settings.momentum)
+    torch._foreach_lerp_(momenta, grads, 1.0 - _momentum_of(settings))
     if wide != buffers[0].dtype:
         torch._foreach_copy_(list(buffers), momenta)
     return momenta, grads
@@ -143,11 +143,15 @@ def directions_of(
     momenta: list[Tensor], grads: list[Tensor], settings: HybridMuonConfig
 ) -> list[Tensor]:
     """Return the matrices to orthogonalize, from the results of `advance_momenta`."""
-    return (
-        list(torch._foreach_lerp(grads, momenta, settings.momentum))
-        if settings.nesterov
-        else momenta
-    )
+    if not settings.nesterov:
+        return momenta
+    return list(torch._foreach_lerp(grads, momenta, _momentum_of(settings)))
+
+
+def _momentum_of(settings: HybridMuonConfig) -> float:
+    """Return the decay β of the momentum; 0 if a rule has a momentum of its own."""
+    replaced = any(rule.replaces_momentum for rule in matrix_rules(settings))
+    return 0.0 if replaced else settings.momentum
 
 
 def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
@@ -199,23 +203,40 @@ def update_blocks(
     Return the scaled updates and the rules' new state; `state` stays unchanged.
     """
     new: dict[str, Sequence[Tensor]] = {}
+    gradients = inputs.get("gradient", ())
+    weights = inputs.get("weight", ())
     for rule in rules:
-        directions, prepared = rule.prepare(directions, inputs.get("gradient", ()), state)
-        new.update(prepared)
-    polar = polar_factors(directions, settings)
+        read = _asked(rule, gradients, weights)
+        directions, changed = rule.orient(Blocks(directions, *read), state)
+        new.update(changed)
+    polar: Sequence[Tensor] = polar_factors(directions, settings)
+    for rule in rules:
+        polar, changed = rule.transform(polar, directions, {**state, **new})
+        new.update(changed)
     for rule in rules:
         new.update(rule.advance(polar, state, measured.get(rule)))
-    updates: Sequence[Tensor] = scaled(polar, {**state, **new}, rules, settings)
+    updates: Sequence[Tensor] = scaled(list(polar), {**state, **new}, rules, settings)
     for rule in rules:
-        if "weight" in rule.inputs:
-            updates = rule.constrain(updates, inputs["weight"], lr)
+        _, read_weights = _asked(rule, gradients, weights)
+        updates, changed = rule.finish(updates, read_weights, {**state, **new}, lr)
+        new.update(changed)
     return list(updates), new
+
+
+def _asked(
+    rule: MatrixRule, gradients: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the gradients and the weights, each empty unless the rule asks for it."""
+    return (
+        gradients if "gradient" in rule.inputs else (),
+        weights if "weight" in rule.inputs else (),
+    )
 
 
 def scaled(
     polar: list[Tensor], state: BlockState, rules: Sequence[MatrixRule], settings: HybridMuonConfig
 ) -> list[Tensor]:
-    """Scale polar factors by shape and by the factors of rules with this state, in place."""
+    """Scale polar factors, in place, by shape and by the factors of rules with this state."""
     combined: Sequence[Any] = [update_scale((x.shape[1], x.shape[2]), settings) for x in polar]
     for rule in rules:
         factors = rule.factors(polar, state)

@@ -68,7 +68,7 @@ def test_the_page_has_the_figures_of_the_run(small_gpt):
         for name, row in zip(names, table[2:], strict=True)
     }
     defaults = [name for name in names if "splits" not in name]
-    assert min(defaults, key=losses.get) == "MuonConfig().build(model)"
+    assert min(defaults, key=losses.get) == "muon_for(model)"
 
 
 @pytest.fixture
@@ -142,23 +142,27 @@ def test_rates_and_batches_read_on_the_device_mean_the_same(small_gpt_race):
     assert eager.losses[3:].max() == 0.0
 
 
-@pytest.mark.parametrize("name", ["experts, width 192", "ViT, width 48"])
+@pytest.mark.parametrize("name", ["experts, width 192", "ViT, width 192", "equivariant potential"])
 def test_a_task_of_some_size_trains_with_every_optimizer(small_gpt_race, name, monkeypatch):
     import rate_tasks
+    import small_equivariant
 
+    monkeypatch.setattr(small_equivariant, "BATCH", 2)
+    monkeypatch.setattr(small_equivariant, "HELD_OUT", 4)
     for constant, value in {"BATCH": 2, "HELD_OUT": 4, "IMAGES": 4, "LENGTH": 20}.items():
         monkeypatch.setattr(rate_tasks, constant, value)
     monkeypatch.setattr(rate_tasks, "generated_images", rate_tasks.generated_images.__wrapped__)
-    task = rate_tasks.TASKS[name]._replace(steps=2)
+    task = small_gpt_race.TASKS[name]._replace(steps=2)
     if name.startswith("experts"):
         small = functools.partial(rate_tasks.Text, width=16, layers=1, block=rate_tasks.Experts)
         task = task._replace(make=small)
-    monkeypatch.setitem(rate_tasks.TASKS, name, task)
-    jobs = [job for job in small_gpt_race.jobs() if (job.task, job.seed) == (name, 1)]
+    monkeypatch.setitem(small_gpt_race.TASKS, name, task)
+    every = [*small_gpt_race.jobs_of_defaults(), *small_gpt_race.jobs()]
+    jobs = [job for job in every if (job.task, job.seed) == (name, 1)]
     by_optimizer = {job.optimizer: job for job in jobs}
     rows = [small_gpt_race.run_job(job, "cpu") for job in by_optimizer.values()]
     assert len(by_optimizer) >= 3
-    assert all(0.5 < row["validation"] < 12.0 for row in rows)
+    assert all(0.05 < row["validation"] < 12.0 for row in rows)
     lines = small_gpt_race.table_of_sizes(rows)
     assert len(lines) == len(rows)
     assert all(line.startswith(f"{name} ({rows[0]['weights']}) | ") for line in lines)

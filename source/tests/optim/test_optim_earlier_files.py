@@ -114,6 +114,7 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
                 "constructed",
             ),
             *("local_patterns", "muon_patterns", "conv_patterns", "adam_weight_decay"),
+            *("momentum_warmup", "rules"),
             *(field.name for field in dataclasses.fields(RuleSettings)),
         }
         removed = {"lr_adjust", "deepmd_kit_arithmetic", "foreach"}

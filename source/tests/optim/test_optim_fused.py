@@ -16,6 +16,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in the interpreter's process", allow_module_level=True)
 
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from settings_changes import changes_of
 
 from deepmd_muon.coverage import Coverage
@@ -142,6 +145,54 @@ def test_equals_its_definition(dtype, tolerance):
 )
 def test_settings_mean_the_same(settings):
     assert max(differences(run_both(**settings))) <= 1e-5
+
+
+SWITCHES = st.fixed_dictionaries(
+    {
+        "nesterov": st.booleans(),
+        "magma_muon": st.booleans(),
+        "scaling": st.sampled_from(["none", "match_rms", "rectangular", "spectral"]),
+        "layout": st.sampled_from(["as_stored", "in_out"]),
+        "schedule": st.sampled_from(["8+2", "keller-jordan", ((1.5, -0.5, 0.0),) * 3]),
+    }
+)
+# Numbers that schedulers, or a gradient scaler, change from step to step.
+OF_ONE_STEP = st.fixed_dictionaries(
+    {
+        "momentum": st.sampled_from([0.0, 0.5, 0.95]),
+        "weight_decay": st.sampled_from([0.0, 0.01, 0.5]),
+        "lr_adjust_coeff": st.sampled_from([0.18, 1.0]),
+        "lr": st.sampled_from([0.0, 0.1, 0.02]),
+        "scale": st.sampled_from([None, 2.0**10]),
+        "skip": st.booleans(),
+    }
+)
+
+
+@examples(max_examples=6, deadline=None, derandomize=True)
+@given(SWITCHES, st.lists(OF_ONE_STEP, min_size=2, max_size=2), st.booleans(), st.booleans())
+def test_random_settings_and_schedules_mean_the_same(switches, steps, maximize, bfloat16):
+    results = []
+    for step in (muon_, FusedStepCache().step):
+        job = Job(torch.bfloat16 if bfloat16 else torch.float32, switches["magma_muon"])
+        for k, numbers in enumerate(steps):
+            numbers = dict(numbers)
+            lr, scale, skip = (numbers.pop(key) for key in ("lr", "scale", "skip"))
+            settings = HybridMuonConfig(
+                flash_muon=False, precision="float32", **switches, **numbers
+            ).explicit()
+            job.give(k)
+            control = StepControl(
+                torch.tensor(float(skip), device=DEVICE),
+                None if scale is None else torch.tensor(scale, device=DEVICE),
+            )
+            with torch.no_grad():
+                done = step(
+                    *job.lists, lr=lr, settings=settings, control=control, maximize=maximize
+                )
+            assert done is not False
+        results.append(job.tensors)
+    assert max(differences(results)) <= (1.6e-2 if bfloat16 else 1e-5)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,9 +47,9 @@ def test_a_rule_of_this_package_needs_its_own_file_and_its_settings(tmp_path):
     text = config.read_text()
     assert text.count("RULES = (\n") == 1
     text = text.replace("RULES = (\n", 'RULES = (\n    "shorter_steps:ShorterSteps",\n')
-    last_field = "    rules: Sequence[str] = setting(\n"
-    assert text.count(last_field) == 1
-    config.write_text(text.replace(last_field, settings + last_field))
+    first_field = "    normuon: bool = setting(\n"
+    assert text.count(first_field) == 1
+    config.write_text(text.replace(first_field, settings + first_field))
     command = [sys.executable, "-c", USE]
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import example_rules
+import recent_rules  # noqa: F401  # registers them
 import torch
 import torch.distributed as dist
 from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
@@ -19,6 +20,7 @@ from deepmd_muon.optim.sharded import ShardedSettings
 BOTH = {"normuon": True, "cautious_decay": True}
 SOAP = {**example_rules.SOAP, "magma_muon": False}
 NORMS = example_rules.BRAKE
+AHEAD = {"rules": ["ema_nesterov"], "magma_muon": False}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
@@ -27,6 +29,9 @@ def rules_in_every_layout():
     every_layout(kinds=("rest",), options=(COLUMNS,))
     every_layout(options=(SOAP,))
     every_layout(kinds=("rest",), options=(NORMS,))
+    for rules in (["muown"], ["mars", "contra", "ema_nesterov"]):
+        options = {"rules": rules, "magma_muon": False, "weight_decay": 0.0}
+        every_layout(names=("strided", "HSDP"), kinds=("rest",), options=(options,))
 
 
 def rules_of_views():
@@ -52,7 +57,7 @@ def rules_of_views():
 def rules_of_replicas():
     """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
     shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
-    for settings in (BOTH, COLUMNS, SOAP, NORMS):
+    for settings in (BOTH, COLUMNS, SOAP, NORMS, AHEAD):
         for sharded, more in (
             ({"replication": "spread"}, {}),
             ({"bucket_bytes": 1, "slots": 1}, {"offload": True}),

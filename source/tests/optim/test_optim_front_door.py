@@ -1,0 +1,123 @@
+"""`muon_for`: the settings in its signature, those in `Advanced`, and the answers to others."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import Advanced, InvalidSettingError, MuonConfig, muon_for
+
+
+def gpt_like(width=32):
+    torch.manual_seed(0)
+    body = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+    return nn.Sequential(nn.Embedding(100, width), *body, nn.Linear(width, 100, bias=False))
+
+
+def step(model, optimizer, seed):
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=draw)
+    optimizer.step()
+
+
+def test_it_steps_as_the_configuration_that_it_stands_for():
+    few = {"weight_decay": 0.02, "scaling": "spectral", "muon_patterns": ["0.weight"]}
+    models = [gpt_like(), gpt_like(), gpt_like()]
+    optimizers = [
+        MuonConfig(
+            **few, adam_lr_ratio=0.5, nesterov=False, normuon=True, adam_betas=(0.8, 0.9)
+        ).build(models[0], 0.01),
+        muon_for(
+            models[1], 0.01, **few, adam_lr=0.005, rules="normuon", betas=(0.8, 0.9),
+            advanced=Advanced(nesterov=False),
+        ),
+        muon_for(models[2]),
+    ]  # fmt: skip
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer, 1)
+    one, same, other = ([p.detach() for p in model.parameters()] for model in models)
+    assert all(map(torch.equal, one, same))
+    assert not any(map(torch.equal, one, other))
+
+
+def test_ten_settings_stand_in_the_signature_and_each_other_is_in_advanced():
+    parameters = inspect.signature(muon_for).parameters
+    objects = {"model", "lr", "advanced", "replicas", "qk_clip", "words"}
+    shown = parameters.keys() - objects
+    assert len(shown) == 10
+    renamed = {"adam_lr": "adam_lr_ratio"}
+    settings = {renamed.get(name, name) for name in shown} - {"momentum_warmup"}
+    assert vars(Advanced()).keys() | settings == vars(MuonConfig()).keys()
+    assert not vars(Advanced()).keys() & settings
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "answer"),
+    [
+        ({"nesterov": False}, InvalidSettingError, "advanced=Advanced(nesterov=False)"),
+        ({"adam_lr_ratio": 0.5}, InvalidSettingError, "adam_lr"),
+        ({"adam_lr": 0.0}, InvalidSettingError, "above 0"),
+        ({"max_grad_norm": 1.0}, TypeError, "clip_adam_grad_norm_"),
+        ({"moment": 0.9}, TypeError, "momentum"),
+        ({"momentum": 1.5}, InvalidSettingError, "momentum"),
+        ({"momentum_warmup": -1}, InvalidSettingError, "momentum_warmup"),
+        ({"rules": ["mgma"]}, InvalidSettingError, "mgma"),
+        ({"advanced": {"nesterov": False}}, TypeError, "Advanced(...)"),
+    ],
+)
+def test_other_arguments_are_answered_by_name(argument, error, answer):
+    with pytest.raises(error) as caught:
+        muon_for(gpt_like(), **argument)
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "ratio"),
+    [
+        (32, {}, 1.0),
+        (256, {}, 0.25),
+        (256, {"adam_lr": 0.02}, 1.0),
+        (256, {"scaling": "match_rms"}, 1.0),
+        (256, {"adamw_patterns": ["none"]}, 1.0),
+        (256, {"adamw_patterns": ["3.weight"]}, 0.25),
+    ],
+)
+def test_rate_of_adamw_falls_with_the_width_of_tables(width, settings, ratio):
+    optimizer = muon_for(gpt_like(width), **settings)
+    assert optimizer.param_groups[0]["adam_lr_ratio"] == ratio
+
+
+def test_restart_keeps_the_rate_of_its_checkpoint(caplog):
+    model = gpt_like(256)
+    earlier = MuonConfig(adam_lr_ratio=1.0).build(model)
+    step(model, earlier, 1)
+    saved = earlier.state_dict()
+    saved["param_groups"][0]["chosen_by_build"] = ["adam_lr_ratio"]
+    optimizer = muon_for(model)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["adam_lr_ratio"] == 1.0
+    assert "adam_lr_ratio" in caplog.text
+
+
+def test_momentum_warms_up_and_goes_on_after_a_restart():
+    model = gpt_like()
+    optimizer = muon_for(model, momentum_warmup=4, momentum=0.95)
+    momenta = []
+    for k in range(7):
+        if k == 2:
+            saved = optimizer.state_dict()
+            optimizer = muon_for(model, momentum_warmup=4, momentum=0.95)
+            optimizer.load_state_dict(saved)
+        before = (
+            optimizer.state[model[1].weight].get("momentum_buffer", torch.zeros(96, 32)).clone()
+        )
+        step(model, optimizer, k)
+        after = optimizer.state[model[1].weight]["momentum_buffer"]
+        gradient = model[1].weight.grad
+        # m′ − g = β (m − g)
+        momenta.append(((after - gradient).norm() / (before - gradient).norm()).item())
+    assert momenta == pytest.approx([0.85, 0.875, 0.9, 0.925, 0.95, 0.95, 0.95], abs=1e-4)
