@@ -67,6 +67,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of frames and velocities [%(default)s]"
     )
     parser.add_argument(
+        "--fparam",
+        nargs="+",
+        type=float,
+        metavar="VALUE",
+        help="frame parameters of the scans and dynamics [those of most frames]",
+    )
+    parser.add_argument(
         "--strict", action="store_true", help="exit status 1 for doubtful items, too"
     )
     parser.add_argument("--json", metavar="FILE", help="write all that was found, curves included")
@@ -104,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         copies=options.copies,
         probes=options.probes,
         seed=options.seed,
+        fparam=None if options.fparam is None else tuple(options.fparam),
     )
     if options.output:
         from deepmd_muon.show.picture import check_ending

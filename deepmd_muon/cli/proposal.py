@@ -17,6 +17,7 @@ import numpy as np
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.data import DataError, System
+from deepmd_muon.data.checks.header_words import unread_words
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.isolated_atoms import isolated_energies
 from deepmd_muon.data.opening import check_labels, elements_of
@@ -291,6 +292,7 @@ def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) 
     usable = [system.with_types(type_map) for system in usable]
     held_out = [system.with_types(type_map) for system in held_out]
     warnings += suspicions([*usable, *held_out])
+    warnings += unread_words([*usable, *held_out], wishes.frame_parameters)
     if held_out:
         shares = [Share(system, system.nframes) for system in usable]
         shares += [Share(system, 0) for system in held_out]

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -18,10 +19,12 @@ from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import Parameters
-from deepmd_muon.data.stores.foreign import OWN_FORMATS, read_as, read_foreign
+from deepmd_muon.data.stores.foreign import OWN_FORMATS, read_as
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.stores.named_parameters import NamedParameters
 from deepmd_muon.data.stores.npy_store import npy_stores, refuse_unlisted
+from deepmd_muon.data.stores.programs import describe_files
+from deepmd_muon.data.stores.run_folders import read_other
 from deepmd_muon.data.stores.storage import HandleCache, Store
 from deepmd_muon.data.system import System
 from deepmd_muon.files import paths_matching
@@ -110,7 +113,7 @@ def open_systems(
 
     def stores_at(place: str) -> Iterable[Store]:
         if reading.format is None or reading.format in OWN_FORMATS:
-            return _stores(place, handles, functools.partial(read_foreign, reading=reading))
+            return _stores(place, handles, functools.partial(read_other, reading=reading))
         return read_as(place, reading.format, reading)
 
     stores = (store for place in places for store in stores_at(place))
@@ -350,8 +353,8 @@ def _matching_systems(folder: str, patterns: Sequence[str]) -> list[str]:
     return systems
 
 
-def _stores(path: str, handles: HandleCache, read_other: Reader) -> Iterator[Store]:
-    """Find all systems at or below a path; `read_other` reads files of no format of ours."""
+def _stores(path: str, handles: HandleCache, read_foreign: Reader) -> Iterator[Store]:
+    """Find all systems at or below a path; `read_foreign` reads other programs' files and folders."""
     mode = _mode(path)
     mode_of_file = mode or _mode(path.partition("#")[0])  # "#" may begin a group of an HDF5 file
     if mode_of_file and not stat.S_ISREG(mode_of_file) and not stat.S_ISDIR(mode_of_file):
@@ -369,16 +372,23 @@ def _stores(path: str, handles: HandleCache, read_other: Reader) -> Iterator[Sto
     elif is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path, handles)
     elif "#" not in path and not stat.S_ISREG(mode):
-        yield from npy_stores(path, handles)
+        yield from npy_stores(path, handles) or read_foreign(path) or _refuse_folder(path)
     else:
         from h5py import is_hdf5  # imported for HDF5 files only: it is slow
 
         from deepmd_muon.data.stores.hdf5_store import hdf5_stores
 
         if stat.S_ISREG(mode) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
-            yield from read_other(path)
+            yield from read_foreign(path)
         else:
             yield from hdf5_stores(path, handles)
+
+
+def _refuse_folder(path: str) -> NoReturn:
+    raise SystemNotFoundError(
+        f"no system found in {path}: neither it nor a folder below has a type.raw, or an output of "
+        f"a program that is recognized{describe_files(path)}"
+    )
 
 
 def _mode(path: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from deepmd_muon.infer.device_call import DenseError, DeviceCalls
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
-from deepmd_muon.model import EnergyModel, Structures, build_model
+from deepmd_muon.model import DescriptorModel, EnergyModel, Structures, build_model
 from deepmd_muon.model.deepmd_kit import (
     from_deepmd_kit,
     min_distance_of,
@@ -171,6 +171,28 @@ class Predictor:
         if isinstance(self.model, FrozenModel):
             return self.model.parameters
         return Parameters.of(self.model.settings)
+
+    def set_default_fparam(self, values: Sequence[float]) -> None:
+        """Let frames without frame parameters have these.
+
+        Raises
+        ------
+        PredictionInputError
+            When the model is a frozen one or one of deepmd-kit.
+        """
+        model = self.model
+        if not isinstance(model, DescriptorModel):
+            raise PredictionInputError(
+                "frame parameters of a frozen model, or one of deepmd-kit, cannot be set: take the "
+                "checkpoint, or train with fitting_net/default_fparam"
+            )
+        fitting_net = model.atomic_model.fitting_net
+        settings = replace(fitting_net.settings, default_fparam=tuple(values))
+        fitting_net.settings = settings
+        fitting_net.default_fparam_tensor = torch.tensor(
+            values, dtype=fitting_net.dtype, device=self.device
+        )
+        model.settings = replace(model.settings, fitting_net=settings)
 
     def predict(
         self,

@@ -23,6 +23,7 @@ from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.angles import Angles, angles_of
 from deepmd_muon.stability.coverage import Coverage, StabilityError, coverage_of
 from deepmd_muon.stability.curves import Verdict
+from deepmd_muon.stability.frame_parameters import at_frame_parameters
 from deepmd_muon.stability.scans import SHORTEST, Curve, scan_dimers, scan_in_place
 from deepmd_muon.stability.trajectories import (
     Trajectories,
@@ -92,6 +93,8 @@ class CheckSettings:
     copies: int | None = None
     probes: int = 3  # paths in place of each pair and kind
     seed: int = 0  # of frames, paths and velocities
+    # Frame parameters of models that read some; None takes those of most frames.
+    fparam: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -163,18 +166,12 @@ def check_models(
     ------
     StabilityError
         When the data hold nothing to check, a model predicts numbers that are not finite for them
-        or needs frame or atomic parameters, or the data look so hot that the user has to give a
+        or needs atomic parameters, or the data look so hot that the user has to give a
         temperature.
     NeighborError
         When neighbours of a frame cannot be found.
     """
-    for name, predictor in zip(names, predictors, strict=True):
-        if predictor.parameters.required:
-            raise StabilityError(
-                f"{name} reads frame or atomic parameters (numb_fparam, numb_aparam), which scans "
-                "and dynamics have no values for: dp check takes models without them, or with a "
-                "default_fparam"
-            )
+    systems = at_frame_parameters(names, predictors, systems, settings.fparam)
     rcut = max(float(predictor.model.rcut) for predictor in predictors)
     coverage = coverage_of(systems, predictors[0].type_map, rcut)
     angles = angles_of(systems, coverage)

@@ -1,8 +1,11 @@
-"""Compare batches and uses of free atoms for small molecules, each an input `dp init` could write.
+"""Compare batches, uses of free atoms and descriptors for molecules, each an input `dp init` could write.
 
 `python source/benchmarks/molecules.py FOLDER --sets small six --seeds 1 2` makes the sets by
-GFN2-xTB (tblite), trains each variant and prints validation errors. The tables are in
-doc/molecules.md.
+GFN2-xTB (tblite), trains each variant and prints validation errors. A set whose all.xyz is there
+is not made again. The tables are in doc/molecules.md.
+
+`--equal-seconds` first times each variant alone on the first set, and then also trains it for the
+seconds that the first variant takes. `--json` receives a line for each run.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import copy
 import json
 import os
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,6 @@ from ase.build import molecule
 from ase.io import write
 from ase.md.langevin import Langevin
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
-from tblite.ase import TBLite
 
 from deepmd_muon.data import System, open_systems
 
@@ -29,7 +34,8 @@ from deepmd_muon.data import System, open_systems
 _SETS = {
     "small": ("H2O CH4 NH3 CH3OH C2H6 HCN H2CO CO2 N2H4 C2H4", 40),
     "ethanol": ("CH3CH2OH", 300),
-    "six": ("CH3CH2OH CH3SH CH3CHO CH3CN CH3Cl CF4 HCOOH CH3NO2 C3H8 thiooxirane", 40),
+    "six": ("CH3CH2OH CH3SH CH3CHO CH3CN CH3Cl CF4 HCOOH CH3NO2 C3H8 CH2SCH2", 40),
+    "bpa": ("", 0),  # the training frames of race/make_bpa.py, converted to all.xyz
 }
 _MULTIPLICITY = {"H": 2, "C": 3, "N": 4, "O": 3, "F": 2, "S": 3, "Cl": 2}
 _VARIANTS = (
@@ -40,6 +46,8 @@ _VARIANTS = (
     "mix-atom_ener-davg_zero",
     "mix-dpa1",
     "mix-dpa1-sel120",
+    "mix-attention",
+    "mix-attention-sel120",
 )
 _COMMON = ("seed", "rcut", "rcut_smth", "precision")  # settings of both descriptors
 _DPA1 = {
@@ -54,6 +62,29 @@ _DPA1 = {
     "smooth_type_embedding": True,
     "set_davg_zero": True,
 }
+# As `dp init` writes DPA-1.
+_ATTENTION = {"attn": 64, "attn_layer": 2, "attn_dotr": True, "normalize": True, "temperature": 1.0}
+_TIMED_STEPS = 600
+_DP = (sys.executable, "-m", "deepmd_muon")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: its set, variant, seed and length."""
+
+    set: str
+    variant: str
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Last validation errors: force [eV/Å], energy [eV/atom]; and milliseconds a step."""
+
+    force: float
+    energy: float
+    step: float
 
 
 def main() -> None:
@@ -64,22 +95,56 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=_VARIANTS[:4])
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--equal-seconds", action="store_true")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name in options.sets:
         folder = options.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "input.json").exists():
+        if not (folder / "all.xyz").exists():
             write(folder / "all.xyz", make_frames(name), format="extxyz")
-            command = ["dp", "init", "all.xyz", "--steps", str(options.steps)]
+        if not (folder / "input.json").exists():
+            command = [*_DP, "init", "all.xyz", "--steps", str(options.steps)]
             subprocess.run([*command, "--descriptor", "se_e2_a"], cwd=folder, check=True)
-        for seed in options.seeds:
-            for variant in options.variants:
-                force, energy = train(folder, variant, seed)
-                print(f"{name:8} {variant:14} {seed} {force:.4f} eV/Å {energy:.4f} eV/atom")
+    lengths = {
+        options.steps: [(name, variant) for name in options.sets for variant in options.variants]
+    }
+    if options.equal_seconds:
+        timed = {
+            variant: train(options.folder, Run(options.sets[0], variant, 0, _TIMED_STEPS)).step
+            for variant in options.variants
+        }
+        print("ms a step:", timed, flush=True)
+        for variant in options.variants[1:]:
+            steps = round(options.steps * timed[options.variants[0]] / timed[variant])
+            lengths.setdefault(steps, []).extend((name, variant) for name in options.sets)
+    runs = [
+        Run(name, variant, seed, steps)
+        for seed in options.seeds
+        for steps, pairs in lengths.items()
+        for name, variant in pairs
+    ]
+
+    def report(run: Run) -> None:
+        result = train(options.folder, run)
+        print(
+            f"{run.set:8} {run.variant:22} {run.seed} {run.steps:6} steps "
+            f"{result.force:.4f} eV/Å {result.energy:.4f} eV/atom {result.step:.2f} ms",
+            flush=True,
+        )
+        if options.json is not None:
+            with options.json.open("a") as file:
+                file.write(json.dumps(asdict(run) | asdict(result)) + "\n")
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(report, runs))
 
 
 def make_frames(name: str) -> list[Atoms]:
     """Return frames of dynamics at 500 K, and a free atom of each element, with MACE's names."""
+    from tblite.ase import TBLite  # sets that are there need no tblite
+
     molecules, nframes = _SETS[name]
     frames = []
     elements: set[str] = set()
@@ -111,17 +176,21 @@ def _labelled(atoms: Atoms, config_type: str) -> Atoms:
     return frame
 
 
-def train(folder: Path, variant: str, seed: int) -> tuple[float, float]:
-    """Train a variant of the input of `dp init`; return its last validation errors."""
+def train(top: Path, run: Run) -> Result:
+    """Train a variant of the input of `dp init`."""
+    folder = top / run.set
+    variant = run.variant
     content: dict[str, Any] = copy.deepcopy(json.loads((folder / "input.json").read_text()))
     model = content["model"]
     training = content["training"]
     for section in (model["descriptor"], model["fitting_net"], training):
-        section["seed"] = seed
+        section["seed"] = run.seed
     systems = open_systems(str((folder / "split" / "train").resolve()))
-    if "dpa1" in variant:
+    if "dpa1" in variant or "attention" in variant:
         descriptor = {name: model["descriptor"][name] for name in _COMMON}
         model["descriptor"] = {**descriptor, **_DPA1}
+    if "attention" in variant:
+        model["descriptor"] |= _ATTENTION
     if "sel120" in variant:
         model["descriptor"]["sel"] = 120
     if "davg_zero" in variant:
@@ -135,25 +204,33 @@ def train(folder: Path, variant: str, seed: int) -> tuple[float, float]:
         "batch_size": "auto",
         "numb_btch": "all",
     }
-    training |= {"disp_freq": training["numb_steps"], "save_freq": training["numb_steps"]}
+    training |= {
+        "numb_steps": run.steps,
+        "disp_freq": max(1, run.steps // 4),
+        "save_freq": run.steps,
+        "jsonl_file": "log.jsonl",
+    }
     if "atom_ener" in variant:
         energies = _free_energies(systems)
         model["fitting_net"]["atom_ener"] = [energies[name] for name in model["type_map"]]
-    place = folder / f"{variant}-{seed}"
+    place = folder / f"{variant}-{run.seed}-{run.steps}"
     place.mkdir(exist_ok=True)
     (place / "input.json").write_text(json.dumps(content, indent=2))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        ["dp", "--pt", "train", "input.json"],
+        [*_DP, "--pt", "train", "input.json"],
         cwd=place,
         check=True,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=(place / "log").open("w"),
     )
-    lines = (place / "lcurve.out").read_text().splitlines()
-    (titles,) = (line.split()[1:] for line in lines if line.startswith("#") and "step" in line)
-    last = dict(zip(titles, map(float, lines[-1].split()), strict=True))
-    return last["rmse_f_val"], last["rmse_e_val"]
+    lines = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
+    last = lines[-1]
+    seconds = last["time"] - lines[-2]["time"]
+    return Result(
+        force=last["rmse_f_val"],
+        energy=last["rmse_e_val"],
+        step=1e3 * seconds / (last["step"] - lines[-2]["step"]),
+    )
 
 
 def _free_energies(systems: list[System]) -> dict[str, float]:

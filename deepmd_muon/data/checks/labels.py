@@ -187,7 +187,13 @@ def _balance_problems(sample: Sample) -> Iterator[str]:
     real = (frames.atype[present] >= 0)[..., None]
     coord = frames.coord[present]
     centre = (coord * real).sum(axis=1, keepdims=True) / real.sum(axis=1, keepdims=True)
-    torque = np.median(_sum_over_unrelated(np.cross((coord - centre) * real, force)))
+    arm = (coord - centre) * real
+    # Arms and forces of unrelated directions have torques of √(2/3) |arm| |force|. Their own size
+    # would be rounding in linear molecules, where both lie on one line.
+    unrelated = (arm**2).sum(axis=-1) * (force**2).sum(axis=-1) * 2 / 3
+    total = np.cross(arm, force).sum(axis=1)
+    size = np.sqrt(unrelated.sum(axis=1).clip(1e-12))
+    torque = np.median(np.linalg.norm(total, axis=-1) / size)
     if torque > _UNBALANCED:
         yield (
             f"forces turn the atoms (torque {torque:.2f} of that of unrelated forces), which those "

@@ -70,7 +70,11 @@ class Weights(NamedTuple):
             )
         counting = [number for number in numbers if by_frame[number] > 0.0]
         if not counting:
-            raise SystemFormatError(path, "", "the weight of every frame is 0")
+            raise SystemFormatError(
+                path,
+                "",
+                "the weight of every frame is 0: leave the file out, or give it other weights",
+            )
         if len(counting) < len(numbers):
             left_out = [number for number in numbers if by_frame[number] == 0.0]
             log.info("%s: left out, their weight is 0: %s", path, frame_words(left_out))

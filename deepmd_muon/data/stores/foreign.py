@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from deepmd_muon.data.errors import DataError, SystemNotFoundError
 from deepmd_muon.data.stores.ase_reading import read_ase
+from deepmd_muon.data.stores.cp2k_trajectory import is_trajectory, read_trajectory
 from deepmd_muon.data.stores.dpdata_reading import dpdata_formats, read_dpdata
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.programs import recognize
@@ -41,6 +42,8 @@ def read_foreign(path: str, reading: Reading) -> list[MemoryStore]:
     SystemNotFoundError, SystemFormatError
         See `read_ase` and `read_dpdata`.
     """
+    if is_trajectory(path):
+        return read_trajectory(path)
     program = recognize(path)
     if program is None:
         return read_ase(path, reading)

@@ -6,14 +6,13 @@ import functools
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from tokenize import TokenError
 
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.stores.programs import describe_outputs
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile, check_array
 from deepmd_muon.files import real_folders
 
@@ -30,23 +29,17 @@ _READ_HEADER = {
 _HEADER_ERRORS = (ValueError, EOFError, SyntaxError, RecursionError, MemoryError, TokenError)
 
 
-def npy_stores(path: str, handles: HandleCache) -> Iterator[NpyStore]:
+def npy_stores(path: str, handles: HandleCache) -> list[NpyStore]:
     """Find all systems at or below a folder, sorted."""
     if not os.path.isdir(path):
         raise SystemNotFoundError(
             f"system {path} does not exist (relative paths start at {os.getcwd()})"
         )
-    stores = [
+    return [
         NpyStore(folder, handles, subfolders, files)
         for folder, subfolders, files in real_folders(path, refuse_unlisted)
         if "type.raw" in files
     ]
-    if not stores:
-        raise SystemNotFoundError(
-            f"no system found in {path}: neither it nor a folder below has a type.raw"
-            f"{describe_outputs(path)}"
-        )
-    yield from stores
 
 
 def refuse_unlisted(error: OSError) -> None:

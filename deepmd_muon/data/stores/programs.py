@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from deepmd_muon.files import open_regular
@@ -13,6 +12,8 @@ _HEAD = 1 << 16  # searched for a program's name [bytes]
 # Files of a folder that are looked at to say what it holds; a folder of calculations may have
 # thousands.
 _MOST_FILES = 200
+# Endings of files of structures, whose frames may have labels.
+_STRUCTURES = (".xyz", ".extxyz", ".traj", ".db")
 
 
 class Program(NamedTuple):
@@ -87,26 +88,21 @@ def recognize(path: str) -> Program | None:
     return next((program for program in _PROGRAMS if program.signature.search(head)), None)
 
 
-def outputs_below(folder: str) -> Iterator[tuple[str, Program]]:
-    """Yield the outputs of known programs at or below a folder."""
+def describe_files(folder: str) -> str:
+    """Return how to read what a folder holds if it holds no system; empty if nothing is known."""
     n_files = 0
     for place, subfolders, files in os.walk(folder):
         subfolders.sort()
         for name in sorted(files):
             n_files += 1
             if n_files > _MOST_FILES:
-                return
+                return ""
             path = os.path.join(place, name)
+            ending = os.path.splitext(name)[1]
+            if ending in _STRUCTURES:
+                pattern = os.path.join(place, f"*{ending}")
+                return f"; it holds {path}: give files or a pattern, '{pattern}'"
             program = recognize(path)
-            if program is not None:
-                yield path, program
-
-
-def describe_outputs(folder: str) -> str:
-    """Return which output of a program a folder holds and how to read it; empty if none."""
-    path, program = next(outputs_below(folder), (folder, None))
-    if program is None:
-        return ""
-    if program.takes_folder:
-        return f"; {path} looks like {program.name}: {program.options} reads its folder"
-    return f"; {path} looks like {program.name}: give that file, or a pattern of such files"
+            if program is not None and program.takes_folder:
+                return f"; {path} looks like {program.name}: {program.options} reads its folder"
+    return ""

@@ -108,7 +108,7 @@ def errors(
     energies: list[np.ndarray] = []
     forces: list[np.ndarray] = []
     for path in systems:
-        for system in open_systems(str(path), TYPE_MAP):
+        for system in open_systems(str(path), predictor.type_map):
             for part in evaluate_system(predictor, system):
                 assert part.reference.energy is not None
                 assert part.reference.force is not None

@@ -403,3 +403,22 @@ def test_auto_says_that_unfilled_batches_take_a_share(capsys):
     log = capsys.readouterr().err
     # 20 frames of water are 2 batches of 11 or fewer; each atom is one.
     assert "60 % of the batches are theirs, with 4.8 % of the atoms" in log
+
+
+def test_charges_in_headers_that_nothing_reads_are_named(capsys):
+    pytest.importorskip("ase")
+    random = np.random.default_rng(3)
+    frames = [
+        frame(random, ["H", "H", "O"]).replace("energy=", f"{words} time={number} energy=")
+        for number, words in enumerate(["charge=0 spin=1", "charge=-1 spin=1", "spin=1"] * 4)
+    ]
+    Path("all.xyz").write_text("".join(frames))
+    assert main(["init", "all.xyz", "--steps", "3"]) == 0
+    (warning,) = (
+        line for line in capsys.readouterr().out.splitlines() if "headers of frames" in line
+    )
+    assert "charge (" in warning
+    assert {"0 in 4 frames", "-1 in 4 frames", "none in 4 frames"} <= set(
+        warning.split("(")[1].split(")")[0].split(", ")
+    )
+    assert "--frame-parameters charge" in warning

@@ -116,8 +116,8 @@ def test_a_dpdata_that_ignores_units_is_refused(tmp_path, labelled, monkeypatch)
         open_systems(str(path))
 
 
-def test_a_folder_of_outputs_says_what_it_holds(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result").write_text(vasp_files.outcar(STEPS))
-    with pytest.raises(SystemNotFoundError, match=r"run/result looks like VASP"):
+def test_a_folder_that_dpdata_reads_whole_says_its_format(tmp_path):
+    (tmp_path / "OUT.ABACUS").mkdir()
+    (tmp_path / "OUT.ABACUS" / "running_scf.log").write_text("   WELCOME TO ABACUS v3.2\n")
+    with pytest.raises(SystemNotFoundError, match="--format abacus/scf"):
         open_systems(str(tmp_path))

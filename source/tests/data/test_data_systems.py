@@ -491,7 +491,7 @@ def test_few_handles_suffice(tmp_path, monkeypatch, kind):
     handles = HandleCache(maxsize=2)
     path = write(kind, tmp_path, TYPES, sets)
     system = System(
-        next(npy_stores(path, handles)) if kind == "npy" else HDF5Store(*path.split("#/"), handles)
+        npy_stores(path, handles)[0] if kind == "npy" else HDF5Store(*path.split("#/"), handles)
     )
     indices = [11, 0, 7, 3, 4]
     for _ in range(3):
@@ -504,7 +504,7 @@ def test_few_values_of_npy_files_are_kept_within_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "_MAX_VALUE_BYTES", 6 * storage._ARRAY_OVERHEAD)
     handles = HandleCache()
     write_npy(tmp_path / "sys", TYPES, sets)
-    systems = [System(next(npy_stores(str(tmp_path / "sys"), handles))) for _ in range(2)]
+    systems = [System(npy_stores(str(tmp_path / "sys"), handles)[0]) for _ in range(2)]
     indices = [11, 0, 7, 3, 4]
     for system in systems * 2:
         check_frames(system.frames(indices), sets, indices)

@@ -399,6 +399,23 @@ def test_single_atoms_and_frames_without_labels_are_fine(tmp_path):
     assert suspicions([]) == []
 
 
+def test_torques_of_linear_molecules_are_rounding(tmp_path):
+    rng = np.random.default_rng(5)
+    axis = rng.normal(size=(12, 1, 3))
+    axis /= np.linalg.norm(axis, axis=-1, keepdims=True)
+    ends = np.array([[[-0.5]], [[0.5]]]).reshape(1, 2, 1)
+    coord = axis * ends * rng.uniform(0.9, 1.2, (12, 1, 1))
+    force = axis * ends * rng.uniform(2.0, 6.0, (12, 1, 1)) + rng.normal(0, 1e-6, (12, 2, 3))
+    arrays = {"coord": coord.reshape(12, 6), "force": force.reshape(12, 6)}
+    write_npy(tmp_path / "straight", [0, 1], [arrays], ["O", "H"], nopbc=True)
+    assert suspicions(open_systems(str(tmp_path))) == []
+    turned = {**arrays, "force": np.roll(force, 1, axis=-1).reshape(12, 6)}
+    write_npy(tmp_path / "turned", [0, 1], [turned], ["O", "H"], nopbc=True)
+    problems = suspicions(open_systems(str(tmp_path)))
+    assert of_systems(problems) == {"turned"}
+    assert any("torque" in problem for problem in problems)
+
+
 def test_virials_that_are_not_symmetric(tmp_path):
     def change(arrays):
         if "virial" in arrays:

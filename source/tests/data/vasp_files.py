@@ -16,6 +16,8 @@ class Step(NamedTuple):
     change: float  # of the energy in the last electronic step [eV]
     band_change: float = 0.0  # of the band structure's energy [eV]
     ending: str = REACHED
+    distance: float = 2.5  # of the atoms, along x [Å]
+    force: float = 0.5  # of the second atom along x [eV/Å]
 
 
 # The ends of an electronic loop: each with whether it converged, in VASP 5's words and in 6's.
@@ -70,14 +72,14 @@ def ionic_step(step, number, version=5):
         "".join(loops)
         + step.ending
         + stress
-        + geometry()
+        + geometry(distance=step.distance, force=step.force)
         + f"  {words}\n  ---------------------------------------------------\n"
         f"  free  energy   TOTEN  = {step.energy:18.8f} eV\n\n"
         f"  energy  without entropy= {step.energy:18.8f}  energy(sigma->0) = {step.energy:18.8f}\n"
     )
 
 
-def geometry(note=""):
+def geometry(note="", distance=2.5, force=0.5):
     """Return cell, positions and forces as an OUTCAR has them."""
     return (
         "      direct lattice vectors                 reciprocal lattice vectors\n"
@@ -86,8 +88,8 @@ def geometry(note=""):
         "     0.000000000  0.000000000  9.000000000     0.000000000  0.000000000  0.111111111\n"
         f" POSITION                                       TOTAL-FORCE (eV/Angst){note}\n"
         " -----------------------------------------------------------------------------------\n"
-        "      0.00000      0.00000      0.00000        -0.500000      0.000000      0.000000\n"
-        "      2.50000      0.00000      0.00000         0.500000      0.000000      0.000000\n"
+        f"      0.00000      0.00000      0.00000     {-force:12.6f}      0.000000      0.000000\n"
+        f"    {distance:9.5f}      0.00000      0.00000     {force:12.6f}      0.000000      0.000000\n"
         " -----------------------------------------------------------------------------------\n"
         "    total drift:                                0.000000      0.000000      0.000000\n"
     )
@@ -129,13 +131,13 @@ def vasprun(steps, version=5, *, most=NELM):
     )
 
 
-def structure():
+def structure(distance=2.5):
     """Return cell and positions as a vasprun.xml has them."""
     return (
         '<crystal><varray name="basis" >'
         "<v> 9.0 0.0 0.0 </v><v> 0.0 9.0 0.0 </v><v> 0.0 0.0 9.0 </v>"
         '</varray></crystal><varray name="positions" ><v> 0.0 0.0 0.0 </v>'
-        "<v> 0.27777778 0.0 0.0 </v></varray>"
+        f"<v> {distance / 9:.8f} 0.0 0.0 </v></varray>"
     )
 
 
@@ -147,8 +149,9 @@ def calculation(step):
         energies[-2] = step.energy - step.change
     loops = "".join(f"<scstep>{energy(value)}</scstep>\n" for value in energies)
     return (
-        f' <calculation>\n{loops}<structure>{structure()}</structure><varray name="forces" >'
-        "<v> -0.5 0.0 0.0 </v><v> 0.5 0.0 0.0 </v></varray>"
+        f" <calculation>\n{loops}<structure>{structure(step.distance)}</structure>"
+        f'<varray name="forces" ><v> {-step.force:.8f} 0.0 0.0 </v>'
+        f"<v> {step.force:.8f} 0.0 0.0 </v></varray>"
         '<varray name="stress" ><v> -2.0 0.3 2.4 </v><v> 0.3 -1.0 -0.9 </v><v> 2.4 -0.9 -4.0 </v>'
         f"</varray>{energy(step.energy)}\n </calculation>\n"
     )

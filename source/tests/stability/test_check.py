@@ -8,11 +8,14 @@ import pytest
 import torch
 from write_systems import write_npy
 
+from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.stability.coverage import coverage_of
+from deepmd_muon.model import build_model
+from deepmd_muon.stability.coverage import StabilityError, coverage_of
 from deepmd_muon.stability.curves import Verdict, features_of
+from deepmd_muon.stability.frame_parameters import at_frame_parameters
 
 
 class Pairwise(torch.nn.Module):
@@ -349,3 +352,57 @@ def test_angles_of_water_and_how_far_others_lie_beyond(tmp_path):
     frame = Frames(atype=np.array([[0, 1, 1]]), coord=bent(85.0)[None], box=box[None])
     reached.add(frame, 0, pairs_of(frame, 0, 3.0))
     assert angles.excess(reached) == (pytest.approx(15.0), (0, 1, 1))
+
+
+RUN = {
+    "learning_rate": {"start_lr": 1e-3},
+    "training": {"training_data": {"systems": ["data"]}, "numb_steps": 1},
+}
+
+
+@pytest.fixture
+def charged(tmp_path):
+    """Dimers with charges 0 (three frames) and 1 (two frames), and a model that reads them."""
+    random = np.random.default_rng(8)
+    coord = np.zeros((5, 2, 3))
+    coord[:, 1, 0] = random.uniform(1.0, 1.3, 5)
+    arrays = {"coord": coord.reshape(5, 6), "fparam": np.array([[0.0], [1], [0], [1], [0]])}
+    write_npy(tmp_path / "data", [0, 1], [arrays], ["O", "H"], nopbc=True)
+    content = {
+        "type_map": ["O", "H"],
+        "descriptor": {
+            "type": "se_e2_a",
+            "sel": [4, 4],
+            "rcut": 4.0,
+            "rcut_smth": 0.5,
+            "neuron": [4, 8],
+            "seed": 1,
+        },
+        "fitting_net": {"neuron": [8], "numb_fparam": 1, "seed": 1},
+    }
+    model = build_model(normalize({"model": content, **RUN}).settings.model)
+    return Predictor(model, device="cpu"), open_systems(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(("values", "numbers"), [(None, [0, 2, 4]), ([1.0], [1, 3])])
+def test_models_with_frame_parameters_are_checked_at_some(charged, values, numbers):
+    predictor, (system,) = charged
+    everything = system.frames(np.arange(5))
+    types = everything.atype
+    charge = 0.0 if values is None else values[0]
+    expected = predictor.predict(everything.coord, None, types, np.full((5, 1), charge))
+    (selected,) = at_frame_parameters(["model"], [predictor], [system], values)
+    np.testing.assert_array_equal(
+        selected.frames(np.arange(len(numbers))).coord, everything.coord[numbers]
+    )
+    found = predictor.predict(everything.coord, None, types)
+    np.testing.assert_array_equal(found.energy, expected.energy)
+    np.testing.assert_array_equal(found.force, expected.force)
+    other = predictor.predict(everything.coord, None, types, np.full((5, 1), 1 - charge))
+    assert abs(other.energy - found.energy).min() > 1e-6
+
+
+def test_frame_parameters_that_no_frame_has_are_refused(charged):
+    predictor, systems = charged
+    with pytest.raises(StabilityError, match=r"2\.0.*no frame.*\(0\.0,\), \(1\.0,\)"):
+        at_frame_parameters(["model"], [predictor], systems, [2.0])

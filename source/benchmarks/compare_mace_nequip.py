@@ -1,0 +1,532 @@
+"""Train MACE, NequIP and potentials of this package on equal frames for equal seconds; measure errors and dynamics.
+
+    python compare_mace_nequip.py run --data race-data --set bpa --seconds 60 --work WORK --json FILE \
+        --site mace=FOLDER --site nequip=FOLDER
+
+`race/make_bpa.py` and `race/make_water.py` make the sets. Each program trains with its own command line. mace-torch and
+nequip need different versions of e3nn, so `--site` names a folder for PYTHONPATH of each. A short run finds out how
+many epochs or steps take the seconds. They count the training loop alone, after imports and compilation. The second
+last tenth of the training frames validates. The tables are in doc/mace-nequip.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms, units
+from ase.calculators.calculator import Calculator
+from ase.data import covalent_radii
+from ase.io import read, write
+from ase.md.langevin import Langevin
+from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+
+BENCHMARKS = Path(__file__).resolve().parent
+SETS = {"bpa": 1200.0, "water": 420.0}  # temperature of the dynamics [K]
+RCUT = 5.0
+BATCH = {"bpa": 5, "water": 1}  # frames in a batch of MACE and NequIP
+TIME_STEP = 0.5  # fs
+# Atoms closer than the sum of their covalent radii times the first factor are bonded. A bond is broken if its length
+# grows by the second factor.
+BONDED = 1.2
+BROKEN = 1.6
+_COMPILE_SECONDS = 120  # then NequIP's model is measured as it was trained
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a program trains on, and where."""
+
+    name: str
+    data_set: str
+    work: Path
+    elements: tuple[str, ...]
+    seed: int
+    device: str
+
+
+def main() -> None:
+    """Run the comparison, or measure one potential in its own environment."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    run_parser = commands.add_parser("run")
+    run_parser.add_argument("--data", type=Path, required=True)
+    run_parser.add_argument("--set", choices=SETS, required=True)
+    run_parser.add_argument("--methods", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    run_parser.add_argument("--seconds", type=float, default=60.0)
+    run_parser.add_argument("--seed", type=int, default=1)
+    run_parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run_parser.add_argument("--dynamics-steps", type=int, default=1000)
+    run_parser.add_argument("--work", type=Path, required=True)
+    run_parser.add_argument("--json", type=Path, required=True, help="one line for each program")
+    run_parser.add_argument("--site", nargs="+", default=[], metavar="PROGRAM=FOLDER")
+    measure_parser = commands.add_parser("measure")
+    measure_parser.add_argument("program", choices=CALCULATORS)
+    measure_parser.add_argument("model", type=Path)
+    measure_parser.add_argument("frames", nargs="+", type=Path)
+    measure_parser.add_argument("--device", required=True)
+    measure_parser.add_argument("--temperature", type=float, required=True)
+    measure_parser.add_argument("--dynamics-steps", type=int, required=True)
+    args = parser.parse_args()
+    if args.command == "run":
+        compare(args)
+    else:
+        calculator = CALCULATORS[args.program](args.model, args.device)
+        errors = {path.stem: frame_errors(calculator, path) for path in args.frames}
+        start = read(args.frames[0], index=0)
+        print(json.dumps({"errors": errors} | dynamics(calculator, start, args)))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train and measure one program after the other."""
+    work = args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    elements = write_frames(args.data / args.set, work)
+    sites = dict(pair.split("=", 1) for pair in args.site)
+    tests = sorted(work.glob("test_*.xyz"))
+    for name in args.methods:
+        program = name if name in sites else "deepmd_muon"
+        environment = environment_of(sites.get(name))
+        job = Job(name, args.set, work / name, elements, args.seed, args.device)
+        job.work.mkdir(exist_ok=True)
+        trained = TRAINERS[name](job, args.seconds, environment)
+        command = [sys.executable, __file__, "measure", program, str(trained.pop("model"))]
+        command += [*map(str, tests), "--device", args.device]
+        command += ["--temperature", str(SETS[args.set])]
+        command += ["--dynamics-steps", str(args.dynamics_steps)]
+        output = run(command, job.work / "measure.log", environment)
+        result = {
+            "program": name,
+            "set": args.set,
+            **trained,
+            **json.loads(output.splitlines()[-1]),
+        }
+        with args.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(json.dumps(result), flush=True)
+
+
+def write_frames(folder: Path, work: Path) -> tuple[str, ...]:
+    """Write train.xyz, valid.xyz and one test file for each system; return the elements.
+
+    Validation frames are the last tenth of each training trajectory.
+    """
+    sys.path.insert(0, str(BENCHMARKS / "race"))
+    from sampling import read_system
+
+    parts: dict[str, list[Atoms]] = {"train": [], "valid": []}
+    for system in sorted(path.parent for path in folder.glob("*/*/type.raw")):
+        frames = read_system(system)
+        energies = np.load(system / "set.000" / "energy.npy").ravel()
+        forces = np.load(system / "set.000" / "force.npy").reshape(len(frames), -1, 3)
+        for frame, energy, force in zip(frames, energies, forces, strict=True):
+            frame.info["REF_energy"] = float(energy)
+            frame.arrays["REF_forces"] = force.astype(float)
+        if system.parent.name == "train":
+            split = len(frames) - len(frames) // 10
+            parts["train"] += frames[:split]
+            parts["valid"] += frames[split:]
+        else:
+            parts[f"test_{system.parent.name}_{system.name}"] = frames
+    for name, frames in parts.items():
+        write(work / f"{name}.xyz", frames, format="extxyz")
+    return tuple(sorted({symbol for frame in parts["train"] for symbol in frame.symbols}))
+
+
+def environment_of(site: str | None) -> dict[str, str]:
+    """Return the environment of a program, with its packages first."""
+    paths = [str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+    if site is not None:
+        paths.insert(0, str(Path(site).resolve()))
+    # e3nn 0.4.4 reads its constants with torch.load as it was before torch 2.6.
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+    }
+
+
+def run(
+    command: list[str],
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    cwd: Path | None = None,
+    limit: float | None = None,
+) -> str:
+    """Run a command and return its standard output; the log receives the rest."""
+    with log.open("a") as errors:
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=cwd,
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=limit,
+        )
+    log.with_suffix(".out").write_text(done.stdout)
+    return done.stdout
+
+
+# --- MACE: mace_run_train, 64 channels, L = 1, two layers, float32 ---
+
+
+def train_mace(job: Job, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Train MACE by its own command: rates fall to a hundredth, averages of weights, stage two at the end."""
+
+    def epochs_of(epochs: int, name: str) -> list[float]:
+        folder = job.work / name
+        folder.mkdir(exist_ok=True)
+        settings = {
+            "name": "mace",
+            "seed": job.seed,
+            "work_dir": folder,
+            "train_file": job.work.parent / "train.xyz",
+            "valid_file": job.work.parent / "valid.xyz",
+            "E0s": "average",
+            "num_channels": 64,
+            "max_L": 1,
+            "r_max": RCUT,
+            "batch_size": BATCH[job.data_set],
+            "valid_batch_size": 10,
+            "default_dtype": "float32",
+            "device": job.device,
+            "max_num_epochs": epochs,
+            "scheduler": "ExponentialLR",
+            "lr_scheduler_gamma": 0.01 ** (1 / epochs),
+            "ema_decay": 0.99,
+            "start_swa": max(1, int(0.75 * epochs)),
+            "swa_lr": 3e-4,
+            "plot": False,
+        }
+        options = [f"--{key}={value}" for key, value in settings.items()]
+        command = [
+            sys.executable,
+            "-m",
+            "mace.cli.run_train",
+            *options,
+            "--ema",
+            "--amsgrad",
+            "--swa",
+        ]
+        run(command, folder / "train.log", environment, cwd=folder)
+        log = folder / "logs" / f"mace_run-{job.seed}.log"
+        return mace_epoch_ends(log.read_text())
+
+    per_epoch = last_interval(epochs_of(4, "short"))
+    epochs = max(4, round(seconds / per_epoch))
+    ends = epochs_of(epochs, "long")
+    return {
+        "model": job.work / "long" / "mace_stagetwo.model",
+        "steps": epochs * steps_in_epoch(job),
+        "seconds": (ends[-1] - ends[0]) * epochs / (epochs - 1),
+    }
+
+
+def mace_epoch_ends(log: str) -> list[float]:
+    """Return the times [s] at which MACE logged its epochs."""
+    lines = re.findall(r"^(\S+ \S+) INFO: Epoch \d+:", log, re.MULTILINE)
+    return [datetime.fromisoformat(stamp).timestamp() for stamp in lines]
+
+
+# --- NequIP: nequip-train, four layers, l = 2, 32 features, float32 ---
+
+
+class EpochClock:
+    """A callback of Lightning that writes the time at the end of each epoch into a file."""
+
+    def __new__(cls, path: str) -> Any:
+        """Return a callback; Lightning is in NequIP's environment alone."""
+        from lightning.pytorch import Callback
+
+        class Clock(Callback):
+            def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+                if not trainer.sanity_checking:
+                    with open(path, "a") as file:
+                        file.write(f"{time.time()}\n")
+
+        return Clock()
+
+
+def train_nequip(job: Job, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Train NequIP by its own command: rates fall along a cosine, averages of weights."""
+
+    def epochs_of(epochs: int, name: str) -> list[float]:
+        folder = job.work / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(json.dumps(nequip_config(job, epochs, folder)))
+        main = "from nequip.scripts.train import main; main()"
+        command = [sys.executable, "-c", main, "-cp", str(folder), "-cn", "config"]
+        run(command, folder / "train.log", environment, cwd=folder)
+        return [float(line) for line in (folder / "epochs.txt").read_text().split()]
+
+    per_epoch = last_interval(epochs_of(4, "short"))
+    epochs = max(4, round(seconds / per_epoch))
+    ends = epochs_of(epochs, "long")
+    checkpoint = job.work / "long" / "best.ckpt"
+    model = job.work / "model.nequip.pt2"
+    main = "from nequip.scripts.compile import main; main()"
+    command = [sys.executable, "-c", main, str(checkpoint), str(model)]
+    command += ["--mode", "aotinductor", "--device", job.device, "--target", "ase"]
+    try:
+        run(command, job.work / "compile.log", environment, limit=_COMPILE_SECONDS)
+    except subprocess.SubprocessError:  # see compile.log
+        model = checkpoint
+    return {
+        "model": model,
+        "compiled": model != checkpoint,
+        "steps": epochs * steps_in_epoch(job),
+        "seconds": (ends[-1] - ends[0]) * epochs / (epochs - 1),
+    }
+
+
+def nequip_config(job: Job, epochs: int, folder: Path) -> dict[str, Any]:
+    """Return NequIP's configuration."""
+    frames = job.work.parent
+    elements = list(job.elements)
+    metric = "val0_epoch/weighted_sum"
+    coefficients = {"per_atom_energy_rmse": 1.0, "forces_rmse": 1.0}
+    loader = {"_target_": "torch.utils.data.DataLoader", "num_workers": 0}
+    return {
+        "run": ["train"],
+        "data": {
+            "_target_": "nequip.data.datamodule.ASEDataModule",
+            "seed": job.seed,
+            "train_file_path": [str(frames / "train.xyz")],
+            "val_file_path": [str(frames / "valid.xyz")],
+            "include_keys": ["REF_energy", "REF_forces"],
+            "key_mapping": {"REF_energy": "total_energy", "REF_forces": "forces"},
+            "transforms": [
+                {
+                    "_target_": "nequip.data.transforms.ChemicalSpeciesToAtomTypeMapper",
+                    "model_type_names": elements,
+                },
+                {"_target_": "nequip.data.transforms.NeighborListTransform", "r_max": RCUT},
+            ],
+            "train_dataloader": {**loader, "batch_size": BATCH[job.data_set], "shuffle": True},
+            "val_dataloader": {**loader, "batch_size": 10},
+            "stats_manager": {
+                "_target_": "nequip.data.CommonDataStatisticsManager",
+                "dataloader_kwargs": {"batch_size": 10},
+                "type_names": elements,
+            },
+        },
+        "trainer": {
+            "_target_": "lightning.Trainer",
+            "accelerator": "gpu" if job.device == "cuda" else "cpu",
+            "devices": 1,
+            "max_epochs": epochs,
+            "enable_progress_bar": False,
+            "logger": False,
+            "callbacks": [
+                {
+                    "_target_": "lightning.pytorch.callbacks.ModelCheckpoint",
+                    "monitor": metric,
+                    "dirpath": str(folder),
+                    "filename": "best",
+                },
+                {
+                    "_target_": "compare_mace_nequip.EpochClock",
+                    "path": str(folder / "epochs.txt"),
+                },
+            ],
+        },
+        "training_module": {
+            "_target_": "nequip.train.EMALightningModule",
+            "ema_decay": 0.99,
+            "loss": {
+                "_target_": "nequip.train.EnergyForceLoss",
+                "per_atom_energy": True,
+                "coeffs": {"total_energy": 1.0, "forces": 1.0},
+            },
+            "val_metrics": {"_target_": "nequip.train.EnergyForceMetrics", "coeffs": coefficients},
+            "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01, "amsgrad": True},
+            "lr_scheduler": {
+                "scheduler": {
+                    "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
+                    "T_max": epochs,
+                },
+                "interval": "epoch",
+                "frequency": 1,
+            },
+            "model": {
+                "_target_": "nequip.model.NequIPGNNModel",
+                "seed": job.seed,
+                "model_dtype": "float32",
+                "type_names": elements,
+                "r_max": RCUT,
+                "num_layers": 4,
+                "l_max": 2,
+                "num_features": 32,
+                "radial_mlp_depth": 2,
+                "radial_mlp_width": 64,
+                "avg_num_neighbors": "${training_data_stats:num_neighbors_mean}",
+                "per_type_energy_scales": "${training_data_stats:per_type_forces_rms}",
+                "per_type_energy_shifts": "${training_data_stats:per_atom_energy_mean}",
+            },
+        },
+        "global_options": {"seed": job.seed, "allow_tf32": False},
+    }
+
+
+# --- This package: the inputs of the race, HybridMuon at its defaults ---
+
+
+def train_ours(job: Job, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Train a descriptor of this package by `dp train`."""
+
+    def seconds_per_step(steps: int, name: str) -> float:
+        folder = job.work / name
+        folder.mkdir(exist_ok=True)
+        (folder / "input.json").write_text(json.dumps(deepmd_input(job, steps)))
+        command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
+        run(command, folder / "train.log", environment, cwd=folder)
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        first = lines[1]  # the first interval compiles
+        last = lines[-1]
+        return (last["time"] - first["time"]) / (last["step"] - first["step"])
+
+    steps = max(1000, round(seconds / seconds_per_step(600, "short")))
+    return {
+        "model": job.work / "long" / f"model.ckpt-{steps}.pt",
+        "steps": steps,
+        "seconds": seconds_per_step(steps, "long") * steps,
+    }
+
+
+def deepmd_input(job: Job, steps: int) -> dict[str, Any]:
+    """Return the race's input for the frames of the comparison."""
+    from sets import SETS as RACE_SETS
+    from sets import input_of
+
+    frames = job.work.parent
+    content = input_of(job.data_set, job.name, [frames / "train.xyz"], seed=job.seed, steps=steps)
+    assert RACE_SETS[job.data_set].rcut == RCUT
+    content["optimizer"] = {"type": "HybridMuon"}
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6}
+    # MACE and NequIP train on energies and forces.
+    content["loss"] |= {"start_pref_v": 0.0, "limit_pref_v": 0.0}
+    content["training"] |= {
+        "validation_data": {"systems": [str(frames / "valid.xyz")], "numb_btch": "all"},
+        "disp_freq": 100,
+        "save_freq": steps,
+        "jsonl_file": "log.jsonl",
+    }
+    return content
+
+
+# --- Common measurements ---
+
+
+def steps_in_epoch(job: Job) -> int:
+    """Return the number of batches of MACE and NequIP in an epoch."""
+    frames = len(read(job.work.parent / "train.xyz", index=":"))
+    return -(-frames // BATCH[job.data_set])
+
+
+def last_interval(ends: list[float]) -> float:
+    """Return the seconds of an epoch after the first two, which compile."""
+    return (ends[-1] - ends[1]) / (len(ends) - 2)
+
+
+def mace_calculator(model: Path, device: str) -> Calculator:
+    """Return MACE's calculator."""
+    from mace.calculators import MACECalculator
+
+    return MACECalculator(model_paths=str(model), device=device, default_dtype="float32")
+
+
+def nequip_calculator(model: Path, device: str) -> Calculator:
+    """Return NequIP's calculator of a compiled model."""
+    from nequip.integrations.ase import NequIPCalculator
+
+    if model.suffix == ".ckpt":
+        return NequIPCalculator._from_saved_model(str(model), device=device)
+    return NequIPCalculator.from_compiled_model(str(model), device=device)
+
+
+def deepmd_calculator(model: Path, device: str) -> Calculator:
+    """Return this package's calculator."""
+    from deepmd_muon.infer import DeepPotCalculator
+
+    return DeepPotCalculator(model, device=device)
+
+
+def frame_errors(calculator: Calculator, path: Path) -> dict[str, float]:
+    """Return root mean square errors: energy [meV/atom], force [meV/Å]."""
+    energies = []
+    forces = []
+    for frame in read(path, index=":"):
+        atoms = Atoms(frame.symbols, frame.positions, cell=frame.cell, pbc=frame.pbc)
+        atoms.calc = calculator
+        forces.append((atoms.get_forces() - frame.arrays["REF_forces"]).ravel())
+        energies.append((atoms.get_potential_energy() - frame.info["REF_energy"]) / len(atoms))
+    energy = float(np.sqrt(np.mean(np.square(energies))))
+    force = float(np.sqrt(np.mean(np.square(np.concatenate(forces)))))
+    return {"energy": 1e3 * energy, "force": 1e3 * force}
+
+
+def dynamics(
+    calculator: Calculator, start: Atoms, args: argparse.Namespace
+) -> dict[str, float | int | None]:
+    """Return milliseconds a step of Langevin dynamics in ASE, and the step at which a bond broke."""
+    atoms = Atoms(start.symbols, start.positions, cell=start.cell, pbc=start.pbc)
+    atoms.calc = calculator
+    radii = covalent_radii[atoms.numbers]
+    distances = atoms.get_all_distances(mic=bool(atoms.pbc.any()))
+    bonds = np.triu(distances < BONDED * (radii[:, None] + radii), 1)
+    random = np.random.default_rng(1)
+    MaxwellBoltzmannDistribution(atoms, temperature_K=args.temperature, rng=random)
+    molecular_dynamics = Langevin(
+        atoms,
+        TIME_STEP * units.fs,
+        temperature_K=args.temperature,
+        friction=0.01 / units.fs,
+        rng=random,
+    )
+    molecular_dynamics.run(20)
+    broken = None
+    seconds = 0.0
+    for step in range(0, args.dynamics_steps, 20):
+        begin = time.perf_counter()
+        molecular_dynamics.run(20)
+        seconds += time.perf_counter() - begin
+        stretched = atoms.get_all_distances(mic=bool(atoms.pbc.any()))[bonds]
+        # A comparison with nan is false, so this also ends dynamics that blew up.
+        if not (stretched < BROKEN * distances[bonds]).all():
+            broken = step + 20
+            break
+    return {"ms_per_step": 1e3 * seconds / (step + 20), "broken_after": broken}
+
+
+Trainer = Callable[[Job, float, Mapping[str, str]], dict[str, Any]]
+TRAINERS: dict[str, Trainer] = {
+    "mace": train_mace,
+    "nequip": train_nequip,
+    "se_e2_a": train_ours,
+    "dpa1_sel120": train_ours,
+    "dpa3_sel120": train_ours,
+}
+CALCULATORS: dict[str, Callable[[Path, str], Calculator]] = {
+    "mace": mace_calculator,
+    "nequip": nequip_calculator,
+    "deepmd_muon": deepmd_calculator,
+}
+
+
+if __name__ == "__main__":
+    main()
