@@ -148,7 +148,11 @@ class Team:
         """Start the processes, unless they run."""
         if self.processes:
             return
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible and self.gpus[-1] < len(visible.split(",")) else None
+        devices = {
+            "CUDA_VISIBLE_DEVICES": ",".join(names[k] if names else str(k) for k in self.gpus)
+        }
         for rank in range(len(self.gpus)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(self.gpus)}
             self.processes.append(

@@ -99,3 +99,23 @@ def test_a_team_runs_programs_in_turn_and_names_a_failure(scripts, tmp_path):
         with pytest.raises(RunError, match="out of luck"):
             team.run(Job(tmp_path / "third", (str(script), "out of luck")), 300.0)
         assert team.processes == []
+
+
+def test_tables_show_ratios_goals_and_what_did_not_run(scripts, tmp_path):
+    from show_several_gpus import optimizer_table, training_table
+
+    step = {"ms": 0.84, "ratio": 1.2, "atoms/s and GPU": 228571}
+    timed = {"1 GPU, ms": [0.69, 0.7], "1 GPU, atoms/s": 276258, "4 GPUs, stage 0": step}
+    hybrid = {"optimizer": "HybridMuon", "gpu_ms": 1.25, "exposed_ms": 0.5, "disagreement": 2e-6}
+    results = [
+        {"what": "training se_e2_a:f64-b1", **timed},
+        {"what": "training dpa3:f32-b1", "failed": "not begun in time"},
+        {"what": "waiting se_e2_a:f64-b1 stage 0", "share": 0.125},
+        {"what": "optimizer fsdp dpa3", "results": [hybrid]},
+    ]
+    (row,) = training_table({"results": results}).splitlines()[2:]
+    assert row == (
+        "| se_e2_a float64, batch 1 | 0 | 0.69–0.7 | 0.84 (1.20) | 1.15 | 276,258 / 228,571 | 12.5% |"
+    )
+    (row,) = optimizer_table({"results": results}).splitlines()[2:]
+    assert row == "| dpa3 | FSDP2 | – | – | 1.25 | – | 0.5 | – | 2e-06 | – | – |"
