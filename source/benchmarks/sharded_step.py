@@ -29,7 +29,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,11 @@ def captured(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         optimizer.step()
-    return graph.replay
+
+    def replay(owner: torch.optim.Optimizer = optimizer) -> None:
+        graph.replay()  # it reads and writes the state that `owner` keeps alive
+
+    return replay
 
 
 def contestants(
@@ -316,8 +320,8 @@ def disagreement(shapes: Shapes, mesh: DeviceMesh, device: torch.device, layout:
 
 def step_times(
     name: str, layout: str, args: argparse.Namespace, device: torch.device
-) -> list[dict[str, Any]]:
-    """Time every contestant's step on one set in one layout."""
+) -> Iterator[dict[str, Any]]:
+    """Time every contestant's step on one set in one layout; yield each."""
     on_gpu = device.type == "cuda"
     mesh = mesh_of(layout, device)
     shapes = shapes_of(name)
@@ -332,7 +336,6 @@ def step_times(
             title: make for title, make in everyone.items() if not args.only or title in args.only
         }
 
-    results = []
     for title in chosen(Parameters([], device)):
         model = sharded(shapes, mesh, device, layout)
         give_gradients(model, device)
@@ -349,14 +352,13 @@ def step_times(
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ImportError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
             entry |= {"optimizer": f"{title} ({reason})"} | dict.fromkeys(MEASURED, float("nan"))
-        results.append(entry)
         del model
+        yield entry
     settings = ShardedSettings(state="sharded" if layout == "zero1" else "replicated")
     model = sharded(shapes, mesh, device, layout)
     plan = HybridMuon(model.named(), lr=1e-3, sharded=settings, **of_layout(layout, mesh)).plan
     if dist.get_rank() == 0:
         print(f"\n{name}, {layout}, {dist.get_world_size()} ranks:\n{plan.describe()}", flush=True)
-    return results
 
 
 MEASURED = ("gpu_ms", "host_ms", "returned_ms", "exposed_ms", "held_mib", "peak_mib")
@@ -436,9 +438,10 @@ def main() -> None:
     steps: list[dict[str, Any]] = []
     for name in args.sets:
         for layout in args.layouts:
-            steps += step_times(name, layout, args, device)
-            if args.out and dist.get_rank() == 0:
-                args.out.write_text(json.dumps({**about, "results": steps}, indent=1))
+            for entry in step_times(name, layout, args, device):
+                steps.append(entry)
+                if args.out and dist.get_rank() == 0:
+                    args.out.write_text(json.dumps({**about, "results": steps}, indent=1))
     if dist.get_rank() == 0:
         print(f"\n{machine} × {dist.get_world_size()}, torch {torch.__version__}")
         report(steps)
