@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from several_gpus import INTERVAL, milliseconds
+from runs import INTERVAL, milliseconds
 from training_step import make_input
 
 from deepmd_muon.argcheck import load

@@ -45,10 +45,29 @@ def transformer(depth: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
+def mixture_of_experts(depth: int, width: int, experts: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and shapes of layers with attention, a router and stacked experts, (experts, in, out)."""
+    layer: dict[str, tuple[int, ...]] = {
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "router": (experts, width),
+        "experts.up": (experts, width, width // 2),
+        "experts.down": (experts, width // 2, width),
+        "norm": (width,),
+    }
+    return [
+        (f"layers.{i}.{key}.weight", shape) for i in range(depth) for key, shape in layer.items()
+    ]
+
+
 def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of a parameter set, such as `dpa3`, `llm` or `12x2048`, without empty parameters."""
+    """Return names and shapes of a parameter set, such as `dpa3`, `llm`, `moe` or `12x2048`, without empty parameters."""
     if name == "llm":
         return transformer(24, 2048)
+    if name == "moe":
+        return mixture_of_experts(8, 1024, 64)
+    if size := re.fullmatch(r"moe(\d+)x(\d+)x(\d+)", name):
+        return mixture_of_experts(*map(int, size.groups()))
     if size := re.fullmatch(r"(\d+)x(\d+)", name):
         return transformer(int(size[1]), int(size[2]))
     entries = json.loads((Path(__file__).parent / "shapes" / f"{name}.json").read_text())

@@ -1,306 +1,458 @@
-"""A training step on several GPUs against one: whole runs of `dp train`, times from the runs' own JSON lines.
+"""Training and optimizer steps on 1, 2, 4 and 8 GPUs of one machine, by whole runs of `dp train`.
 
-    python source/benchmarks/several_gpus.py --data WATER --gpus 2 --out FILE.json
+    python source/benchmarks/several_gpus.py --data WATER --gpus 1 2 4 8 --out FILE.json
 
-WATER holds DeePMD's example systems (data_0 to data_2, 192 atoms). A case is MODEL:PRECISION-bFRAMES:STAGE with the
-frames of each rank; it runs on each GPU alone, on all of them at the same time, and then on all together. A figure is
-the median over the intervals of 100 steps after the first three; the ratio is to the slowest GPU. `--profile` lists the
-kernels of rank 0 that take longest. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N
-GPUs with one frame each and on one GPU with N frames, and prints the largest difference of a weight, relative to the
-largest weight of the same tensor and as it is, beside that of one GPU repeating its own run: as users run it, where
-atomic additions sum over neighbours in any order, and by torch's deterministic operations alone. The last checkpoint of
-N GPUs is then loaded and saved again on one, and that of one on N: the weights must not change.
+Numbers of GPUs that the machine lacks are left out. WATER holds DeePMD's example systems (data_0 to
+data_2, 192 atoms); without --data, frames of 192 atoms with random labels are made. Every GPU has
+the same batch. Parts, in the order in which they run:
 
-What has not begun after `--most` seconds is left out, and named. On a machine without GPUs the ranks are processes that
-exchange through gloo: `--cases --equal se_e2_a --steps 4` tries the comparison.
+training    ms a step, atoms per second and GPU. One GPU: a run on each GPU at the same time. Of two
+            GPUs, stages 0 and 1 run at the same time if the machine has four. A figure is the
+            median over intervals of a run; a ratio is to the slowest single GPU.
+weights     float64 weights after 100 steps on N GPUs against one with N times the batch
+restarts    checkpoints that go from N GPUs to 1 and back, and to more GPUs
+optimizer   the optimizer alone, `sharded_step.py`: dpa3, a transformer of 1.2 G parameters, experts
+balance     10,000 compositions of molecules: costs of the ranks, time of a step
+killed      a rank is killed in a step: when and how the others end
+waiting     the share of a step in which the GPU of rank 0 does nothing but exchange and wait
+peers       the optimizer alone: torch's Muon, and dion's if it is importable
+optimizer2  the optimizer alone on half of the GPUs
 
-With `--alone` the N processes are one, which takes the part of rank 0 (`one_of_many.py`): the time of N GPUs without
-that of the wire, for machines with one GPU.
+Results are written after each. What has not begun after --most seconds is left out, and named. A
+model of deepmd-kit (mini: DPA-4 Mini) needs deepmd-kit on PYTHONPATH. Without GPUs the ranks are
+processes on CPUs that exchange through gloo, as a check of the script itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import dataclasses
+import importlib.util
 import json
-import os
+import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from data_sets import water, write_set
+from overlap import Kernel, exposed
+from runs import OPTIONS, TRAIN, Job, RunError, Team, milliseconds, write_input
+from several_gpus_checks import kill_rank, restart_on_others, weights_after
 from training_step import make_input
 
-INTERVAL = 100
-CASES = [
-    *("se_e2_a:f64-b1:0", "se_e2_a:f64-b8:0", "dpa3:f32-b1:0"),
-    *("se_e2_a:f64-b1:1", "se_e2_a:f64-b8:1", "dpa3:f32-b1:1"),
-    *("dpa3:f32-b8:0", "dpa3:f32-b8:1", "se_e2_a:f64-b1:2", "se_e2_a:f64-b1:3"),
-]
-# Steps of a run: ten intervals or more, but for the slowest.
-STEPS = {"se_e2_a:f64-b1": 3000, "se_e2_a:f64-b8": 3000, "dpa1:f64-b1": 1000, "dpa3:f32-b1": 1000}
-SLOW = 600
+from deepmd_muon.data import DataLoader, open_systems
+from deepmd_muon.data.sampling.balance import cost_of_frame
+
+PARTS = (
+    *("training", "weights", "restarts", "optimizer"),
+    *("balance", "killed", "waiting", "peers", "optimizer2"),
+)
+ATOMS = 192
 #: Lines of a log that tell how steps ran have one of these.
 NOTED = ("graph", "launched one", "interpolated on")
-DETERMINISTIC = """
-import os
-import sys
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-import torch
-from deepmd_muon.cli.main import main
-from deepmd_muon.model.nn import triton_support
-torch.use_deterministic_algorithms(True, warn_only=True)
-triton_support.usable = lambda device: False  # its kernels add up forces atomically
-sys.exit(main())
-"""
 
 
-def train(
-    folder: Path,
-    content: dict[str, Any],
-    gpus: int,
-    *options: str,
-    program: Sequence[str] = ("-m", "deepmd_muon"),
-    device: str | None = None,
-) -> str:
-    """Train on so many GPUs, of which `device` is the only one that the run sees; return the log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "input.json").write_text(json.dumps(content))
-    command = [*program, "--pt", "train", "input.json", "--skip-neighbor-stat", *options]
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-        if gpus > 1
-        else []
-    )
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=folder,
-        env=os.environ
-        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "4"}
-        | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        )
-    return done.stderr
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """Steps of a run, and of the intervals over which its time is measured."""
+
+    steps: int
+    interval: int
 
 
-def milliseconds(folder: Path) -> float:
-    """Return the median time of a step from the JSON lines of a run [ms]."""
-    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    times = [row["time"] for row in rows if "time" in row]
-    return statistics.median(1e3 * (b - a) / INTERVAL for a, b in itertools.pairwise(times[3:]))
+CASES = {
+    "se_e2_a:f64-b1": Length(2000, 100),
+    "se_e2_a:f64-b8": Length(1500, 100),
+    "dpa3:f32-b1": Length(400, 25),
+    "se_e2_a:f64-b32": Length(600, 50),
+    "mini:f32-b1": Length(200, 20),
+    "dpa1:f64-b1": Length(500, 25),
+    "dpa3:f32-b8": Length(120, 10),
+}
+MOLECULES = "molecules10000:dpa3:f32-bmix:512"
+LAYOUTS = ("ddp", "zero1", "fsdp", "hsdp", "tp", "ep")
 
 
-def time_case(case: str, data: Path, gpus: int, folder: Path, *, alone: bool) -> dict[str, Any]:
-    """Return the times of a case on each GPU alone and on several, or of rank 0 alone."""
-    content = input_of(case, data)
-    place = folder / case.replace(":", "_")
-    if alone:
-        times = [timed(place / "1", content, 1)]
-        many = timed(
-            place / "N",
-            content,
-            1,
-            program=(str(Path(__file__).parent / "one_of_many.py"), str(gpus)),
-        )
-    else:
-        with ThreadPoolExecutor(gpus) as pool:
-            devices = [str(i) if torch.cuda.is_available() else None for i in range(gpus)]
-            runs = [
-                pool.submit(timed, place / str(i), content, 1, device=own)
-                for i, own in enumerate(devices)
-            ]
-            times = [run.result() for run in runs]
-        many = timed(place / "N", content, gpus)
-    singles = [time for time, _ in times]
-    found = {"1 GPU": singles, f"{gpus} GPUs": many[0], "ratio": round(many[0] / max(singles), 3)}
-    return found | {"notes": sorted({note for _, notes in [*times, many] for note in notes})}
+class Machine:
+    """Teams of 1, 2, 4, … GPUs; those of one size have all GPUs together."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = sorted(widths)
+        self.gpus = self.widths[-1]
+        self.teams = {
+            width: [Team(range(first, first + width)) for first in range(0, self.gpus, width)]
+            for width in self.widths
+        }
+        self.open()
+
+    def open(self) -> None:
+        """Start all processes."""
+        for teams in self.teams.values():
+            for team in teams:
+                team.open()
+
+    def close(self) -> None:
+        """End all processes."""
+        for teams in self.teams.values():
+            for team in teams:
+                team.close()
+
+    def run(self, width: int, jobs: Sequence[Job]) -> list[str]:
+        """Run each job on GPUs of its own, as many jobs at a time as fit; return their errors.
+
+        A job that fails runs once more, in new processes.
+        """
+        teams = self.teams[width]
+        errors: list[str] = []
+        with ThreadPoolExecutor(len(teams)) as pool:
+            for first in range(0, len(jobs), len(teams)):
+                errors += pool.map(run_twice, teams, jobs[first : first + len(teams)])
+        return errors
+
+    def run_on_all(self, job: Job) -> None:
+        """Run a job on all GPUs together; raises RunError."""
+        self.teams[self.gpus][0].run(job)
 
 
-def input_of(case: str, data: Path) -> dict[str, Any]:
-    """Return the input of a case."""
-    kind, sizes, stage = case.split(":")
-    own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"}
-    steps = SLOW if stage in "23" else STEPS.get(f"{kind}:{sizes}", SLOW)
-    return make_input(kind, sizes, "HybridMuon", steps, data, own)
+def run_twice(team: Team, job: Job) -> str:
+    """Run a job, again if it fails; return the second error, empty if there was none."""
+    return error_of(team, job) and error_of(team, job)
 
 
-def timed(
-    folder: Path, content: dict[str, Any], gpus: int, **options: Any
-) -> tuple[float, list[str]]:
-    """Train; return the time of a step [ms] and what the log says of graphs and pieces."""
-    log = train(folder, content, gpus, **options)
-    notes = [
-        line.partition("] ")[2] for line in log.splitlines() if any(word in line for word in NOTED)
+def error_of(team: Team, job: Job) -> str:
+    """Run a job; return its error, empty if there was none."""
+    try:
+        team.run(job)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+@dataclasses.dataclass
+class Bench:
+    """What all parts need.
+
+    Attributes
+    ----------
+    machine
+        Its GPUs.
+    data
+        Folder with the water systems.
+    folder
+        Of all runs.
+    scale
+        Factor of all numbers of steps, for a trial.
+    times
+        Measured steps of the part `training` [ms], by case, number of GPUs and stage.
+    """
+
+    machine: Machine
+    data: Path
+    folder: Path
+    scale: float = 1.0
+    times: dict[tuple[str, int, int], float] = dataclasses.field(default_factory=dict)
+
+    def job(self, case: str, name: str, **training: Any) -> Job:
+        """Return a run of a case in a new folder, with these keys in its section `training`."""
+        place = self.folder / f"{case}_{name}".replace(":", "_")
+        length = CASES[case]
+        interval = max(1, round(self.scale * length.interval))
+        own = {
+            "numb_steps": interval * (length.steps // length.interval),
+            "disp_freq": interval,
+            "jsonl_file": "steps.jsonl",
+            "save_freq": 100_000_000,
+            **training,
+        }
+        write_input(place, input_of(case, self.data, self.folder, own))
+        return Job(place, (*TRAIN, *OPTIONS), deepmd_kit=case.startswith("mini"))
+
+
+def input_of(case: str, data: Path, folder: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the input of a case, with its own keys of the section `training`."""
+    kind, sizes = case.split(":")
+    if kind != "mini":
+        return make_input(kind, sizes, "HybridMuon", own["numb_steps"], data, own)
+    if importlib.util.find_spec("deepmd") is None:
+        raise RunError("deepmd-kit is not on PYTHONPATH")
+    import hosted_train
+
+    system = hosted_train.write_data(folder, ATOMS, nframes=8)
+    content = hosted_train.input_of(kind, system, own["numb_steps"], Path("model.ckpt"))
+    content["training"] |= {"disp_file": "lcurve.out", **own}
+    return content
+
+
+# ----- training ----------------------------------------------------------------------------------
+
+
+def time_case(bench: Bench, case: str) -> dict[str, Any]:
+    """Return the times of a case on one GPU and on several, at stages 0 and 1."""
+    machine = bench.machine
+    singles = [bench.job(case, f"1_{gpu}") for gpu in range(machine.gpus)]
+    errors = {"1": machine.run(1, singles)}
+    one = [round(milliseconds(job.folder), 3) for job in finished(singles, errors["1"])]
+    frames = int(case.rpartition("-b")[2])
+    found: dict[str, Any] = {
+        "frames": frames,
+        "1 GPU, ms": one,
+        "1 GPU, atoms/s": rate(frames, statistics.median(one)) if one else None,
+    }
+    jobs = list(singles)
+    for width in machine.widths[1:]:
+        stages = [bench.job(case, f"{width}_{stage}", zero_stage=stage) for stage in (0, 1)]
+        errors[str(width)] = machine.run(width, stages)
+        for stage, job in enumerate(stages):
+            if job not in finished(stages, errors[str(width)]):
+                continue
+            step = round(milliseconds(job.folder), 3)
+            bench.times[case, width, stage] = step
+            found[f"{width} GPUs, stage {stage}"] = {
+                "ms": step,
+                "ratio": round(step / max(one), 3) if one else None,
+                "atoms/s and GPU": rate(frames, step),
+            }
+        jobs += stages
+    found["notes"] = sorted({note for job in jobs for note in notes(job)})
+    failed = [error for of_width in errors.values() for error in of_width if error]
+    return found | ({"failed": failed} if failed else {})
+
+
+def finished(jobs: Sequence[Job], errors: Sequence[str]) -> list[Job]:
+    """Return the jobs without an error."""
+    return [job for job, error in zip(jobs, errors, strict=True) if not error]
+
+
+def rate(frames: int, step: float) -> int:
+    """Return atoms per second of one GPU, from the time of its step [ms]."""
+    return round(1e3 * frames * ATOMS / step)
+
+
+def notes(job: Job) -> list[str]:
+    """Return what a log says of graphs and pieces."""
+    return [
+        line.partition("] ")[2].partition("INFO")[2].strip()[:160]
+        for line in job.log().splitlines()
+        if any(word in line for word in NOTED)
     ]
-    return round(milliseconds(folder), 3), notes
 
 
-def profile(case: str, data: Path, gpus: int, folder: Path, most: int = 16) -> dict[str, Any]:
-    """Return the time of the kernels of rank 0 that take longest [us a step], over the second half of a short run."""
-    steps = 2 * INTERVAL
-    content = changed(input_of(case, data), numb_steps=steps, profiling=True)
-    place = folder / f"profile_{case.replace(':', '_')}_{gpus}"
-    train(place, content, gpus)
-    events = [
-        e
-        for e in json.loads((place / "timeline.json").read_text())["traceEvents"]
-        if e.get("cat") == "kernel"
-    ]
-    middle = (min(e["ts"] for e in events) + max(e["ts"] for e in events)) / 2
-    late = sorted((e for e in events if e["ts"] > middle), key=lambda e: e["ts"])
-    # The kernel that occurs most regularly counts the steps: one sum over ranks, or one step of the guard.
-    sums = [e for e in late if "AllReduce" in e["name"]] or [
-        e for e in late if "guard" in e["name"].lower()
-    ]
-    count = max(1, len(sums))
-    total: Counter[str] = Counter()
-    for event in late:
-        total[event["name"][:90]] += event["dur"]
-    longest = {name: round(time / count, 1) for name, time in total.most_common(most)}
-    return {"steps": count, "kernels a step": round(len(late) / count, 1), "us a step": longest}
+# ----- waiting -----------------------------------------------------------------------------------
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the floating-point tensors of a checkpoint's model."""
-    model = torch.load(path, weights_only=True)["model"]
+def waiting(bench: Bench, case: str, stage: int, steps: int = 10) -> dict[str, Any]:
+    """Return the share of exposed exchanges in the last steps of a short run on all GPUs."""
+    step = bench.times.get((case, bench.machine.gpus, stage))
+    if step is None:
+        raise RunError("the part `training` has not measured this case")
+    length = {"numb_steps": 6 * steps, "disp_freq": 6 * steps}
+    job = bench.job(case, f"waiting_{stage}", zero_stage=stage, profiling=True, **length)
+    bench.machine.run_on_all(job)
+    kernels = read_kernels(job.folder / "timeline.json")
+    if not kernels:
+        raise RunError("the profile has no kernels of a GPU")
+    window = 1e3 * steps * step  # µs
+    end = max(kernel.end for kernel in kernels)
+    late = [kernel for kernel in kernels if kernel.begin > end - window]
     return {
-        name: x
-        for name, x in model.items()
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        "share": round(exposed(late) / window, 4),
+        "exposed us a step": round(exposed(late) / steps, 1),
+        "kernels a step": round(len(late) / steps, 1),
     }
 
 
-def difference(one: Path, other: Path) -> tuple[float, float, str]:
-    """Return the largest difference of two checkpoints' weights: of its tensor's largest, as it is, and the tensor."""
-    first, second = weights(one), weights(other)
-    found = {
-        name: (float((x - second[name]).abs().max()), x.abs().max())
-        for name, x in first.items()
-        if x.numel()
-    }
-    relative, name = max(
-        (moved / float(size.clamp(min=1e-30)), name) for name, (moved, size) in found.items()
-    )
-    return relative, max(moved for moved, _ in found.values()), name
+def read_kernels(path: Path) -> list[Kernel]:
+    """Return the kernels of a trace for chrome://tracing."""
+    return [
+        Kernel(event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event.get("cat") == "kernel"
+    ]
 
 
-def compare(kind: str, data: Path, gpus: int, folder: Path, steps: int) -> dict[str, Any]:
-    """Return how far N GPUs are from one with N frames, and whether checkpoints move between these numbers."""
-    own = {
-        "disp_freq": steps,
-        "save_freq": steps // 2,
-        "interpolate_embedding": False,
-        "enable_ema": True,
-    }
-    script = folder / "deterministic.py"
-    script.write_text(DETERMINISTIC)
-    found: dict[str, Any] = {"steps": steps}
-    inputs, places = {}, {}
-    for count in (1, gpus):
-        content = make_input(kind, f"f64-b{gpus // count}", "HybridMuon", steps, data, own)
-        content["training"]["training_data"]["systems"] = [str(data.resolve() / "data_0")]
-        content["training"]["save_freq"] = steps // 2
-        content["model"]["data_stat_nbatch"] = 1000  # every frame, whatever the batch
-        content["optimizer"] |= {"precision": "float64", "lr_adjust_coeff": 0.18}
-        inputs[count] = content
+# ----- molecules of many sizes -------------------------------------------------------------------
 
-    def last(way: str, program: Sequence[str], count: int) -> Path:
-        place = folder / f"{kind}_{way}"
-        content = inputs[count] if program[0] == "-m" else changed(inputs[count], capture="off")
-        train(place, content, count, program=program)
-        return place / f"model.ckpt-{steps}.pt"
 
-    for name, program in {"": ("-m", "deepmd_muon"), ", deterministic": (str(script),)}.items():
-        one, again, many = (
-            last(f"{way}{name}", program, n) for way, n in (("1", 1), ("again", 1), ("N", gpus))
+def costs_of_ranks(bench: Bench, batch: int | str, ranks: int) -> dict[str, float]:
+    """Return the mean of the largest cost of a rank over the mean cost, in random and balanced order.
+
+    As for `balance_batches`, a frame costs as much as the first of its system.
+    """
+    systems, names = write_set(bench.folder / "molecules10000", "molecules10000", bench.data)
+    shares = {}
+    for balance in (False, True):
+        loader = DataLoader(
+            open_systems(systems, names),
+            batch,
+            seed=1,
+            rcut=6.0,
+            sel=[120],
+            by_type=False,
+            balance=balance,
         )
-        found[f"1 against itself{name}"] = difference(one, again)
-        found[f"N against 1{name}"] = difference(one, many)
-        places = places or {1: one, gpus: many}
-    for source, target in ((gpus, 1), (1, gpus)):
-        place = folder / f"{kind}_again_{source}_{target}"
-        train(
-            place,
-            changed(inputs[target], save_ckpt="again"),
-            target,
-            "--restart",
-            str(places[source]),
-        )
-        found[f"{source} loaded on {target}"] = difference(
-            places[source], place / f"again-{steps}.pt"
-        )
+        of_system = [
+            cost_of_frame(loader.cache.frame(system, 0, system.frames(np.zeros(1, int)), 0))
+            for system in loader.systems
+        ]
+        plans = [loader.draw() for _ in range(512 // ranks * ranks)]
+        costs = [sum(len(frames) * of_system[k] for k, frames in plan.parts) for plan in plans]
+        steps = np.array(costs).reshape(-1, ranks)
+        name = "balanced" if balance else "random"
+        shares[name] = round(float(steps.max(1).mean() / steps.mean()), 4)
+    return shares
+
+
+def balance(bench: Bench) -> dict[str, Any]:
+    """Return costs of ranks and times of a step for 10,000 compositions."""
+    widths = bench.machine.widths
+    found: dict[str, Any] = {}
+    for width in widths[1:]:
+        for batch in (1, "mix:512"):
+            key = f"largest cost of {width} ranks over the mean, batch {batch}"
+            found[key] = costs_of_ranks(bench, batch, width)
+    name, kind, sizes = MOLECULES.split(":", 2)
+    systems, names = write_set(bench.folder / name, name, bench.data)
+    interval = max(1, round(20 * bench.scale))
+    own = {"disp_freq": interval, "jsonl_file": "steps.jsonl"}
+    content = make_input(kind, "f32-b1", "HybridMuon", 15 * interval, bench.data, own)
+    content["model"]["type_map"] = names
+    section = {"systems": systems, "batch_size": sizes.partition("-b")[2]}
+    content["training"]["training_data"] |= section
+    for width in (1, bench.machine.gpus):
+        for balanced in (False, True)[: 1 if width == 1 else 2]:
+            place = bench.folder / f"{name}_{width}_{balanced}"
+            training = {**content["training"], "balance_batches": balanced}
+            write_input(place, {**content, "training": training})
+            job = Job(place, (*TRAIN, *OPTIONS))
+            (error,) = bench.machine.run(width, [job])
+            key = f"{width} GPUs, {'balanced' if balanced else 'random'} order"
+            found[key] = error or {"ms": round(milliseconds(place), 3), "notes": notes(job)}
     return found
 
 
-def changed(content: dict[str, Any], **training: Any) -> dict[str, Any]:
-    """Return an input with other keys in its section `training`."""
-    return {**content, "training": {**content["training"], **training}}
+# ----- the optimizer alone -----------------------------------------------------------------------
 
 
-def main() -> None:
-    """Run all cases and write them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--cases", nargs="*", default=CASES)
-    parser.add_argument(
-        "--alone", action="store_true", help="rank 0 of the GPUs without the others"
+PEERS = ("torch Muon + AdamW", "dion Muon + AdamW")
+
+
+def optimizer(bench: Bench, layout: str, name: str, width: int, *only: str) -> dict[str, Any]:
+    """Return the times of `sharded_step.py` for one layout and set."""
+    script = Path(__file__).with_name("sharded_step.py")
+    place = bench.folder / f"optimizer_{layout}_{name}_{width}_{len(only)}"
+    words = [str(script), "--layouts", layout, "--sets", name, "--repeats", "7", "--brief"]
+    words += ["--peers", "--only", *only] if only else []
+    job = Job(place, (*words, "--out", "times.json"))
+    error = ""
+    try:
+        bench.machine.teams[width][0].run(job, 150.0)
+    except RunError as failure:
+        error = str(failure)
+    path = place / "times.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found | ({"failed": error} if error else {})
+
+
+# ----- all ---------------------------------------------------------------------------------------
+
+
+def work_of(bench: Bench, cases: Sequence[str], sets: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return names and functions of everything to do, most valuable first."""
+    gpus = bench.machine.gpus
+    plan: list[tuple[str, Callable[[], dict[str, Any]]]] = []
+
+    def add(name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        plan.append((name, lambda: function(bench, *arguments)))
+
+    for case in cases:
+        add(f"training {case}", time_case, case)
+    if gpus == 1:
+        return plan
+    add("weights", lambda b: weights_after(b.machine, b.data, b.folder / "weights", b.scale))
+    add("restarts", lambda b: restart_on_others(b.machine, b.data, b.folder / "restarts"))
+    for name in sets:
+        for layout in LAYOUTS:
+            fits = gpus >= 4 or layout not in ("hsdp", "tp")
+            if fits and (layout == "ep") == name.startswith("moe"):
+                add(f"optimizer {layout} {name}", optimizer, layout, name, gpus)
+    add("balance", balance)
+    add("killed", lambda b: kill_rank(b.machine, b.data, b.folder / "killed"))
+    for case in cases:
+        for stage in (0, 1):
+            add(f"waiting {case} stage {stage}", waiting, case, stage)
+    dense = [name for name in sets if not name.startswith("moe")]
+    for name in dense:
+        for layout in ("fsdp", "ddp"):
+            add(f"peers {layout} {name}", optimizer, layout, name, gpus, *PEERS)
+    if gpus // 2 in bench.machine.widths and gpus > 2:
+        for name in dense:
+            for layout in ("ddp", "zero1", "fsdp"):
+                add(f"optimizer2 {layout} {name}", optimizer, layout, name, gpus // 2)
+    return plan
+
+
+def make_water(folder: Path) -> Path:
+    """Write three systems of water with random labels."""
+    for number in range(3):
+        water(folder / f"data_{number}", ATOMS, frames=100)
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do everything in order, and write the results after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--data", type=Path, help="folder with data_0, data_1, data_2")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--cases", nargs="*", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument(
-        "--profile", nargs="*", default=[], help="cases of which kernels are listed"
+        "--sets", nargs="*", default=["dpa3", "llm", "moe"], help="of sharded_step.py"
     )
-    parser.add_argument(
-        "--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=100, help="steps after which weights are compared"
-    )
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of numbers of steps")
     parser.add_argument(
         "--most", type=float, default=480.0, help="seconds after which nothing new begins"
     )
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    begun = time.monotonic()
+    has_gpus = torch.cuda.is_available()
+    widths = [n for n in options.gpus if not has_gpus or n <= torch.cuda.device_count()]
+    about = {
+        "machine": f"{max(widths)} × {torch.cuda.get_device_name()}" if has_gpus else "CPU, gloo",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(["several_gpus.py", *(arguments or sys.argv[1:])]),
+    }
     results: list[dict[str, Any]] = []
-    end = time.monotonic() + options.most
+    machine = Machine([*{1, *widths}])
     with tempfile.TemporaryDirectory() as name:
-        folder, data, gpus = Path(name), options.data, options.gpus
-        wanted = [
-            (case, partial(time_case, case, data, gpus, folder, alone=options.alone))
-            for case in options.cases
-        ]
-        # Behind the first cases, so that a slow machine leaves out the last ones.
-        compared = [
-            (f"equal:{kind}", partial(compare, kind, data, gpus, folder, options.steps))
-            for kind in options.equal
-        ]
-        listed = [
-            (f"profile:{case}", partial(profile, case, data, gpus, folder))
-            for case in options.profile
-        ]
-        for what, work in [*wanted[:6], *listed, *compared, *wanted[6:]]:
-            try:
-                found = work() if time.monotonic() < end else {"failed": "not begun in time"}
-            except SystemExit as error:
-                found = {"failed": str(error)}
-            results.append({"case": what} | found)
-            print(json.dumps(results[-1]), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1))
+        folder = Path(name)
+        data = options.data.resolve() if options.data else make_water(folder / "water")
+        bench = Bench(machine, data, folder, options.scale)
+        for what, work in work_of(bench, options.cases, options.sets):
+            if what.split()[0] not in options.parts:
+                continue
+            start = time.monotonic()
+            if start > begun + options.most:
+                found: dict[str, Any] = {"failed": "not begun in time"}
+            else:
+                try:
+                    found = work()
+                except (RunError, OSError, ValueError, KeyError) as error:
+                    found = {"failed": f"{type(error).__name__}: {error}"}
+            results.append({"what": what, **found, "took": round(time.monotonic() - start, 1)})
+            print(f"{time.monotonic() - begun:6.1f} s  {json.dumps(results[-1])}", flush=True)
+            options.out.write_text(json.dumps({**about, "results": results}, indent=1))
+        machine.close()
 
 
 if __name__ == "__main__":

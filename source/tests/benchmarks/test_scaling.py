@@ -26,7 +26,14 @@ def scaling(monkeypatch):
 def make_step(scaling, **changes):
     """Return a step with gradients of 1 MB, 10 GB/s within nodes of four GPUs."""
     network = scaling.Network(gpus=4, bandwidth=5e9, delay=1e-5, peer=1e-6)
-    step = scaling.Step("se_e2_a:f64-b1", 10**6, 1e-3, {0: 1.1e-3, 1: 2e-3}, 2e-4, network)
+    step = scaling.Step(
+        case="se_e2_a:f64-b1",
+        size=10**6,
+        one=1e-3,
+        several={2: {0: 1.1e-3, 1: 2e-3}},
+        orthogonalization=2e-4,
+        network=network,
+    )
     return dataclasses.replace(step, **changes)
 
 
@@ -47,10 +54,21 @@ def test_two_gpus_take_what_was_measured_and_stage_0_grows_by_the_all_reduce_alo
     )
 
 
+def test_more_measured_gpus_are_the_base_and_check_the_computation(scaling):
+    step = make_step(scaling, several={2: {0: 1.1e-3}, 4: {0: 1.18e-3}})
+    assert step.all_reduce(4) == pytest.approx(1.8e-4)  # as measured
+    assert step.seconds(4, 0) == 1.18e-3
+    # Two nodes of four: each GPU sends a quarter of the gradients to the other node.
+    between = 2.5e5 / 5e9 + 2e-5
+    assert step.seconds(8, 0) == pytest.approx(1.18e-3 + between)
+    row = scaling.check([step]).splitlines()[-1]
+    assert row == "| se_e2_a:f64-b1 | 0 | 4 | 2 | 1.15 | 1.18 | 0.975 |"
+
+
 def test_the_plan_shares_or_repeats_the_orthogonalizations(scaling, monkeypatch):
     """Without links that cost anything, stage 1 has the busiest rank's share of the work left, or all of it."""
     free = scaling.Network(gpus=64, bandwidth=math.inf, delay=0.0, peer=0.0)
-    step = make_step(scaling, network=free, two={0: 1e-3 + 1e-15})
+    step = make_step(scaling, network=free, several={2: {0: 1e-3 + 1e-15}})
     plan = scaling.plan_of(scaling._input(step.case), 4, 1)
     assert plan.domains[0].gathered
     assert step.optimizer(4, 1) == pytest.approx(2e-4, rel=1e-6)
@@ -64,8 +82,9 @@ def test_the_plan_shares_or_repeats_the_orthogonalizations(scaling, monkeypatch)
 
 
 def test_every_measured_input_has_a_date_and_a_source_that_exists(scaling):
-    for times in json.loads(scaling.INPUTS.read_text())["ms a step, H200"].values():
-        for found in (times["one"], *times["two"].values(), times["orthogonalization"]):
+    for times in json.loads(scaling.INPUTS.read_text())["ms a step"].values():
+        several = [step for of_stage in times["several"].values() for step in of_stage.values()]
+        for found in (times["one"], *several, times["orthogonalization"]):
             assert found["date"].startswith("2026-")
             source = found["source"].partition(",")[0].partition(":")[0]
             assert (TOP / source).exists() or "no raw output kept" in found["source"]
