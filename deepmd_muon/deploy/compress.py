@@ -123,7 +123,7 @@ def compress(
     tolerance = max(TOLERANCE[precision] for precision in precisions)
 
     with_nets: Any = program.descriptor
-    nets_difference = difference_of(_paired(expected, _evaluate_all(program, structures)))
+    nets_difference = difference_of(expected, _evaluate_all(program, structures))
     if not nets_difference.relative <= tolerance:
         raise FreezeError(
             f"the program with the nets themselves differs from the model by {nets_difference} "
@@ -136,7 +136,7 @@ def compress(
     for tried in STEPS if step is None else (step,):
         program.descriptor = tabulated(with_nets, step=tried, nearest=nearest)
         from_tables = _evaluate_all(program, structures)
-        difference = difference_of(_paired(expected, from_tables))
+        difference = difference_of(expected, from_tables)
         log.debug("step %g: %s", tried, difference)
         if difference.force <= allowed:
             break
@@ -159,7 +159,7 @@ def compress(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the structures with close atoms
             from_file = [frozen.predict(*structure) for structure in structures]
-        written = difference_of(_paired(from_tables, from_file))
+        written = difference_of(from_tables, from_file)
         if not written.relative <= tolerance:
             raise FreezeError(
                 f"the frozen file differs from the program in it by {written} (relative "
@@ -167,17 +167,11 @@ def compress(
                 f"{output}: report this with the input file"
             )
     return Compression(
-        difference=difference_of(_paired(expected, from_file)),
+        difference=difference_of(expected, from_file),
         step=tried,
         nearest=nearest,
         allowed=allowed,
     )
-
-
-def _paired(
-    expected: list[Prediction], results: list[Prediction]
-) -> list[tuple[Prediction, Prediction]]:
-    return list(zip(expected, results, strict=True))
 
 
 def _table_of(model: DescriptorModel) -> Any:

@@ -140,22 +140,22 @@ def compare(model: DescriptorModel, path: str | os.PathLike[str], seed: int = 0)
         raise FreezeError(
             f"the file has types {frozen.type_map}, the checkpoint {reference.type_map}"
         )
-    pairs = [
-        (reference.predict(*structure), frozen.predict(*structure))
-        for structure in random_structures(model, seed)
-    ]
-    return difference_of(pairs)
+    structures = random_structures(model, seed)
+    return difference_of(
+        [reference.predict(*structure) for structure in structures],
+        [frozen.predict(*structure) for structure in structures],
+    )
 
 
-def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
-    """Return the largest difference between pairs of an expected prediction and a result."""
-    pairs = [(_per_atom(expected), _per_atom(result)) for expected, result in predictions]
+def difference_of(expected: Sequence[Prediction], results: Sequence[Prediction]) -> Difference:
+    """Return the largest difference between expected predictions and results."""
+    pairs = list(zip(map(_per_atom, expected), map(_per_atom, results), strict=True))
     largest: dict[str, float] = {}
     size: dict[str, float] = {}
     for name in ("energy", "atom_energy", "force", "virial"):
-        differences = [np.abs(expected[name] - result[name]) for expected, result in pairs]
+        differences = [np.abs(value[name] - result[name]) for value, result in pairs]
         largest[name] = max(float(difference.max()) for difference in differences)
-        size[name] = max(float(np.abs(expected[name]).max()) for expected, _ in pairs)
+        size[name] = max(float(np.abs(value[name]).max()) for value, _ in pairs)
     # If energies of atoms have both signs, their sum may be small.
     size["energy"] = max(size["energy"], size["atom_energy"])
     ratios = [largest[name] / (size[name] or 1.0) for name in largest]

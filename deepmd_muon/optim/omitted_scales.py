@@ -129,7 +129,7 @@ class OmittedScales:
 
 
 def omitted_scales(
-    config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
+    config: Buildable, input_keys: Collection[str], start_lr: float, numb_steps: int | None
 ) -> OmittedScales | None:
     """Choose the scales that an input omits.
 
@@ -139,12 +139,12 @@ def omitted_scales(
     ----------
     config
         Settings of the optimizer. Other classes than `HybridMuonConfig` have no such scales.
-    given
+    input_keys
         Keys in the section `optimizer` of the input, in today's spelling.
     start_lr, numb_steps
         First learning rate and length of the run; a length in epochs (None) counts as long.
     """
-    if not isinstance(config, HybridMuonConfig) or "lr_adjust_coeff" in given:
+    if not isinstance(config, HybridMuonConfig) or "lr_adjust_coeff" in input_keys:
         return None
     short = _is_short(numb_steps)
     default = config.lr_adjust_coeff  # deepmd-kit's
@@ -152,7 +152,7 @@ def omitted_scales(
     if config.scaling != "match_rms" or coefficient == default:
         return None
     values = {"lr_adjust_coeff": coefficient}
-    if "adam_lr_ratio" not in given:
+    if "adam_lr_ratio" not in input_keys:
         ratio = min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))
         values["adam_lr_ratio"] = max(1.0, ratio) if short else 1.0
     notice = (
@@ -164,7 +164,7 @@ def omitted_scales(
 
 
 def deepmd_kits_default_scale(
-    config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
+    config: Buildable, input_keys: Collection[str], start_lr: float, numb_steps: int | None
 ) -> str | None:
     """Return why Muon's steps are small if deepmd-kit wrote the input (its out.json), else None.
 
@@ -175,7 +175,7 @@ def deepmd_kits_default_scale(
         not isinstance(config, HybridMuonConfig)
         or config.scaling != "match_rms"
         or config.lr_adjust_coeff != HybridMuonConfig().lr_adjust_coeff
-        or set(given) - {"type"} != _KEYS_OF_DEEPMD_KIT
+        or set(input_keys) - {"type"} != _KEYS_OF_DEEPMD_KIT
     ):
         return None
     coefficient = _coefficient(start_lr, numb_steps)

@@ -357,12 +357,12 @@ class DataLoader:
         for batch, counts, _ in self.deal_sample([system.nframes for system in self.systems]):
             yield batch, counts
 
-    def deal_sample(self, wanted: Sequence[int]) -> Iterator[tuple[Batch, bool, int]]:
-        """Deal `wanted` frames of each system out, spread evenly over it; otherwise as `deal_all`.
+    def deal_sample(self, max_frames: Sequence[int]) -> Iterator[tuple[Batch, bool, int]]:
+        """Deal at most `max_frames` frames of each system, evenly spread; otherwise as `deal_all`.
 
         The third value is the number of the system.
         """
-        yield from self._deal_plans(self._sample_plans(wanted))
+        yield from self._deal_plans(self._sample_plans(max_frames))
 
     def _deal_plans(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
         """Yield this rank's batches, whether each counts, and the number of its first system."""
@@ -381,36 +381,36 @@ class DataLoader:
         """
         return map(self.build, self._sample_plans([nbatches * size for size in self.batch_sizes]))
 
-    def bounded_batches(self, nbatches: int, most: float) -> Iterator[Batch]:
+    def bounded_batches(self, nbatches: int, max_cost: float) -> Iterator[Batch]:
         """Yield the frames of `sample_batches`, small systems together in a batch.
 
-        If they cost more than `most`, take a sample of them; see `sample_frames`.
+        If they cost more than `max_cost`, take a sample of them; see `sample_frames`.
         """
-        numbers = self.bounded_numbers(nbatches, most)
+        numbers = self.bounded_numbers(nbatches, max_cost)
         plans = (Plan(tuple(pack)) for pack in packed(self.systems, numbers, CHUNK_ATOMS))
         return read_ahead(self.build, plans, worker_count())
 
-    def bounded_numbers(self, nbatches: int, most: float) -> list[np.ndarray]:
+    def bounded_numbers(self, nbatches: int, max_cost: float) -> list[np.ndarray]:
         """Return the numbers of the frames of each system that `bounded_batches` reads."""
-        if (nbatches, most) not in self._bounded:
+        if (nbatches, max_cost) not in self._bounded:
             candidates = self._sample_numbers([nbatches * size for size in self.batch_sizes])
-            self._bounded[nbatches, most] = sample_frames(
-                self.systems, most, self.cache.rcut, candidates
+            self._bounded[nbatches, max_cost] = sample_frames(
+                self.systems, max_cost, self.cache.rcut, candidates
             )
-        return self._bounded[nbatches, most]
+        return self._bounded[nbatches, max_cost]
 
-    def _sample_plans(self, wanted: Sequence[int]) -> Iterator[Plan]:
-        """Yield batches of at most `wanted` frames of each system, spread evenly over it."""
-        for k, numbers in enumerate(self._sample_numbers(wanted)):
+    def _sample_plans(self, max_frames: Sequence[int]) -> Iterator[Plan]:
+        """Yield batches of at most `max_frames` frames of each system, spread evenly over it."""
+        for k, numbers in enumerate(self._sample_numbers(max_frames)):
             size = self.batch_sizes[k]
             for begin in range(0, len(numbers), size):
                 yield Plan(((k, numbers[begin : begin + size]),))
 
-    def _sample_numbers(self, wanted: Sequence[int]) -> list[np.ndarray]:
-        """Return the numbers of at most `wanted` frames of each system, spread evenly over it."""
+    def _sample_numbers(self, max_frames: Sequence[int]) -> list[np.ndarray]:
+        """Return the numbers of at most `max_frames` frames of each system, evenly spread."""
         numbers = []
-        for system, max_frames in zip(self.systems, wanted, strict=True):
-            count = min(system.nframes, max_frames)
+        for system, limit in zip(self.systems, max_frames, strict=True):
+            count = min(system.nframes, limit)
             numbers.append(np.arange(count) * system.nframes // max(1, count))
         return numbers
 

@@ -33,15 +33,15 @@ def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndar
 
 def sample_frames(
     systems: Sequence[System],
-    most: float,
+    max_cost: float,
     rcut: float | None = None,
     candidates: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """Draw frames of systems with one type map, the same ones in every process.
 
-    All frames are taken if they cost at most `most`, see `frame_costs`. Otherwise each system takes
-    part in proportion to its frames, and each type occurs in some of them; systems that alone have
-    a type may be added. `candidates` are the frames of each system that are drawn from, all by
+    All frames are taken if they cost at most `max_cost`, see `frame_costs`. Otherwise each system
+    takes part in proportion to its frames, and each type occurs in some of them; systems that alone
+    have a type may be added. `candidates` are the frames of each system that are drawn from, all by
     default. Return the numbers of the frames of each system, ascending.
     """
     if candidates is None:
@@ -51,8 +51,8 @@ def sample_frames(
     costs = frame_costs(systems, rcut)
     stream = np.random.Generator(np.random.PCG64(0))
     drawn_counts = counts
-    if counts @ costs > most:
-        drawn_counts = _draw_counts(systems, counts, costs, most, stream)
+    if counts @ costs > max_cost:
+        drawn_counts = _draw_counts(systems, counts, costs, max_cost, stream)
     drawn = []
     for k, (count, number) in enumerate(zip(counts.tolist(), drawn_counts.tolist(), strict=True)):
         rows = np.arange(number)
@@ -64,21 +64,24 @@ def sample_frames(
 
 
 def sample_with(
-    systems: Sequence[System], first: Sequence[np.ndarray], most: float, rcut: float | None = None
+    systems: Sequence[System],
+    required: Sequence[np.ndarray],
+    max_cost: float,
+    rcut: float | None = None,
 ) -> list[np.ndarray]:
-    """Draw frames as `sample_frames` does, but take the frames of `first` before others.
+    """Draw frames as `sample_frames` does, but take the frames of `required` before others.
 
-    `first` has some frames of each system.
+    `required` has some frames of each system.
     """
     candidates = [np.arange(system.nframes) for system in systems]
-    for k, taken in enumerate(first):
-        if len(taken):
-            candidates[k] = np.delete(candidates[k], taken)
-    cost = float(frame_costs(systems, rcut) @ [len(taken) for taken in first])
-    drawn = sample_frames(systems, max(most - cost, 0.0), rcut, candidates)
-    for k, taken in enumerate(first):
-        if len(taken):
-            drawn[k] = np.sort(np.concatenate([taken, drawn[k]]))
+    for k, numbers in enumerate(required):
+        if len(numbers):
+            candidates[k] = np.delete(candidates[k], numbers)
+    cost = float(frame_costs(systems, rcut) @ [len(numbers) for numbers in required])
+    drawn = sample_frames(systems, max(max_cost - cost, 0.0), rcut, candidates)
+    for k, numbers in enumerate(required):
+        if len(numbers):
+            drawn[k] = np.sort(np.concatenate([numbers, drawn[k]]))
     return drawn
 
 
@@ -86,7 +89,7 @@ def _draw_counts(
     systems: Sequence[System],
     counts: np.ndarray,
     costs: np.ndarray,
-    most: float,
+    max_cost: float,
     stream: np.random.Generator,
 ) -> np.ndarray:
     """Draw how many frames each system gives `(nsystems,)`.
@@ -96,8 +99,8 @@ def _draw_counts(
     """
     has_frames = counts > 0
     cost_of_one_each = float(costs[has_frames].sum())
-    one_each = 2 * cost_of_one_each <= most
-    budget = most - cost_of_one_each if one_each else most
+    one_each = 2 * cost_of_one_each <= max_cost
+    budget = max_cost - cost_of_one_each if one_each else max_cost
     expected = counts * (budget / float(counts @ costs))
     drawn = np.floor(expected).astype(int)
     drawn += stream.random(len(counts)) < expected - drawn

@@ -187,7 +187,7 @@ class Tabulated(torch.nn.Module):
 
     Parameters
     ----------
-    own
+    scripted
         The scripted descriptor with its nets.
     empty_row
         R of an empty slot of each type `(ntypes, 4)`.
@@ -222,20 +222,22 @@ class Tabulated(torch.nn.Module):
     basis: torch.Tensor
     type_rows: torch.Tensor
 
-    def __init__(self, own: Any, empty_row: torch.Tensor, *, step: float, nearest: float) -> None:
+    def __init__(
+        self, scripted: Any, empty_row: torch.Tensor, *, step: float, nearest: float
+    ) -> None:
         super().__init__()
-        self.request = own.request
-        self.rcut = own.rcut
-        self.rcut_smth = own.rcut_smth
-        self.protection = own.protection
-        self.slots = own.slots
-        self.axis = own.axis
-        self.width = own.width
+        self.request = scripted.request
+        self.rcut = scripted.rcut
+        self.rcut_smth = scripted.rcut_smth
+        self.protection = scripted.protection
+        self.slots = scripted.slots
+        self.axis = scripted.axis
+        self.width = scripted.width
         self.warned = False
-        self.register_buffer("scale", own.scale.clone())
+        self.register_buffer("scale", scripted.scale.clone())
         self.register_buffer("empty_row", empty_row.clone())
         self.fills = bool((empty_row != 0).any())
-        self.channels = self.channels_of(own)
+        self.channels = self.channels_of(scripted)
         self.excludes = False
         ntypes = self.request.ntypes
         self.register_buffer("seen", torch.ones(ntypes, ntypes, dtype=torch.bool))
@@ -246,7 +248,7 @@ class Tabulated(torch.nn.Module):
         self.pieces = max(1, int(-(-1.0 // ((nearest + self.protection) * self.step))))
         self._check_size()
         pairs = [
-            self._coefficients(own, centre, neighbor_kind)
+            self._coefficients(scripted, centre, neighbor_kind)
             for centre in range(ntypes)
             for neighbor_kind in range(ntypes)
         ]
@@ -268,11 +270,11 @@ class Tabulated(torch.nn.Module):
             )
 
     @torch.no_grad()
-    def _coefficients(self, own: Any, centre: int, neighbor_kind: int) -> torch.Tensor:
+    def _coefficients(self, scripted: Any, centre: int, neighbor_kind: int) -> torch.Tensor:
         """Return the tables of a pair of types `(channels, pieces + 5, M)`."""
         scale = self.scale[centre, 0].double()
         shift = self.empty_row[centre, 0].double()
-        features = self.features_of(own, centre, neighbor_kind)
+        features = self.features_of(scripted, centre, neighbor_kind)
 
         def features_of_s(s: torch.Tensor) -> torch.Tensor:
             return features(s * scale + shift)
@@ -281,13 +283,13 @@ class Tabulated(torch.nn.Module):
         return all_channels.view(-1, self.channels, self.width).transpose(0, 1)
 
     @staticmethod
-    def channels_of(own: Any) -> int:
+    def channels_of(scripted: Any) -> int:
         """Return how many tables a pair of types has."""
         raise NotImplementedError
 
     @staticmethod
     def features_of(
-        own: Any, centre: int, neighbor_kind: int
+        scripted: Any, centre: int, neighbor_kind: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function of R₀: features of a pair of types `(n, channels·M)`, float64."""
         raise NotImplementedError

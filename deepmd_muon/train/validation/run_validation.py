@@ -43,13 +43,13 @@ class Validation:
 
     def __init__(
         self,
-        given: Input,
+        run_input: Input,
         branches: Mapping[str, RunBranch],
         num_steps: int,
         strategy: Strategy,
         now: Callable[[str, int], None],
     ) -> None:
-        self._given = given
+        self._run_input = run_input
         self._branches = {
             name: branch for name, branch in branches.items() if branch.data.validation
         }
@@ -57,7 +57,7 @@ class Validation:
         self._strategy = strategy
         self._ranks = strategy.ranks
         self._now = now
-        settings = given.settings
+        settings = run_input.settings
         self._full = {
             name: FullValidation(
                 settings.validating, settings.training.save_ckpt, num_steps, strategy.ranks, name
@@ -103,7 +103,7 @@ class Validation:
         if section.numb_btch == "all":
             return loader.deal_all()
         if section.numb_btch == "sample":
-            disp_freq = self._given.settings.training.disp_freq
+            disp_freq = self._run_input.settings.training.disp_freq
             frames = frames_of_sample([system.nframes for system in loader.systems], disp_freq)
             return ((batch, counts) for batch, counts, _ in loader.deal_sample(frames))
         return loader.deal(int(section.numb_btch))
@@ -186,8 +186,8 @@ class Validation:
             for line in error_table(names, frames, compared, sums):
                 log.info("%s%s", branch.prefix, line)
         if list(self._branches) == [SINGLE]:
-            checkpoint = Path(f"{self._given.settings.training.save_ckpt}.pt")
-            command = parity_command(self._given.source, checkpoint)
+            checkpoint = Path(f"{self._run_input.settings.training.save_ckpt}.pt")
+            command = parity_command(self._run_input.source, checkpoint)
             if command:
                 log.info("draw predictions against labels with: %s", command)
 

@@ -49,7 +49,7 @@ def test_each_setting_is_in_the_program(kind):
         # Tables are less exact where a derivative of the activation jumps, as that of silut does.
         for form, allowed in zip(forms_of(model), (1e-11, 1e-4), strict=False):
             found = [evaluate(form, structure) for structure in structures]
-            difference = difference_of(list(zip(expected, found, strict=True)))
+            difference = difference_of(expected, found)
             assert difference.relative < (1e-4 if is_single(settings) else allowed), name
 
 
@@ -115,5 +115,5 @@ def test_the_comparison_sees_a_setting_that_a_form_ignores():
     program = program_of(model)
     program.descriptor.protection = 0.1
     structure = random_structures(model, points=3)[2]
-    pair = Predictor(model, device="cpu").predict(*structure), evaluate(program, structure)
-    assert difference_of([pair]).relative > 1e-4
+    expected = Predictor(model, device="cpu").predict(*structure)
+    assert difference_of([expected], [evaluate(program, structure)]).relative > 1e-4

@@ -37,21 +37,21 @@ class TabulatedDPA1(Tabulated):
     gate: Tensor
     empty_features: Tensor
 
-    def __init__(self, own: ScriptedDPA1, *, step: float, nearest: float) -> None:
-        if len(own.attention) > 0:
+    def __init__(self, scripted: ScriptedDPA1, *, step: float, nearest: float) -> None:
+        if len(scripted.attention) > 0:
             raise ModelError(
                 "DPA-1 with attention layers has no tables and cannot be compressed: features of "
                 "an edge depend on all others. Use dp freeze, or train with attn_layer 0"
             )
-        super().__init__(own, -own.mean * own.scale, step=step, nearest=nearest)
-        self.act = own.act
-        self.layers = own.layers
-        self.one_side = own.one_side
-        self.register_buffer("types", own.table.clone())
-        self.register_buffer("gate", own.gate.clone())
-        if own.append_types:
-            self.type_rows = own.table.clone()
-        self.fills = self.fills and not own.empty_is_zero
+        super().__init__(scripted, -scripted.mean * scripted.scale, step=step, nearest=nearest)
+        self.act = scripted.act
+        self.layers = scripted.layers
+        self.one_side = scripted.one_side
+        self.register_buffer("types", scripted.table.clone())
+        self.register_buffer("gate", scripted.gate.clone())
+        if scripted.append_types:
+            self.type_rows = scripted.table.clone()
+        self.fills = self.fills and not scripted.empty_is_zero
         with torch.no_grad():
             pairs = torch.arange(self.request.ntypes**2, device=self.scale.device)
             x = self.empty_row[:, 0].repeat_interleave(self.request.ntypes)
@@ -60,27 +60,33 @@ class TabulatedDPA1(Tabulated):
         self.register_buffer("empty_features", features)
 
     @staticmethod
-    def channels_of(own: ScriptedDPA1) -> int:
+    def channels_of(scripted: ScriptedDPA1) -> int:
         """Return 2 if a switch fades the influence of types, else 1."""
-        return 2 if own.strip and own.smooth else 1
+        return 2 if scripted.strip and scripted.smooth else 1
 
     @staticmethod
     def features_of(
-        own: ScriptedDPA1, centre: int, neighbor_kind: int
+        scripted: ScriptedDPA1, centre: int, neighbor_kind: int
     ) -> Callable[[Tensor], Tensor]:
         """Return the net with types and the output of their net as constants; see `Tabulated`."""
-        layers = [double(layer) for layer in own.layers]
-        types = [] if own.strip else [own.table[neighbor_kind].double()]
-        if types and not own.one_side:
-            types.append(own.table[centre].double())
-        gate = own.gate[centre * own.request.ntypes + neighbor_kind].double() if own.strip else None
+        layers = [double(layer) for layer in scripted.layers]
+        types = [] if scripted.strip else [scripted.table[neighbor_kind].double()]
+        if types and not scripted.one_side:
+            types.append(scripted.table[centre].double())
+        gate = (
+            scripted.gate[centre * scripted.request.ntypes + neighbor_kind].double()
+            if scripted.strip
+            else None
+        )
 
         def features(x: Tensor) -> Tensor:
             columns = [vector.expand(len(x), -1) for vector in types]
-            radial = embed_rows(own.act, layers, torch.cat([x.unsqueeze(1), *columns], dim=1))[0]
+            radial = embed_rows(scripted.act, layers, torch.cat([x.unsqueeze(1), *columns], dim=1))[
+                0
+            ]
             if gate is None:
                 return radial
-            if own.smooth:
+            if scripted.smooth:
                 return torch.cat([radial, radial * gate], dim=1)
             return radial * (1.0 + gate)
 

@@ -23,28 +23,30 @@ class TabulatedSeE2A(Tabulated):
     empty_features: torch.Tensor
     sel: torch.Tensor
 
-    def __init__(self, own: ScriptedSeE2A, *, step: float, nearest: float) -> None:
-        super().__init__(own, own.empty_row, step=step, nearest=nearest)
-        self.act = own.act
-        self.nets = own.nets
-        self.one_side = own.one_side
-        self.excludes = own.excludes
-        self.seen.copy_(own.seen)
-        self.register_buffer("empty_features", own.empty_features.clone())
+    def __init__(self, scripted: ScriptedSeE2A, *, step: float, nearest: float) -> None:
+        super().__init__(scripted, scripted.empty_row, step=step, nearest=nearest)
+        self.act = scripted.act
+        self.nets = scripted.nets
+        self.one_side = scripted.one_side
+        self.excludes = scripted.excludes
+        self.seen.copy_(scripted.seen)
+        self.register_buffer("empty_features", scripted.empty_features.clone())
         self.register_buffer("sel", torch.tensor(self.request.sel, dtype=self.scale.dtype))
 
     @staticmethod
-    def channels_of(own: ScriptedSeE2A) -> int:
+    def channels_of(scripted: ScriptedSeE2A) -> int:
         """Return 1."""
         return 1
 
     @staticmethod
     def features_of(
-        own: ScriptedSeE2A, centre: int, neighbor_kind: int
+        scripted: ScriptedSeE2A, centre: int, neighbor_kind: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the net of a pair of types; see `Tabulated`."""
-        layers = [double(layer) for layer in own.nets[own.net_number(centre, neighbor_kind)]]
-        return lambda s: embed(own.act, layers, s)[0]
+        layers = [
+            double(layer) for layer in scripted.nets[scripted.net_number(centre, neighbor_kind)]
+        ]
+        return lambda s: embed(scripted.act, layers, s)[0]
 
     def embed_exactly(
         self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
