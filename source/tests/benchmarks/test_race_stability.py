@@ -81,6 +81,7 @@ def test_a_copy_that_is_too_hot_ends_and_others_go_on(predictor, copies):
     assert np.isfinite(found.pairs[1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", settings.SETTINGS)
 def test_inputs_of_settings_are_accepted(name, tmp_path):
     (tmp_path / "train" / "300K").mkdir(parents=True)
