@@ -9,7 +9,7 @@ PRESENT = {"training": {"numb_steps": 10, "save_ckpt": "new"}}
 
 
 def test_settings_of_earlier_versions_without_effect_are_no_change(caplog):
-    saved = {"training": {"numb_steps": 5, "save_ckpt": "old", "enable_compile": False}}
+    saved = {"training": {"numb_steps": 5, "save_ckpt": "old", "neighbor_graph_method": "auto"}}
     with caplog.at_level(logging.INFO):
         report_changes(saved, PRESENT, Path("model.ckpt-5.pt"))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [

@@ -177,6 +177,7 @@ def test_rates_are_those_asked_for(tmp_path):
         race.arguments([*given, "nobody=1"])
 
 
+@pytest.mark.slow
 def test_parameters_without_gradient_stay():
     """Muon moves a matrix without a gradient as far as one that has a gradient."""
     random = torch.Generator().manual_seed(0)
@@ -449,6 +450,7 @@ def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     assert np.sqrt(np.mean(errors)) == pytest.approx(result.test["300K"]["force"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_forces_of_the_pair_potential_are_slopes_of_its_energy():
     pytest.importorskip("ase")
     from make_alloys import LennardJones, alloy

@@ -12,6 +12,8 @@ from dynamics import WATCH, Ensemble, report, run_copies, shortest
 from make_silicon import crystal
 from stillinger_weber import StillingerWeber
 
+pytestmark = pytest.mark.slow  # of scripts, not of the package
+
 
 def as_potential(calculator, atoms):
     """Return a calculator of ASE as a function of the positions of copies."""

@@ -22,6 +22,8 @@ from sets import SETS
 
 SMALL = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
 
+pytestmark = pytest.mark.slow  # of scripts, not of the package
+
 
 @pytest.mark.parametrize("module", [make_alloys, make_molecules, make_silicon])
 def test_a_large_set_begins_with_the_small_one(module):

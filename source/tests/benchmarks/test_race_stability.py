@@ -125,6 +125,7 @@ def test_labels_count_until_no_copy_blows_up_and_no_check_fails():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", settings.SETTINGS)
 def test_inputs_of_settings_are_accepted(name, tmp_path):
     (tmp_path / "train" / "300K").mkdir(parents=True)

@@ -366,11 +366,6 @@ def test_ase_moves_atoms_with_the_file(frozen, water_frames):
     np.testing.assert_allclose(forces[1], forces[0], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LARGER if kind != "se_e2_a"])
-def test_other_descriptors_freeze(kind, tmp_path):
-    assert freeze(build(LARGER[kind] | {"seed": 4}), tmp_path / "model.pth").relative < 1e-11
-
-
 def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     model = build(SE_E2_A)
     monkeypatch.setitem(freezing.TOLERANCE, torch.float64, -1.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from page_runner import REASONS, blocks_of, run_page
 
 from deepmd_muon.optim.other_configs import OPTIMIZERS
@@ -56,6 +57,19 @@ def checkout(tmp_path, monkeypatch, as_alone):
         del OPTIMIZERS[registered]
 
 
+@pytest.fixture
+def empty_pictures(monkeypatch):
+    """Write pictures without what is drawn: that takes half of the time, and has tests of its own."""
+    write = Figure.savefig
+
+    def write_empty(figure, *words, **options):
+        figure.clear()
+        figure.set_layout_engine("none")
+        write(figure, *words, **options)
+
+    monkeypatch.setattr(Figure, "savefig", write_empty)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -64,7 +78,9 @@ def checkout(tmp_path, monkeypatch, as_alone):
         if any(runs(b, slow=False) for b in blocks_of(page))
     ],
 )
-def test_the_blocks_of_a_page_run(name, checkout):
+def test_the_blocks_of_a_page_run(name, checkout, request):
+    if name != "doc/start.md":
+        request.getfixturevalue("empty_pictures")
     if name in NEED_ASE:
         pytest.importorskip("ase")
     assert run_page(PAGES[name], slow=False) > 0
