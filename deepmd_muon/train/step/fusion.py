@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.ir import Pointwise, TensorBox
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Batches of at least so many products of matrices with at most so long sides and so many terms in a
 # sum are no products of a library.
@@ -35,6 +37,7 @@ _SETTINGS: dict[str, Any] = {
 }
 # In the keys of programs on disk; to be counted up if the lowering below changes.
 _VERSION = "deepmd_muon 1"
+_INDEX_ADD = torch.ops.aten.index_add.default
 _BMM = torch.ops.aten.bmm.default
 _LIBRARY_PRODUCT = lowerings[_BMM]
 
@@ -47,12 +50,13 @@ def fused(
     It may differentiate inside, and draw random numbers, but not branch on numbers. The program
     empties its list of arguments.
     """
-    without_numbers = FakeTensorMode(allow_non_fake_inputs=True)
+    # The compiler keeps programs on disk only of graphs with an environment for shapes.
+    without_numbers = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     examples = [without_numbers.from_tensor(x, static_shapes=True) for x in arguments]
     with config.patch(_SETTINGS), without_numbers, torch.no_grad():
         trace = make_fx(
             dispatch_functionalize(function),
-            decomposition_table=select_decomp_table(),
+            decomposition_table={**select_decomp_table(), _INDEX_ADD: _index_add},
             _allow_non_fake_inputs=True,
         )
         traced = trace(*examples)
@@ -62,6 +66,7 @@ def fused(
         # Results have the strides that the function gives them.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         with (
+            tracing(TracingContext(without_numbers)),
             mock.patch.dict(lowerings, {_BMM: _product}),
             torch.compiler.config.patch(cache_key_tag=_VERSION),
         ):
@@ -69,6 +74,16 @@ def fused(
                 GraphModule(traced, graph), examples, is_inference=True
             )
     return program
+
+
+def _index_add(
+    base: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> Tensor:
+    """Add rows in float32 where the compiler would leave bfloat16 to a kernel of its own."""
+    wide = torch.promote_types(base.dtype, torch.float32)
+    indices = [None] * (dim % base.dim()) + [index]
+    rows = source.to(wide) if alpha == 1 else source.to(wide) * alpha
+    return torch.ops.aten.index_put(base.to(wide), indices, rows, True).to(base.dtype)
 
 
 def _product(a: TensorBox, b: TensorBox, **options: Any) -> TensorBox:
