@@ -135,7 +135,11 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     raise AttributeError(name)
                 return type(name, (), {})
 
-        return Anything(spec.name)
+        module = Anything(spec.name)
+        if spec.name == "mendeleev":  # statistics sort the elements of the data
+            numbers = {"H": 1, "O": 8}
+            module.element = lambda symbol: types.SimpleNamespace(atomic_number=numbers[symbol])
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Run nothing."""

@@ -62,8 +62,9 @@ def write_data(folder: Path, natoms: int, nframes: int) -> str:
     return str(system)
 
 
-def input_of(name: str, system: str, steps: int, prefix: Path) -> dict[str, Any]:
+def input_of(name: str, system: str, prefix: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return the input of a case."""
+    steps = options.steps
     model = copy.deepcopy(MODELS[name])
     fitting = {"neuron": [0], "precision": "float32", "seed": 42}
     model["fitting_net"] = fitting if model.get("type") == "dpa4" else copy.deepcopy(FITTING)
@@ -79,6 +80,7 @@ def input_of(name: str, system: str, steps: int, prefix: Path) -> dict[str, Any]
             "disp_freq": steps // 2,
             "save_freq": steps // 2,
             "enable_tf32": True,
+            "enable_compile": options.compile,
             "gradient_max_norm": 5.0,
             "save_ckpt": str(prefix),
             "disp_file": f"{prefix}.lcurve",
@@ -129,19 +131,20 @@ def run_case(name: str, folder: Path, options: argparse.Namespace) -> bool:
     """Train a case; return whether all steps that could be captured were."""
     system = write_data(folder, options.atoms, options.frames)
     steps = options.steps
-    first = folder / f"{name}-{os.environ.get('WORLD_SIZE', '1')}"
+    label = f"{name}-compiled" if options.compile else name
+    first = folder / f"{label}-{os.environ.get('WORLD_SIZE', '1')}"
     begun = time.monotonic()
-    graphs, step_time = train(input_of(name, system, steps, first))
+    graphs, step_time = train(input_of(name, system, first, options))
     took = time.monotonic() - begun
-    print(f"{name}: {graphs} graphs, {step_time:.2f} ms a step, run of {steps} steps {took:.1f} s")
+    print(f"{label}: {graphs} graphs, {step_time:.2f} ms a step, run of {steps} steps {took:.1f} s")
     if options.restart:
-        second = folder / f"{name}-restarted"
+        second = folder / f"{label}-restarted"
         middle = Path(f"{first}-{steps // 2}.pt")
-        train(input_of(name, system, steps, second), restart=middle)
+        train(input_of(name, system, second, options), restart=middle)
         whole = weights_of(Path(f"{first}-{steps}.pt"))
         gap = (weights_of(Path(f"{second}-{steps}.pt")) - whole).norm() / whole.norm()
         moved = (weights_of(middle) - whole).norm() / whole.norm()
-        print(f"{name}: restarted against whole run {gap:.1e}; the same steps moved {moved:.1e}")
+        print(f"{label}: restarted against whole run {gap:.1e}; the same steps moved {moved:.1e}")
     return graphs > 0
 
 
@@ -152,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--atoms", type=int, default=192)
     parser.add_argument("--frames", type=int, default=8)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--compile", action="store_true", help="set training/enable_compile")
     parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--folder", type=Path, help="where files go; new by default")
     options = parser.parse_args(arguments)

@@ -113,6 +113,8 @@ def _used_slots(structures: Structures, place: Tensor | None = None) -> Tensor |
     n_slots = structures.neighbor.numel()
     if len(structures.sections) > 1 or n_used.sum() == n_slots:
         return None
+    if structures.neighbor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # a graph cannot copy the numbers from the host
     width = structures.neighbor.shape[1]
     # Slots of an atom are consecutive, from `atom · width` on.
     first_used = np.cumsum(n_used) - n_used

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ class CompiledGradient:
 @contextlib.contextmanager
 def _replaced(model: nn.Module, state: Mapping[int, Tensor]) -> Iterator[None]:
     """Put other tensors in place of parameters and buffers, named by `id`, in a `with` block."""
-    places = [
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for part in model.modules()
         for tensors in (part._parameters, part._buffers)

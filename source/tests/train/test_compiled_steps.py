@@ -27,9 +27,11 @@ def test_a_program_differentiates_and_draws_as_the_function_does(device):
         with torch.enable_grad():
             points = vectors.detach().requires_grad_()
             turned = torch.bmm(matrices, (points * scale).tanh())  # small: a sum in a kernel
-            outer = torch.bmm(turned[:1].transpose(1, 2), turned[:1])  # large: a library's
+            squares = torch.bmm(turned.transpose(1, 2)[:, :20], turned)  # of 20 x 9 and 9 x 24
+            traces = torch.bmm(squares, turned[:, :1].transpose(1, 2))  # sums of 24 terms
+            outer = torch.bmm(turned[:1].transpose(1, 2), turned[:1])  # few: a library's
             kept = turned * torch.rand(turned.shape, dtype=turned.dtype, device=turned.device)
-            energy = kept.pow(2).sum() + outer.sin().sum()
+            energy = kept.pow(2).sum() + outer.sin().sum() + traces.sum()
             (slope,) = torch.autograd.grad(energy, points, create_graph=True)
             loss = slope.pow(2).sum()
             (gradient,) = torch.autograd.grad(loss, scale)
@@ -39,7 +41,7 @@ def test_a_program_differentiates_and_draws_as_the_function_does(device):
     torch.manual_seed(1)
     arguments = [
         torch.randn(shape, dtype=torch.float64, device=device)
-        for shape in ((600, 9, 7), (600, 7, 40), (7, 40))
+        for shape in ((600, 9, 7), (600, 7, 24), (7, 24))
     ]
     for _ in range(2):
         program = fused(function, arguments)
