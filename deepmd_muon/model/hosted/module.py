@@ -124,6 +124,17 @@ class HostedModel(EnergyModel):
             "(pip install 'deepmd-kit[torch]')"
         )
 
+    @property
+    def frozen_without(self) -> str | None:
+        """What a frozen form made in this environment cannot do; None if it can do all."""
+        if not self.hosted.has_message_passing() or has_operators():
+            return None
+        return (
+            "LAMMPS cannot run the file, because deepmd-kit's compiled operators do not fit the "
+            "installed torch; dp test and ASE can. Freeze in an environment with deepmd-kit's "
+            "torch (pip install 'deepmd-kit[torch]') for LAMMPS"
+        )
+
     def fit_statistics(self, samples: Sequence[Mapping[str, Tensor]]) -> None:
         """Fit all statistics, the energy bias included; see `EnergyModel`."""
         batches = [dict(sample) for sample in samples]
