@@ -165,8 +165,8 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
     try:
         return get_model(section)
     except _BUILD_ERRORS as error:
-        # Some messages continue with the whole model.
-        reason = " ".join((str(error) or type(error).__name__).split())[:_LONGEST_REASON]
+        # Further lines of some messages print the whole model.
+        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
         raise ModelError(f"deepmd-kit cannot build the model: {reason}") from error
 
 

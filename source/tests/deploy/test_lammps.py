@@ -49,7 +49,8 @@ def with_small_forces(model):
     )
     with torch.no_grad():
         for net in model.atomic_model.fitting_net.filter_layers.networks:
-            net.layers[-1].matrix.mul_(0.1 / np.abs(force).max())
+            last = net.output_layer if hasattr(net, "output_layer") else net.layers[-1]
+            last.matrix.mul_(0.1 / np.abs(force).max())
     return model
 
 
