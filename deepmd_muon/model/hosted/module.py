@@ -42,6 +42,8 @@ class HostedModel(EnergyModel):
     """
 
     settings: HostedSettings
+    #: Names of low-rank adapters, which checkpoints of the model without them lack.
+    adapters: frozenset[str]
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
     hosted: Any
@@ -52,6 +54,7 @@ class HostedModel(EnergyModel):
         self.type_map = settings.type_map
         self.ntypes = len(self.type_map)
         module = _build(settings.plain_form(), seed)
+        self.adapters = _add_adapters(module, settings.section.get("lora"))
         # No child: its children are ours.
         object.__setattr__(self, "hosted", module)
         for name, child in module.named_children():
@@ -168,6 +171,24 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
         # Further lines of some messages print the whole model.
         reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
         raise ModelError(f"deepmd-kit cannot build the model: {reason}") from error
+
+
+def _add_adapters(module: Any, lora: Mapping[str, Any] | None) -> frozenset[str]:
+    """Add deepmd-kit's low-rank adapters (LoRA) of DPA-4, and freeze what they adapt.
+
+    Return the names of their tensors; none without `lora`, the section with rank and scale. They
+    begin at an output of 0.
+    """
+    if not lora:
+        return frozenset()
+    from deepmd.pt.model.descriptor.sezm_nn import apply_lora_to_sezm
+
+    names = set(module.state_dict())
+    # The same numbers in every process, and none from the generator of the run.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        apply_lora_to_sezm(module, rank=int(lora["rank"]), alpha=lora.get("alpha"))
+    return frozenset(set(module.state_dict()) - names - {"_extra_state"})
 
 
 def _declared_adamw(module: Any) -> tuple[str, ...]:

@@ -113,9 +113,9 @@ class Source:
         the checkpoint's.
         """
         if self.way != "finetune":
-            return self.model
+            return self._with_adapters(self.model, present)
         if isinstance(self.model, HostedSettings):
-            saved = self._model_for(present)
+            saved = self._with_adapters(self._model_for(present), present)
             return self._with_new_fitting(saved, present) if self.new_fitting else saved
         saved_model = self._model_for(present)
         parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]
@@ -135,10 +135,16 @@ class Source:
 
         See `check_model_section`.
         """
-        saved_model = self._model_for(present)
+        saved_model = self._with_adapters(self._model_for(present), present)
         if self.new_fitting:
             saved_model = self._with_new_fitting(saved_model, present)
         check_model_section(saved_model, present, self.path, insist=insist)
+
+    def _with_adapters(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
+        """Return a saved model with the adapters of another one, which a new run may add."""
+        if self.way == "restart" or not isinstance(saved, HostedSettings):
+            return saved
+        return saved.with_adapters_of(present)
 
     @staticmethod
     def _with_new_fitting(saved: ModelSettings, present: ModelSettings) -> ModelSettings:
@@ -211,6 +217,10 @@ class Source:
                 # The bias of new types stays 0 here; it is fitted afterwards.
                 model.set_energy_bias([0.0] * model.ntypes)
             weights = move_weights(model, weights, move)
+        if self.way != "restart":
+            # New adapters keep their initial values.
+            present = model.state_dict()
+            weights = {**{name: present[name] for name in model.adapters}, **weights}
         if not self.new_fitting:
             return weights
         # The new fitting net keeps its initial values.

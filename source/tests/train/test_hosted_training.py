@@ -410,3 +410,44 @@ def test_what_does_not_fit_is_one_clear_error(tmp_path, train, caplog):
     with pytest.raises(ModelError, match="mixed type") as caught:
         train(content)
     assert len(str(caught.value)) < 300
+
+
+def test_adapters_train_and_the_rest_stays(tmp_path, train, load):
+    """LoRA of DPA-4: the start is the checkpoint's energy, a restart is bitwise, deepmd-kit reads the end."""
+    content = hosted_input("dpa4", write_data(tmp_path, nframes=3), 2, save_ckpt="base")
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"]["lora"] = {"rank": 2, "alpha": 2.0}
+    content["training"] |= {"numb_steps": 4, "save_freq": 2, "save_ckpt": "adapted"}
+    content["optimizer"] = {"type": "HybridMuon"}
+    assert train(content, skip_neighbor_stat=True, init_model="base-2.pt") == 0
+    base = load("base-2.pt")["model"]
+    adapted = load("adapted-4.pt")["model"]
+    added = {name for name in adapted.keys() - base.keys() if torch.is_tensor(adapted[name])}
+    assert any("A_by_l" in name for name in added)
+    weights = [name for name in base if name.endswith("so3_linear_1.weight")]
+    weights += [name for name in base if ".weight_m0" in name]
+    assert weights
+    for name in weights:
+        assert torch.equal(adapted[name], base[name])
+    assert any(adapted[name].abs().max() > 0 for name in added if "B_" in name)
+    assert train(content, skip_neighbor_stat=True, restart="adapted-2.pt") == 0
+    again = load("adapted-4.pt")["model"]
+    for name, x in adapted.items():
+        if torch.is_tensor(x):
+            assert torch.equal(again[name], x)
+    # A rate of zero leaves the energies of the checkpoint.
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["training"] |= {"numb_steps": 1, "save_ckpt": "still"}
+    assert train(content, skip_neighbor_stat=True, init_model="base-2.pt") == 0
+    (system,) = open_systems(str(tmp_path / "sys"), TYPE_MAP)
+    frames = system.frames([0])
+    energies = [
+        Predictor(path, device="cpu").evaluate(frames).energy[0]
+        for path in ("base-2.pt", "still-1.pt", "adapted-4.pt")
+    ]
+    assert energies[1] == pytest.approx(energies[0], rel=1e-12)
+    assert energies[2] != energies[0]
+    from deepmd.infer import DeepPot
+
+    theirs = DeepPot("adapted-4.pt").eval(frames.coord, frames.box, frames.atype[0])[0]
+    assert float(theirs[0, 0]) == pytest.approx(energies[2], rel=1e-6)
