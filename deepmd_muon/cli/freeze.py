@@ -123,8 +123,11 @@ def _hand_over_hosted(
             "weights, without tables: leave out --ema and --interpolate"
         )
     # Otherwise it would fail after minutes of compilation.
-    if isinstance(model, HostedModel) and (problem := model.why_not_frozen):
-        raise CommandError(problem)
+    if isinstance(model, HostedModel):
+        if problem := model.why_not_frozen:
+            raise CommandError(problem)
+        if lack := model.frozen_without:
+            log.warning("%s", lack)
     head = ["--head", options.head] if options.head else []
     words = ["--pt", "freeze", "-c", str(checkpoint), "-o", str(output), *head]
     raise HandOver(f"a frozen form of this model ({model.why_foreign})", words=words)

@@ -61,6 +61,7 @@ class EnergyModel(torch.nn.Module, ABC):
     counted: Tensor | None
     fits_own_statistics: bool = False
     why_foreign: str | None = None
+    adapters: frozenset[str] = frozenset()
     adamw_substrings: tuple[str, ...] = ()
     why_not_captured: str | None = None
     asks_for_compiler: bool = False

@@ -238,7 +238,7 @@ class ModelSettings(Section):
 _ENERGY_MODELS = frozenset({"standard", "dpa4", "DPA4", "SeZM", "sezm", "linear_ener"})
 _ENERGY_FITTING_NETS = frozenset({"ener", "dpa4_ener", "sezm_ener"})
 # Keys that ask for other labels, or for files of other programs.
-_OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding", "lora", "hessian_mode")
+_OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding", "hessian_mode")
 
 # Keys of a section that say nothing about the model: branches and statistics.
 _NOT_OF_THE_MODEL = ("info", "model_branch_alias", "finetune_head", "shared_dict")
@@ -335,6 +335,13 @@ class HostedSettings(ModelSettings):
             raise ModelError("the fitting net of this model cannot be replaced")
         section = {**self.plain_form(), "fitting_net": other.section.get("fitting_net")}
         return HostedSettings.of(section)
+
+    def with_adapters_of(self, other: ModelSettings) -> HostedSettings:
+        """Return the model with the low-rank adapters of another hosted model, or without."""
+        section = {key: value for key, value in self.section.items() if key != "lora"}
+        if isinstance(other, HostedSettings) and other.section.get("lora"):
+            section["lora"] = other.section["lora"]
+        return dataclasses.replace(self, section=section)
 
     def with_frame_parameters(self, count: int) -> HostedSettings:
         """Return the model with fitting nets that read so many parameters of each frame."""

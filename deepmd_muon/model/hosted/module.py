@@ -43,6 +43,8 @@ class HostedModel(EnergyModel):
     """
 
     settings: HostedSettings
+    #: Names of low-rank adapters, which checkpoints of the model without them lack.
+    adapters: frozenset[str]
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
     hosted: Any
@@ -53,6 +55,7 @@ class HostedModel(EnergyModel):
         self.type_map = settings.type_map
         self.ntypes = len(self.type_map)
         module = _build(settings.plain_form(), seed)
+        self.adapters = _add_adapters(module, settings.section.get("lora"))
         # No child: its children are ours.
         object.__setattr__(self, "hosted", module)
         for name, child in module.named_children():
@@ -130,6 +133,17 @@ class HostedModel(EnergyModel):
             "(pip install 'deepmd-kit[torch]')"
         )
 
+    @property
+    def frozen_without(self) -> str | None:
+        """What a frozen form made in this environment cannot do; None if it can do all."""
+        if not self.hosted.has_message_passing() or has_operators():
+            return None
+        return (
+            "LAMMPS cannot run the file, because deepmd-kit's compiled operators do not fit the "
+            "installed torch; dp test and ASE can. Freeze in an environment with deepmd-kit's "
+            "torch (pip install 'deepmd-kit[torch]') for LAMMPS"
+        )
+
     def fit_statistics(self, samples: Sequence[Mapping[str, Tensor]]) -> None:
         """Fit all statistics, the energy bias included; see `EnergyModel`."""
         batches = [dict(sample) for sample in samples]
@@ -160,9 +174,27 @@ def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
     try:
         return get_model(section)
     except _BUILD_ERRORS as error:
-        # Some messages continue with the whole model.
-        reason = " ".join((str(error) or type(error).__name__).split())[:_LONGEST_REASON]
+        # Further lines of some messages print the whole model.
+        reason = str(error).strip().partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
         raise ModelError(f"deepmd-kit cannot build the model: {reason}") from error
+
+
+def _add_adapters(module: Any, lora: Mapping[str, Any] | None) -> frozenset[str]:
+    """Add deepmd-kit's low-rank adapters (LoRA) of DPA-4, and freeze what they adapt.
+
+    Return the names of their tensors; none without `lora`, the section with rank and scale. They
+    begin at an output of 0.
+    """
+    if not lora:
+        return frozenset()
+    from deepmd.pt.model.descriptor.sezm_nn import apply_lora_to_sezm
+
+    names = set(module.state_dict())
+    # The same numbers in every process, and none from the generator of the run.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        apply_lora_to_sezm(module, rank=int(lora["rank"]), alpha=lora.get("alpha"))
+    return frozenset(set(module.state_dict()) - names - {"_extra_state"})
 
 
 def _declared_adamw(module: Any) -> tuple[str, ...]:

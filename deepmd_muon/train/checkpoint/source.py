@@ -116,9 +116,15 @@ class Source:
         the checkpoint's.
         """
         if self.way != "finetune":
+<<<<<<< HEAD
             return self.settings
         if isinstance(self.settings, HostedSettings):
             saved = self._model_for(present)
+=======
+            return self._with_adapters(self.model, present)
+        if isinstance(self.model, HostedSettings):
+            saved = self._with_adapters(self._model_for(present), present)
+>>>>>>> i52b
             return self._with_new_fitting(saved, present) if self.new_fitting else saved
         saved_model = self._model_for(present)
         parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]
@@ -138,10 +144,16 @@ class Source:
 
         See `check_model_section`.
         """
-        saved_model = self._model_for(present)
+        saved_model = self._with_adapters(self._model_for(present), present)
         if self.new_fitting:
             saved_model = self._with_new_fitting(saved_model, present)
         check_model_section(saved_model, present, self.path, insist=insist)
+
+    def _with_adapters(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
+        """Return a saved model with the adapters of another one, which a new run may add."""
+        if self.way == "restart" or not isinstance(saved, HostedSettings):
+            return saved
+        return saved.with_adapters_of(present)
 
     @staticmethod
     def _with_new_fitting(saved: ModelSettings, present: ModelSettings) -> ModelSettings:
@@ -215,7 +227,15 @@ class Source:
             if not self.new_fitting:
                 # The bias of new types stays 0 here; it is fitted afterwards.
                 model.set_energy_bias([0.0] * model.ntypes)
+<<<<<<< HEAD
             saved = move_weights(model, saved, move)
+=======
+            weights = move_weights(model, weights, move)
+        if self.way != "restart":
+            # New adapters keep their initial values.
+            present = model.state_dict()
+            weights = {**{name: present[name] for name in model.adapters}, **weights}
+>>>>>>> i52b
         if not self.new_fitting:
             return saved
         # The new fitting net keeps its initial values.

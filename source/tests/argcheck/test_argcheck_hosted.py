@@ -34,6 +34,7 @@ def whole(model, **changes):
     ("change", "expected"),
     [
         ({}, True),
+        ({"lora": {"rank": 4}}, True),
         ({"fitting_net": {"type": "property"}}, False),
         ({"spin": {"use_spin": [True, False]}}, False),
         ({"type": "pairwise_dprc"}, False),

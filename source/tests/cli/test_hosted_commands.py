@@ -41,9 +41,10 @@ def predict(path):
     return predictor.predict(coord, 7.0 * np.eye(3), np.array(TYPES))
 
 
-def test_freeze_calls_deepmd_kits_and_dp_test_reads_the_file(trained, tmp_path):
+def test_freeze_calls_deepmd_kits_and_dp_test_reads_the_file(trained, tmp_path, caplog):
     checkpoint = trained("dpa2")
     assert main(["freeze", "-c", str(checkpoint), "-o", "frozen"]) == 0
+    assert ("LAMMPS cannot run" in caplog.text) == (not has_operators())
     frozen = predict(tmp_path / "frozen.pth")
     expected = predict(checkpoint)
     np.testing.assert_allclose(frozen.energy, expected.energy, rtol=1e-12)

@@ -1,5 +1,6 @@
 """LAMMPS with our frozen files: LAMMPS_LMP=its program, LAMMPS_MPIEXEC=its mpiexec, `pytest -m lammps`."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -11,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 from frozen_models import LARGER, TABULATED, build
+from hosted_models import hosted_input
 
+from deepmd_muon.argcheck.load import normalize
+from deepmd_muon.cli.main import main
 from deepmd_muon.deploy.compress import compress
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import DeepPotCalculator, Predictor
+from deepmd_muon.model import build_model
+from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "water_md"
 
@@ -25,11 +31,13 @@ pytestmark = [
 
 
 def live_model(descriptor, seed, **section):
-    """A model whose largest force is 0.1 eV/Å on a frame of the example; more would let atoms collapse.
-
-    A table adds its forces.
-    """
+    """A model with small forces: larger ones would let atoms collapse. A table adds its forces."""
     model = build({**descriptor, "seed": seed}, {"neuron": [24, 24], "seed": seed}, **section)
+    return with_small_forces(model)
+
+
+def with_small_forces(model):
+    """Scale the energies of a model, so that its largest force is 0.1 eV/Å on a frame of the example."""
     data = EXAMPLE.parent / "water_xtb" / "data" / "valid" / "300K"
     coord, box = (
         np.load(data / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box")
@@ -41,7 +49,8 @@ def live_model(descriptor, seed, **section):
     )
     with torch.no_grad():
         for net in model.atomic_model.fitting_net.filter_layers.networks:
-            net.layers[-1].matrix.mul_(0.1 / np.abs(force).max())
+            last = net.output_layer if hasattr(net, "output_layer") else net.layers[-1]
+            last.matrix.mul_(0.1 / np.abs(force).max())
     return model
 
 
@@ -125,19 +134,44 @@ def test_a_short_range_table_is_that_of_the_checkpoint(kind, ranks, folder):
 def follow(model, ranks, folder):
     """Run a frozen model; its forces and energies must be the model's, and its energy constant."""
     freeze(model, folder / "model.pth")
-    thermo, frames = run_lammps(folder, "model.pth", ranks)
+    return follow_file("model.pth", model, ranks, folder)
+
+
+def follow_file(name, model, ranks, folder, tolerance=1e-10):
+    """Run the frozen file of a model; forces [eV/Å] and energies may differ by `tolerance`."""
+    thermo, frames = run_lammps(folder, name, ranks)
     assert len(frames) == len(thermo) == 5
     calculator = DeepPotCalculator(Predictor(model, device="cpu"))
     for row, frame in zip(thermo, frames, strict=True):
         forces = frame.get_forces()
         assert np.abs(forces).max() > 0.05
         frame.calc = calculator
-        np.testing.assert_allclose(forces, frame.get_forces(), rtol=0, atol=1e-10)
-        np.testing.assert_allclose(row[3], frame.get_potential_energy(), rtol=1e-10)
+        np.testing.assert_allclose(forces, frame.get_forces(), rtol=0, atol=tolerance)
+        np.testing.assert_allclose(row[3], frame.get_potential_energy(), rtol=tolerance)
     potential, total = thermo[:, 3], thermo[:, 4]
     assert np.ptp(potential) > 1e-3
     assert np.ptp(total) < 0.02 * np.ptp(potential)
     return frames
+
+
+@pytest.mark.deepmd_kit
+@pytest.mark.skipif(importlib.util.find_spec("deepmd") is None, reason="needs deepmd-kit")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "kind", ["hybrid", "se_e2_r", "se_e3", "dpa2", pytest.param("dpa4", marks=pytest.mark.slow)]
+)
+def test_forces_and_energies_of_a_model_of_deepmd_kit(kind, folder, monkeypatch):
+    """Frozen by its own `dp freeze`; DPA-4 is compiled, which takes five minutes."""
+    settings = normalize(hosted_input(kind, str(folder), 1)).settings.model
+    model = with_small_forces(build_model(settings))
+    if model.why_not_frozen or model.frozen_without:
+        pytest.skip("deepmd-kit's operators do not fit the installed torch")
+    monkeypatch.chdir(folder)
+    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0})}, "model.pt")
+    name = "model.pt2" if kind == "dpa4" else "model.pth"
+    assert main(["freeze", "-c", "model.pt", "-o", "model.pth"]) == 0
+    # DPA-4 computes parts of its geometry in float32.
+    follow_file(name, model, 1, folder, tolerance=1e-6 if kind == "dpa4" else 1e-10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -44,6 +44,7 @@ HOSTED = (
     "water/dpa4/input.json",
     "water/dpa4/input_multitask.json",
     "water/dpa4/lmp/input.json",
+    "water/dpa4/lora_ft.json",
     "water/hybrid/input.json",
     "water/linear/input_pt.json",
     "water/se_e2_r/input.json",

@@ -15,12 +15,14 @@ import torch
 from ase import Atoms
 from hosted_models import MODELS, TYPE_MAP, TYPES, hosted_input, write_data
 
+from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, open_systems
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.ase_calculator import DeepPotCalculator
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.model import ModelError
+from deepmd_muon.train import NonFiniteError
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -350,3 +352,102 @@ def test_frames_without_charge_and_spin_need_a_default(tmp_path, train):
     content["model"]["descriptor"]["default_chg_spin"] = [0, 1]
     assert train(content, skip_neighbor_stat=True) == 0
     assert not Predictor("model.ckpt-3.pt", device="cpu").parameters.required
+
+
+def test_a_run_stops_early_and_keeps_its_best(tmp_path, train, load):
+    system = write_data(tmp_path, nframes=3)
+    content = hosted_input("se_e2_r", system, 30)
+    content["training"]["validation_data"] = {"systems": [system]}
+    # No update moves the weights: the first validation is the best, and patience ends after two more.
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["validating"] = {
+        "full_validation": True,
+        "full_val_start": 0,
+        "validation_freq": 2,
+        "early_stop_patience": 2,
+    }
+    assert train(content, skip_neighbor_stat=True) == 0
+    assert load()["deepmd_muon"]["step"] == 6
+    (best,) = (path for path in Path().glob("best*") if not path.is_symlink())
+    assert "2" in best.stem
+    assert_close(load(best)["model"], load()["model"], 1e-12)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, train):
+    system = write_data(tmp_path, nframes=2)
+    np.save(Path(system, "set.000", "energy.npy"), np.array([1e200, -1e200]))
+    content = hosted_input("dpa2", system, 3)
+    with pytest.raises(NonFiniteError):
+        train(content, skip_neighbor_stat=True)
+
+
+def test_a_frozen_file_of_deepmd_kit_starts_a_run(tmp_path, train, load):
+    content = hosted_input("hybrid", write_data(tmp_path), 2)
+    assert train(content, skip_neighbor_stat=True) == 0
+    assert main(["freeze", "-c", "model.ckpt-2.pt", "-o", "frozen"]) == 0
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["training"]["save_ckpt"] = "next"
+    assert train(content, skip_neighbor_stat=True, init_model="frozen.pth") == 0
+    assert_close(load("next-2.pt")["model"], load("model.ckpt-2.pt")["model"], 1e-12)
+
+
+def test_what_does_not_fit_is_one_clear_error(tmp_path, train, caplog):
+    system = write_data(tmp_path)
+    content = hosted_input("se_e3", system, 1)
+    content["model"]["type_map"] = ["O", "C"]
+    with pytest.raises(DataError, match="'H'"):
+        train(content, skip_neighbor_stat=True)
+    content = hosted_input("se_e2_r", system, 1)
+    content["model"]["descriptor"]["sel"] = [1, 2]
+    assert train(content) == 0
+    assert "model/descriptor/sel to at least" in caplog.text
+    content["model"] = {
+        "type": "linear_ener",
+        "weights": "mean",
+        "type_map": TYPE_MAP,
+        "models": [content["model"]],
+    }
+    with pytest.raises(ModelError, match="mixed type") as caught:
+        train(content)
+    assert len(str(caught.value)) < 300
+
+
+def test_adapters_train_and_the_rest_stays(tmp_path, train, load):
+    """LoRA of DPA-4: the start is the checkpoint's energy, a restart is bitwise, deepmd-kit reads the end."""
+    content = hosted_input("dpa4", write_data(tmp_path, nframes=3), 2, save_ckpt="base")
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"]["lora"] = {"rank": 2, "alpha": 2.0}
+    content["training"] |= {"numb_steps": 4, "save_freq": 2, "save_ckpt": "adapted"}
+    content["optimizer"] = {"type": "HybridMuon"}
+    assert train(content, skip_neighbor_stat=True, init_model="base-2.pt") == 0
+    base = load("base-2.pt")["model"]
+    adapted = load("adapted-4.pt")["model"]
+    added = {name for name in adapted.keys() - base.keys() if torch.is_tensor(adapted[name])}
+    assert any("A_by_l" in name for name in added)
+    weights = [name for name in base if name.endswith("so3_linear_1.weight")]
+    weights += [name for name in base if ".weight_m0" in name]
+    assert weights
+    for name in weights:
+        assert torch.equal(adapted[name], base[name])
+    assert any(adapted[name].abs().max() > 0 for name in added if "B_" in name)
+    assert train(content, skip_neighbor_stat=True, restart="adapted-2.pt") == 0
+    again = load("adapted-4.pt")["model"]
+    for name, x in adapted.items():
+        if torch.is_tensor(x):
+            assert torch.equal(again[name], x)
+    # A rate of zero leaves the energies of the checkpoint.
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    content["training"] |= {"numb_steps": 1, "save_ckpt": "still"}
+    assert train(content, skip_neighbor_stat=True, init_model="base-2.pt") == 0
+    (system,) = open_systems(str(tmp_path / "sys"), TYPE_MAP)
+    frames = system.frames([0])
+    energies = [
+        Predictor(path, device="cpu").evaluate(frames).energy[0]
+        for path in ("base-2.pt", "still-1.pt", "adapted-4.pt")
+    ]
+    assert energies[1] == pytest.approx(energies[0], rel=1e-12)
+    assert energies[2] != energies[0]
+    from deepmd.infer import DeepPot
+
+    theirs = DeepPot("adapted-4.pt").eval(frames.coord, frames.box, frames.atype[0])[0]
+    assert float(theirs[0, 0]) == pytest.approx(energies[2], rel=1e-6)
