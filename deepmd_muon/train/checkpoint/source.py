@@ -116,15 +116,9 @@ class Source:
         the checkpoint's.
         """
         if self.way != "finetune":
-<<<<<<< HEAD
-            return self.settings
+            return self._with_adapters(self.settings, present)
         if isinstance(self.settings, HostedSettings):
-            saved = self._model_for(present)
-=======
-            return self._with_adapters(self.model, present)
-        if isinstance(self.model, HostedSettings):
             saved = self._with_adapters(self._model_for(present), present)
->>>>>>> i52b
             return self._with_new_fitting(saved, present) if self.new_fitting else saved
         saved_model = self._model_for(present)
         parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]
@@ -227,15 +221,11 @@ class Source:
             if not self.new_fitting:
                 # The bias of new types stays 0 here; it is fitted afterwards.
                 model.set_energy_bias([0.0] * model.ntypes)
-<<<<<<< HEAD
             saved = move_weights(model, saved, move)
-=======
-            weights = move_weights(model, weights, move)
         if self.way != "restart":
             # New adapters keep their initial values.
             present = model.state_dict()
-            weights = {**{name: present[name] for name in model.adapters}, **weights}
->>>>>>> i52b
+            saved = {**{name: present[name] for name in model.adapters}, **saved}
         if not self.new_fitting:
             return saved
         # The new fitting net keeps its initial values.
