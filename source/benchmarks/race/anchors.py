@@ -33,10 +33,10 @@ CLOSE, CLOSEST = 0.9, 0.45
 STIFF, SOFTENED, LARGE = 300.0, 0.1, 100.0
 #: Largest force of the copy on a structure that enters [eV/Å].
 LARGEST = 50.0
-#: Differences of forces that cost nothing [eV/Å], and relative to the copy's force.
-FREE, FREE_SHARE = 1.0, 0.1
-#: Structures of each copy in the ring, those that it may add in a row, and looks after which it starts again.
-SLOTS, IN_A_ROW, LONGEST = 32, 8, 500
+#: Differences of forces that cost nothing, relative to the copy's force.
+FREE_SHARE = 0.1
+#: Structures of each copy in the ring, and looks after which it starts again.
+SLOTS, LONGEST = 32, 500
 #: Starts of each copy.
 STARTS = 16
 #: Prefactor of the hinge, from the first to the last rate: that of forces in the race's loss.
@@ -61,6 +61,10 @@ class Anchors:
         Structures in the dynamics, and in the hinge.
     all_structures
         Whether good structures enter, too.
+    in_a_row
+        Bad structures after which a copy starts again.
+    free
+        Differences of forces that cost nothing [eV/Å].
     """
 
     hand_over: int = 3000
@@ -70,6 +74,8 @@ class Anchors:
     every: int = 10
     copies: int = 8
     all_structures: bool = False
+    in_a_row: int = 8
+    free: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class AnchoredRun(WatchedRun):
         with exactly(model):
             force = model(structures, force=True, virial=False)["force"]
         difference = ((force - wanted).square().sum(-1) + 1e-12).sqrt()
-        free = FREE + FREE_SHARE * wanted.square().sum(-1).sqrt()
+        free = self._anchors.free + FREE_SHARE * wanted.square().sum(-1).sqrt()
         excess = torch.relu(difference - free)
         cost = (1.0 + excess.square()).sqrt() - 1.0
         first, last = PREFACTORS
@@ -189,7 +195,7 @@ class AnchoredRun(WatchedRun):
         self.blown.add_(gone)
         self._in_a_row.add_(bad)
         self._age.add_(1)
-        self._restart(gone | (self._in_a_row >= IN_A_ROW) | (self._age >= LONGEST))
+        self._restart(gone | (self._in_a_row >= self._anchors.in_a_row) | (self._age >= LONGEST))
 
     def _restart(self, ends: Tensor) -> None:
         """Let some copies start again."""

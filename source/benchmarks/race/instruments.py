@@ -120,6 +120,18 @@ def outcomes(potentials: Sequence[Potential]) -> dict[str, dict[str, float]]:
     }
 
 
+def checked(potentials: Sequence[Potential]) -> dict[str, dict[str, float]]:
+    """Return how close atoms came in `dp check`, of the potentials that it checked."""
+    return {
+        f"{p.set}_{p.setting}_{p.steps}_{p.seed}": {
+            "blown": float(p.blown),
+            "close in the check": -p.check_least,
+        }
+        for p in potentials
+        if p.model == "se_e2_a" and p.runs and p.check_least is not None
+    }
+
+
 def area(rows: Sequence[Mapping[str, float]], key: str) -> float:
     """Return the area under the ROC curve of a measure."""
     bad, good = (
@@ -138,27 +150,41 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--csv", type=Path, required=True, help="file that gets all values")
+    parser.add_argument(
+        "--csv", type=Path, required=True, help="file that gets all values, and keeps those it has"
+    )
     parser.add_argument("results", type=Path, nargs="+")
     args = parser.parse_args()
     torch.set_num_threads(1)
     potentials, _ = read_results(args.results)
     known = outcomes(potentials)
     print_areas(by_set(known))
-    rows = {}
-    with args.csv.open("w", newline="") as file:
-        writer = csv.writer(file)
-        for weights in sorted(args.weights.glob("*.pt")):
-            if weights.stem not in known:
-                continue
+    print_areas(by_set(checked(potentials)))
+    rows = earlier(args.csv)
+    for weights in sorted(args.weights.glob("*.pt")):
+        if weights.stem in known and weights.stem not in rows:
             name = weights.stem.partition("_")[0]
-            row = {**known[weights.stem], **measured(weights, name, args.data)}
-            if not rows:
-                writer.writerow(["potential", *row])
-            writer.writerow([weights.stem, *(f"{value:.5g}" for value in row.values())])
-            file.flush()
-            rows[weights.stem] = row
+            rows[weights.stem] = {
+                **known[weights.stem],
+                **measured(weights, name, args.data),
+            }
+    with args.csv.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["potential", *next(iter(rows.values()))])
+        for name, row in sorted(rows.items()):
+            writer.writerow([name, *(f"{value:.5g}" for value in row.values())])
     print_areas(by_set(rows))
+
+
+def earlier(path: Path) -> dict[str, dict[str, float]]:
+    """Return the rows of a file that another run wrote; none without a file."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {
+            row.pop("potential"): {key: float(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        }
 
 
 def by_set(rows: Mapping[str, dict[str, float]]) -> dict[str, list[dict[str, float]]]:
@@ -171,6 +197,8 @@ def by_set(rows: Mapping[str, dict[str, float]]) -> dict[str, list[dict[str, flo
 
 def print_areas(sets: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     """Print the areas of all measures, as Markdown."""
+    if not sets:
+        return
     keys = [key for key in next(iter(sets.values()))[0] if key != "blown"]
     print("| set | potentials | blow up | " + " | ".join(keys) + " |")
     print("|" + "---|" * (3 + len(keys)))

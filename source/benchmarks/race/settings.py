@@ -159,20 +159,20 @@ SETTINGS |= {
     f"first_r{ratio:g}": muon(adamw_patterns=list(ROUTES["first"]), adam_lr_ratio=ratio)
     for ratio in (1.0, 3.0)
 }
-#: Ways to anchor a run; names of settings are "anchors", "first_anchors" and so on, followed by these.
-ANCHORS = {
-    "": Anchors(),
-    "_x10": Anchors(weight=10.0),
-    "_x0.1": Anchors(weight=0.1),
-    "_10k": Anchors(hand_over=10_000),
-    "_1k": Anchors(hand_over=1_000),
-    "_all": Anchors(all_structures=True),
-    "_dense": Anchors(every=4, explore_every=250),
+#: Runs with anchors: the setting that they change, and how.
+ANCHORED = {
+    "anchors": ("default", Anchors()),
+    "anchors_x10": ("default", Anchors(weight=10.0)),
+    "anchors_1k": ("default", Anchors(hand_over=1_000)),
+    "anchors_all": ("default", Anchors(all_structures=True)),
+    "anchors_deep": ("default", Anchors(in_a_row=500)),
+    "anchors_deep_tight": ("default", Anchors(in_a_row=500, free=0.2, weight=10.0)),
+    "first_anchors": ("first_c4.32_r1", Anchors()),
+    "adamw_anchors": ("adamw", Anchors()),
 }
 SETTINGS |= {
-    f"{base}anchors{kind}": dataclasses.replace(SETTINGS[setting], averaged=False, anchors=anchors)
-    for base, setting in (("", "default"), ("first_", "first_c4.32_r1"), ("adamw_", "adamw"))
-    for kind, anchors in ANCHORS.items()
+    name: dataclasses.replace(SETTINGS[setting], averaged=False, anchors=anchors)
+    for name, (setting, anchors) in ANCHORED.items()
 }
 
 

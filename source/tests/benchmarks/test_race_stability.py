@@ -8,7 +8,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import anchors
 import labels_to_stability
 import numpy as np
 import pytest
@@ -85,14 +84,13 @@ def test_a_copy_that_is_too_hot_ends_and_others_go_on(predictor, copies):
     assert np.isfinite(found.pairs[1]).any()
 
 
-def test_the_hinge_compares_present_forces_with_those_of_the_copy(predictor, monkeypatch):
-    monkeypatch.setattr(anchors, "FREE", 0.0)
+def test_the_hinge_compares_present_forces_with_those_of_the_copy(predictor):
     systems = open_systems(str(DATA / "300K"), predictor.type_map)
     around = Surroundings(
         systems, np.full((2, 2), 0.5), temperature=500.0, time_step=0.5, masses=()
     )
     model = predictor.model
-    run = AnchoredRun(model, around, Anchors(copies=2, looks=2, all_structures=True))
+    run = AnchoredRun(model, around, Anchors(copies=2, looks=2, all_structures=True, free=0.0))
     run.explore()
     assert run.taken.tolist() == [2, 2]
     before = Predictor(copy.deepcopy(model), device="cpu")
