@@ -151,7 +151,7 @@ SWITCHES = st.fixed_dictionaries(
     {
         "nesterov": st.booleans(),
         "magma_muon": st.booleans(),
-        "scaling": st.sampled_from(["none", "match_rms", "rectangular", "spectral"]),
+        "scaling": st.sampled_from(["match_rms", "match_rms", "spectral"]),
         "layout": st.sampled_from(["as_stored", "in_out"]),
         "schedule": st.sampled_from(["8+2", "keller-jordan", ((1.5, -0.5, 0.0),) * 3]),
     }
@@ -161,9 +161,9 @@ OF_ONE_STEP = st.fixed_dictionaries(
     {
         "momentum": st.sampled_from([0.0, 0.5, 0.95]),
         "weight_decay": st.sampled_from([0.0, 0.01, 0.5]),
-        "lr": st.sampled_from([0.0, 0.1, 0.02]),
+        "lr": st.sampled_from([0.1, 0.02]),
         "scale": st.sampled_from([None, 2.0**10]),
-        "skip": st.booleans(),
+        "skip": st.sampled_from([False, False, True]),
     }
 )
 
