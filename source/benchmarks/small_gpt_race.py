@@ -12,7 +12,7 @@ captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 With `--sizes`, models of several sizes (`rate_tasks.py`) train at a grid of rates of AdamW's part instead, beside AdamW
 and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Processes share `--gpus` GPUs.
 Then `--out` is a JSON file, written after every run. `--defaults` trains the untouched `muon_for(model)` beside them,
-three seeds each, on fewer tasks; `dion`, if it is installed, has its own rates and scale. Step times follow.
+three seeds each, on fewer tasks. `--step-times` writes the times of their optimizer steps.
 
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
@@ -25,7 +25,6 @@ import contextlib
 import copy
 import csv
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -36,7 +35,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -248,7 +247,7 @@ class Run:
 
 def _is_eager(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer takes numbers from the host, which a graph cannot repeat."""
-    return type(optimizer).__name__ == "Muon"  # torch's and dion's
+    return hasattr(torch.optim, "Muon") and isinstance(optimizer, torch.optim.Muon)
 
 
 def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
@@ -404,21 +403,6 @@ def torch_muon_anywhere(model: nn.Module, lr: float, adamw_lr: float) -> Optimiz
     return kind(lr, adamw_lr)(model)
 
 
-def dion_muon(model: nn.Module, lr: float, adamw_lr: float) -> Optimizers:
-    """Return dion's Muon on the matrices that `muon_for` gives to Muon, its AdamW on the rest."""
-    from dion import Muon
-
-    entries = zip(model.parameters(), muon_for(model).routing, strict=True)
-    on_muon = [entry.route == "muon" and p.ndim == 2 for p, entry in entries]
-    params = list(zip(model.parameters(), on_muon, strict=True))
-    rest = [p for p, is_muon in params if not is_muon]
-    groups = [
-        {"params": [p for p, is_muon in params if is_muon]},
-        {"params": rest, "algorithm": "adamw", "lr": adamw_lr},
-    ]
-    return [Muon(groups, lr=lr, betas=BETAS, weight_decay=0.1, nesterov=True)]
-
-
 def untouched(model: nn.Module) -> Optimizers:
     """Return `muon_for` with its defaults."""
     return [muon_for(model)]
@@ -446,7 +430,6 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
         ),
         "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
         "muon_for(model)": untouched,
-        "dion's Muon": dion_muon,
         "torch.optim.Muon": torch_muon_anywhere,
         "torch.optim.AdamW": adamw,
     }
@@ -533,15 +516,12 @@ TASKS_OF_DEFAULTS = (
 def jobs_of_defaults() -> list[Job]:
     """Return the runs of `--defaults`: three seeds of ours, and of each rival at each rate."""
     runs: list[tuple[str, tuple[float, ...]]] = [("muon_for(model)", ())]
-    runs += [("torch.optim.AdamW", (rate,)) for rate in (5e-4, 1e-3, 3e-3, 1e-2)]
+    runs += [("torch.optim.AdamW", (rate,)) for rate in (1.25e-4, 2.5e-4, 5e-4, 1e-3, 3e-3, 1e-2)]
     if hasattr(torch.optim, "Muon"):
         runs += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
-    by_optimizers = [runs]
-    if importlib.util.find_spec("dion"):  # last: it compiles for long
-        by_optimizers.append([("dion's Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)])
     ordered: list[Job] = []
-    for its, seed in itertools.product(by_optimizers, SEEDS):
-        ordered += _in_turn([[Job(name, *run, seed) for run in its] for name in TASKS_OF_DEFAULTS])
+    for seed in SEEDS:
+        ordered += _in_turn([[Job(name, *run, seed) for run in runs] for name in TASKS_OF_DEFAULTS])
     return ordered
 
 
@@ -549,24 +529,21 @@ def step_times(device: str) -> list[dict[str, object]]:
     """Return the times of an optimizer step [ms], the median of 20, by task and optimizer."""
     rows: list[dict[str, object]] = []
     makers = variants()
-    rates = {"muon_for(model)": (), "torch.optim.AdamW": (1e-3,), "torch.optim.Muon": (0.02, 3e-3)}
-    if importlib.util.find_spec("dion"):
-        rates["dion's Muon"] = (0.02, 3e-3)
+    rates: dict[str, tuple[float, ...]] = {"muon_for(model)": (), "torch.optim.AdamW": (1e-3,)}
+    if hasattr(torch.optim, "Muon"):
+        rates["torch.optim.Muon"] = (0.02, 3e-3)
     for name, (optimizer, numbers) in itertools.product(TASKS_OF_DEFAULTS, rates.items()):
         model = TASKS[name].make(1, 1, device).model().to(device)
-        try:
-            made = makers[optimizer](model, *numbers)
-        except (AttributeError, ImportError):
-            continue
+        made = makers[optimizer](model, *numbers)
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         times = []
         for _ in range(30):
-            torch.cuda.synchronize()
+            _synchronize(device)
             begun = time.perf_counter()
             for each in made:
                 each.step()
-            torch.cuda.synchronize()
+            _synchronize(device)
             times.append(1e3 * (time.perf_counter() - begun))
         rows.append({"task": name, "optimizer": optimizer, "ms": statistics.median(times[10:])})
     return rows
@@ -607,12 +584,30 @@ def _take_gpu(count: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number % count)
 
 
+def _synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
 def race_of_jobs(
-    wanted: Sequence[Job], out: Path, device: str, *, processes: int, gpus: int, limit: float
+    wanted: Sequence[Job],
+    out: Path,
+    device: str,
+    *,
+    processes: int,
+    gpus: int,
+    limit: float,
+    known: Path | None,
 ) -> None:
-    """Run all jobs that end within `limit` seconds; write all rows after each; print a table."""
+    """Run all jobs that end within `limit` seconds; write all rows after each; print a table.
+
+    Jobs of the file `known` are not run again.
+    """
     begun = time.perf_counter()
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = [] if known is None else json.loads(known.read_text("utf-8"))
+    done = {Job(row["task"], row["optimizer"], tuple(row["rates"]), row["seed"]) for row in rows}
+    wanted = [job for job in wanted if job not in done]
     arguments = (gpus,) if device == "cuda" and gpus > 1 else None
     pool = multiprocessing.get_context("spawn").Pool(
         processes, _take_gpu if arguments else None, arguments or ()
@@ -681,6 +676,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
     parser.add_argument("--sizes", action="store_true", help="models of several sizes")
     parser.add_argument("--defaults", action="store_true", help="muon_for(model) beside rivals")
+    parser.add_argument("--step-times", action="store_true", help="times of optimizer steps")
     arguments = parser.parse_args()
     if arguments.sizes or arguments.defaults:
         wanted = jobs_of_defaults() if arguments.defaults else jobs()
@@ -691,11 +687,13 @@ def main() -> None:
             processes=arguments.processes,
             gpus=arguments.gpus,
             limit=arguments.limit,
+            known=arguments.known,
         )
-        if arguments.defaults and arguments.device == "cuda":
-            times = step_times(arguments.device)
-            arguments.out.with_suffix(".times.json").write_text(json.dumps(times, indent=0))
-            print(*times, sep="\n")
+        return
+    if arguments.step_times:
+        times = step_times(arguments.device)
+        arguments.out.write_text(json.dumps(times, indent=0), encoding="utf-8")
+        print(*times, sep="\n")
         return
     names = [
         name for name in contestants() if not arguments.only or name in arguments.only.split(";")

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in the interpreter's process", allow_module_level=True)
 
-from hypothesis import given
+from hypothesis import Phase, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from settings_changes import changes_of
@@ -151,7 +151,7 @@ SWITCHES = st.fixed_dictionaries(
     {
         "nesterov": st.booleans(),
         "magma_muon": st.booleans(),
-        "scaling": st.sampled_from(["none", "match_rms", "rectangular", "spectral"]),
+        "scaling": st.sampled_from(["match_rms", "match_rms", "spectral"]),
         "layout": st.sampled_from(["as_stored", "in_out"]),
         "schedule": st.sampled_from(["8+2", "keller-jordan", ((1.5, -0.5, 0.0),) * 3]),
     }
@@ -161,15 +161,14 @@ OF_ONE_STEP = st.fixed_dictionaries(
     {
         "momentum": st.sampled_from([0.0, 0.5, 0.95]),
         "weight_decay": st.sampled_from([0.0, 0.01, 0.5]),
-        "lr_adjust_coeff": st.sampled_from([0.18, 1.0]),
-        "lr": st.sampled_from([0.0, 0.1, 0.02]),
+        "lr": st.sampled_from([0.1, 0.02]),
         "scale": st.sampled_from([None, 2.0**10]),
-        "skip": st.booleans(),
+        "skip": st.sampled_from([False, False, True]),
     }
 )
 
 
-@examples(max_examples=6, deadline=None, derandomize=True)
+@examples(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(SWITCHES, st.lists(OF_ONE_STEP, min_size=2, max_size=2), st.booleans(), st.booleans())
 def test_random_settings_and_schedules_mean_the_same(switches, steps, maximize, bfloat16):
     results = []
@@ -179,7 +178,11 @@ def test_random_settings_and_schedules_mean_the_same(switches, steps, maximize, 
             numbers = dict(numbers)
             lr, scale, skip = (numbers.pop(key) for key in ("lr", "scale", "skip"))
             settings = HybridMuonConfig(
-                flash_muon=False, precision="float32", **switches, **numbers
+                flash_muon=False,
+                precision="float32",
+                lr_adjust_coeff=0.2 * (k + 1),
+                **switches,
+                **numbers,
             ).explicit()
             job.give(k)
             control = StepControl(

@@ -115,7 +115,7 @@ class Replicas:
             for key, x in state.items():
                 y = cut[key]
                 if not key.startswith(
-                    ("second_moment", "soap")
+                    ("second_moment", "soap", "ema_step")
                 ):  # in parts where the rows or columns are
                     assert isinstance(y, DTensor) == (
                         key not in ("step", "magma_score") and p.ndim > 0
