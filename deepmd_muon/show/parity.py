@@ -88,6 +88,11 @@ class ParityPoints:
             points = np.stack([reference.virial, prediction.virial]) / natoms[:, None]
             self._virial.setdefault(series, []).append(points.reshape(2, -1))
 
+    def add_free_atoms(self, other: ParityPoints) -> None:
+        """Take the free atoms among the frames of another set, for atomization energies."""
+        for kind, pairs in other._atoms.items():
+            self._atoms.setdefault(kind, []).extend(pairs)
+
     def panels(self) -> list[Panel]:
         """Return a panel for each quantity that has labels.
 

@@ -36,3 +36,8 @@ def test_free_atoms_of_one_series_give_atomization_energies_of_all():
     np.testing.assert_allclose(
         panel.points["validation"], [[-2.5, -2.0], [(-116 + 110.5) / 2, (-114 + 110.5) / 2]]
     )
+    alone = ParityPoints(["O", "H", "C"])
+    add(alone, [0, 1], [-115.0], [-116.0], "validation")
+    alone.add_free_atoms(points)
+    panel = next(panel for panel in alone.panels() if panel.title.startswith("Atomization"))
+    np.testing.assert_allclose(panel.points["validation"], [[-2.5], [-2.75]])
