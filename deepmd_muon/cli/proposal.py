@@ -298,6 +298,11 @@ def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) 
         shares += [Share(system, 0) for system in held_out]
     else:
         shares = split(usable, wishes.share)
+    if not any(share.validation for share in shares):
+        warnings.append(
+            "no frame is held out, so that nothing measures errors on new structures (dp test, "
+            "dp report): compute more frames, or give others with --valid-data"
+        )
     data = _locate(wishes, type_map, shares, all_used=all_used)
     choices = list(_choices(wishes, data))
     content = _content(wishes, data, choices)

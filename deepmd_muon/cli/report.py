@@ -137,6 +137,8 @@ def _compare(
         systems = with_parameters(open_section(section, predictor.type_map), predictor.parameters)
         check_labels(systems)
         data[series] = compare(predictor, systems, budget, series)
+    if "validation" in data:  # a free atom is a system of one frame, which no split holds out
+        data["validation"].points.add_free_atoms(data["training"].points)
     return data
 
 

@@ -170,6 +170,9 @@ def section_of_input(path: Path, name: str, head: str | None = None) -> Training
     data = branch.data.training_data if name == "training" else branch.data.validation_data
     if data is None:
         of_branch = f" of {head}" if checked.multi_task else ""
-        raise CommandError(f"{path} has no validation data{of_branch}")
+        raise CommandError(
+            f"{path} has no validation data{of_branch}: name other data (-s), or the training data "
+            f"(--train-data {path})"
+        )
     systems = tuple(str(path.parent / system) for system in data.systems)
     return dataclasses.replace(data, systems=systems)

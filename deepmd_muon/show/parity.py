@@ -41,7 +41,8 @@ class ParityPoints:
     """Collect energies, forces and virials of frames, with their labels and as predicted.
 
     Energies are relative to the least-squares energy of each element, fitted to the reference, so
-    that total energies of thousands of eV do not hide errors of a few meV.
+    that total energies of thousands of eV do not hide errors of a few meV. If frames of one atom
+    without a cell have the energies of all elements, energies relative to these have a panel, too.
 
     Parameters
     ----------
@@ -54,6 +55,9 @@ class ParityPoints:
         self.series: list[str] = []
         self._energy: dict[str, list[np.ndarray]] = {}  # by series, as the others
         self._fractions: dict[str, list[np.ndarray]] = {}
+        self._sizes: dict[str, list[np.ndarray]] = {}  # atoms of the frames with energies
+        # Reference and predicted energy of single atoms [eV] by type.
+        self._atoms: dict[int, list[tuple[float, float]]] = {}
         self._force: dict[str, list[np.ndarray]] = {}
         self._types: dict[str, list[np.ndarray]] = {}  # of the components of the forces
         self._virial: dict[str, list[np.ndarray]] = {}
@@ -69,6 +73,12 @@ class ParityPoints:
             self._energy.setdefault(series, []).append(points)
             counts = reference.type_counts(int(reference.atype.max()) + 1)
             self._fractions.setdefault(series, []).append(counts / natoms[:, None])
+            self._sizes.setdefault(series, []).append(natoms)
+            if reference.box is None:
+                for row in np.flatnonzero(natoms == 1):
+                    pair = (float(reference.energy[row]), float(prediction.energy[row]))
+                    kind = int(reference.atype[row].max())
+                    self._atoms.setdefault(kind, []).append(pair)
         if reference.force is not None:
             points = np.stack([reference.force[real].ravel(), prediction.force[real].ravel()])
             # There are many forces, and their differences need no further digits.
@@ -77,6 +87,11 @@ class ParityPoints:
         if reference.virial is not None and reference.box is not None:
             points = np.stack([reference.virial, prediction.virial]) / natoms[:, None]
             self._virial.setdefault(series, []).append(points.reshape(2, -1))
+
+    def add_free_atoms(self, other: ParityPoints) -> None:
+        """Take the free atoms among the frames of another set, for atomization energies."""
+        for kind, pairs in other._atoms.items():
+            self._atoms.setdefault(kind, []).extend(pairs)
 
     def panels(self) -> list[Panel]:
         """Return a panel for each quantity that has labels.
@@ -90,6 +105,9 @@ class ParityPoints:
         if self._energy:
             energies = without_offset(_joined(self._energy), self._fractions)
             panels.append(Panel("Energy per atom, less a linear fit", "eV/atom", energies))
+        atomization = self._atomization()
+        if atomization:
+            panels.append(Panel("Atomization energy per atom", "eV/atom", atomization))
         forces = _joined(self._force)
         if forces and not self._elements:
             panels.append(Panel("Force components", "eV/Å", forces))
@@ -108,6 +126,25 @@ class ParityPoints:
                 "none of the systems has a label to compare with: there is nothing to draw"
             )
         return panels
+
+    def _atomization(self) -> dict[str, np.ndarray]:
+        """Return energies less those of free atoms, reference and prediction (2, nframes) [eV/atom].
+
+        Frames with an element without a free atom are left out, and so are the free atoms.
+        """
+        by_series = {}
+        all_fractions = _padded(self._fractions) if self._atoms else {}
+        for series, fractions in all_fractions.items():
+            of_atoms = np.zeros((2, fractions.shape[1]))
+            for kind, pairs in self._atoms.items():
+                of_atoms[:, kind] = np.mean(pairs, axis=0)
+            has_atoms = np.isin(np.arange(fractions.shape[1]), list(self._atoms))
+            is_known = ~(fractions[:, ~has_atoms] > 0).any(axis=1)
+            is_known &= np.concatenate(self._sizes[series]) > 1
+            energies = np.concatenate(self._energy[series], axis=1) - of_atoms @ fractions.T
+            if is_known.any():
+                by_series[series] = energies[:, is_known]
+        return by_series
 
 
 def _joined(parts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
@@ -171,16 +208,23 @@ def without_offset(
         The fraction of every element, `(nframes, ntypes)`; an array may end at the highest type in
         its frames.
     """
-    ntypes = max(array.shape[1] for arrays in fractions.values() for array in arrays)
-    by_series = {}
-    for series, arrays in fractions.items():
-        padded = [np.pad(array, ((0, 0), (0, ntypes - array.shape[1]))) for array in arrays]
-        by_series[series] = np.concatenate(padded)
+    by_series = _padded(fractions)
     all_fractions = np.concatenate(list(by_series.values()))
     energies = np.concatenate([values[0] for values in points.values()])
     element_energies = np.linalg.lstsq(all_fractions, energies, rcond=None)[0]
     return {
         series: values - by_series[series] @ element_energies for series, values in points.items()
+    }
+
+
+def _padded(fractions: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the fractions of all types for each series, `(nframes, ntypes)`."""
+    ntypes = max(part.shape[1] for parts in fractions.values() for part in parts)
+    return {
+        series: np.concatenate(
+            [np.pad(part, ((0, 0), (0, ntypes - part.shape[1]))) for part in parts]
+        )
+        for series, parts in fractions.items()
     }
 
 

@@ -5,8 +5,9 @@
 
 `race/make_bpa.py` and `race/make_water.py` make the sets. Each program trains with its own command line. mace-torch and
 nequip need different versions of e3nn, so `--site` names a folder for PYTHONPATH of each. A short run finds out how
-many epochs or steps take the seconds. They count the training loop alone, after imports and compilation. The second
-last tenth of the training frames validates. The tables are in doc/mace-nequip.md.
+many epochs or steps take the seconds. They count the training loop alone, after imports and compilation; on a CPU they
+are seconds of the processor, so that other jobs do not matter. The last tenth of the training frames validates. The
+tables are in doc/mace-nequip.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -106,7 +108,7 @@ def compare(args: argparse.Namespace) -> None:
         command += [*map(str, tests), "--device", args.device]
         command += ["--temperature", str(SETS[args.set])]
         command += ["--dynamics-steps", str(args.dynamics_steps)]
-        output = run(command, job.work / "measure.log", environment)
+        output = run(command, job.work / "measure.log", environment).output
         result = {
             "program": name,
             "set": args.set,
@@ -158,6 +160,18 @@ def environment_of(site: str | None) -> dict[str, str]:
     }
 
 
+class Done(NamedTuple):
+    """A command that ended: its standard output, and its seconds by the clock and of the processor."""
+
+    output: str
+    seconds: float
+    processor: float
+
+    def seconds_on(self, device: str) -> float:
+        """Return the factor from seconds by the clock to those that count: on a CPU, its own."""
+        return self.processor / self.seconds if device == "cpu" else 1.0
+
+
 def run(
     command: list[str],
     log: Path,
@@ -165,8 +179,10 @@ def run(
     *,
     cwd: Path | None = None,
     limit: float | None = None,
-) -> str:
-    """Run a command and return its standard output; the log receives the rest."""
+) -> Done:
+    """Run a command; the log receives its errors."""
+    begin = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with log.open("a") as errors:
         done = subprocess.run(
             command,
@@ -179,7 +195,12 @@ def run(
             timeout=limit,
         )
     log.with_suffix(".out").write_text(done.stdout)
-    return done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Done(
+        output=done.stdout,
+        seconds=time.perf_counter() - begin,
+        processor=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    )
 
 
 # --- MACE: mace_run_train, 64 channels, L = 1, two layers, float32 ---
@@ -223,9 +244,9 @@ def train_mace(job: Job, seconds: float, environment: Mapping[str, str]) -> dict
             "--amsgrad",
             "--swa",
         ]
-        run(command, folder / "train.log", environment, cwd=folder)
+        done = run(command, folder / "train.log", environment, cwd=folder)
         log = folder / "logs" / f"mace_run-{job.seed}.log"
-        return mace_epoch_ends(log.read_text())
+        return [done.seconds_on(job.device) * end for end in mace_epoch_ends(log.read_text())]
 
     per_epoch = last_interval(epochs_of(4, "short"))
     epochs = max(4, round(seconds / per_epoch))
@@ -271,8 +292,9 @@ def train_nequip(job: Job, seconds: float, environment: Mapping[str, str]) -> di
         (folder / "config.yaml").write_text(json.dumps(nequip_config(job, epochs, folder)))
         main = "from nequip.scripts.train import main; main()"
         command = [sys.executable, "-c", main, "-cp", str(folder), "-cn", "config"]
-        run(command, folder / "train.log", environment, cwd=folder)
-        return [float(line) for line in (folder / "epochs.txt").read_text().split()]
+        done = run(command, folder / "train.log", environment, cwd=folder)
+        ends = (folder / "epochs.txt").read_text().split()
+        return [done.seconds_on(job.device) * float(end) for end in ends]
 
     per_epoch = last_interval(epochs_of(4, "short"))
     epochs = max(4, round(seconds / per_epoch))
@@ -394,11 +416,12 @@ def train_ours(job: Job, seconds: float, environment: Mapping[str, str]) -> dict
         folder.mkdir(exist_ok=True)
         (folder / "input.json").write_text(json.dumps(deepmd_input(job, steps)))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
-        run(command, folder / "train.log", environment, cwd=folder)
+        done = run(command, folder / "train.log", environment, cwd=folder)
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         first = lines[1]  # the first interval compiles
         last = lines[-1]
-        return (last["time"] - first["time"]) / (last["step"] - first["step"])
+        seconds = (last["time"] - first["time"]) * done.seconds_on(job.device)
+        return seconds / (last["step"] - first["step"])
 
     steps = max(1000, round(seconds / seconds_per_step(600, "short")))
     return {
@@ -501,10 +524,11 @@ def dynamics(
     molecular_dynamics.run(20)
     broken = None
     seconds = 0.0
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
     for step in range(0, args.dynamics_steps, 20):
-        begin = time.perf_counter()
+        begin = clock()
         molecular_dynamics.run(20)
-        seconds += time.perf_counter() - begin
+        seconds += clock() - begin
         stretched = atoms.get_all_distances(mic=bool(atoms.pbc.any()))[bonds]
         # A comparison with nan is false, so this also ends dynamics that blew up.
         if not (stretched < BROKEN * distances[bonds]).all():

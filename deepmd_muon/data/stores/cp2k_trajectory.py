@@ -224,7 +224,7 @@ def _cell_of_section(section: str, name: str) -> np.ndarray | None:
         if "ABC" in values:
             angles = values.get("ALPHA_BETA_GAMMA", ["90", "90", "90"])
             lengths = np.array(values["ABC"], dtype=np.float64)
-            return lengths[:, None] * _directions(np.array(angles, dtype=np.float64))
+            return np.asarray(lengths[:, None] * _directions(np.array(angles, dtype=np.float64)))
         cell = np.array([values[axis] for axis in "ABC"], dtype=np.float64)
         return cell.reshape(3, 3)
     except (KeyError, ValueError) as error:
