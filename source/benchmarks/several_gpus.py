@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 from data_sets import water, write_set
+from hosted_step import MODELS, TYPE_MAP
 from overlap import Kernel, exposed
 from runs import OPTIONS, TRAIN, Job, RunError, Team, milliseconds, write_input
 from several_gpus_checks import kill_rank, restart_on_others, weights_after
@@ -182,11 +183,15 @@ def input_of(case: str, data: Path, folder: Path, own: dict[str, Any]) -> dict[s
         return make_input(kind, sizes, "HybridMuon", own["numb_steps"], data, own)
     if importlib.util.find_spec("deepmd") is None:
         raise RunError("deepmd-kit is not on PYTHONPATH")
-    import hosted_train
-
-    system = hosted_train.write_data(folder, ATOMS, nframes=8)
-    content = hosted_train.input_of(kind, system, own["numb_steps"], Path("model.ckpt"))
-    content["training"] |= {"disp_file": "lcurve.out", **own}
+    system = folder / "water_of_mini"
+    if not system.exists():
+        water(system, ATOMS)
+    own |= {"enable_tf32": True, "gradient_max_norm": 5.0}
+    content = make_input("se_e2_a", sizes, "HybridMuon", own["numb_steps"], data, own)
+    content["training"]["training_data"]["systems"] = [str(system)]
+    fitting = {"neuron": [0], "precision": "float32", "seed": 42}
+    content["model"] = {"type_map": TYPE_MAP, **MODELS[kind], "fitting_net": fitting}
+    content["optimizer"] = {"type": "HybridMuon"}
     return content
 
 
