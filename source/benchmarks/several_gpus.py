@@ -4,16 +4,16 @@
 
 Numbers of GPUs that the machine lacks are left out. WATER holds DeePMD's example systems (data_0 to
 data_2, 192 atoms); without --data, frames of 192 atoms with random labels are made. Every GPU has
-the same batch. Parts, in the order in which they run:
+the same batch. Parts, about in the order in which they run:
 
 training    ms a step, atoms per second and GPU. One GPU: a run on each GPU at the same time. Of two
             GPUs, stages 0 and 1 run at the same time if the machine has four. A figure is the
             median over intervals of a run; a ratio is to the slowest single GPU.
 weights     float64 weights after 100 steps on N GPUs against one with N times the batch
 restarts    checkpoints that go from N GPUs to 1 and back, and to more GPUs
+killed      a rank is killed in a step: when and how the others end
 optimizer   the optimizer alone, `sharded_step.py`: dpa3, a transformer of 1.2 G parameters, experts
 balance     10,000 compositions of molecules: costs of the ranks, time of a step
-killed      a rank is killed in a step: when and how the others end
 waiting     the share of a step in which the GPU of rank 0 does nothing but exchange and wait
 peers       the optimizer alone: torch's Muon, and dion's if it is importable
 optimizer2  the optimizer alone on half of the GPUs
@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 from data_sets import water, write_set
+from hosted_step import MODELS, TYPE_MAP
 from overlap import Kernel, exposed
 from runs import OPTIONS, TRAIN, Job, RunError, Team, milliseconds, write_input
 from several_gpus_checks import kill_rank, restart_on_others, weights_after
@@ -51,8 +52,8 @@ from deepmd_muon.data import DataLoader, open_systems
 from deepmd_muon.data.sampling.balance import cost_of_frame
 
 PARTS = (
-    *("training", "weights", "restarts", "optimizer"),
-    *("balance", "killed", "waiting", "peers", "optimizer2"),
+    *("training", "weights", "restarts", "killed"),
+    *("optimizer", "balance", "waiting", "peers", "optimizer2"),
 )
 ATOMS = 192
 #: Lines of a log that tell how steps ran have one of these.
@@ -182,11 +183,15 @@ def input_of(case: str, data: Path, folder: Path, own: dict[str, Any]) -> dict[s
         return make_input(kind, sizes, "HybridMuon", own["numb_steps"], data, own)
     if importlib.util.find_spec("deepmd") is None:
         raise RunError("deepmd-kit is not on PYTHONPATH")
-    import hosted_train
-
-    system = hosted_train.write_data(folder, ATOMS, nframes=8)
-    content = hosted_train.input_of(kind, system, own["numb_steps"], Path("model.ckpt"))
-    content["training"] |= {"disp_file": "lcurve.out", **own}
+    system = folder / "water_of_mini"
+    if not system.exists():
+        water(system, ATOMS)
+    own |= {"enable_tf32": True, "gradient_max_norm": 5.0}
+    content = make_input("se_e2_a", sizes, "HybridMuon", own["numb_steps"], data, own)
+    content["training"]["training_data"]["systems"] = [str(system)]
+    fitting = {"neuron": [0], "precision": "float32", "seed": 42}
+    content["model"] = {"type_map": TYPE_MAP, **MODELS[kind], "fitting_net": fitting}
+    content["optimizer"] = {"type": "HybridMuon"}
     return content
 
 
@@ -206,7 +211,7 @@ def time_case(bench: Bench, case: str) -> dict[str, Any]:
         "1 GPU, atoms/s": rate(frames, statistics.median(one)) if one else None,
     }
     jobs = list(singles)
-    for width in machine.widths[1:]:
+    for width in machine.widths[1:] if one else ():
         stages = [bench.job(case, f"{width}_{stage}", zero_stage=stage) for stage in (0, 1)]
         errors[str(width)] = machine.run(width, stages)
         for stage, job in enumerate(stages):
@@ -371,19 +376,21 @@ def work_of(bench: Bench, cases: Sequence[str], sets: Sequence[str]) -> list[tup
     def add(name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         plan.append((name, lambda: function(bench, *arguments)))
 
-    for case in cases:
+    for number, case in enumerate(cases):
         add(f"training {case}", time_case, case)
+        if number != min(2, len(cases) - 1) or gpus == 1:
+            continue
+        add("weights", lambda b: weights_after(b.machine, b.data, b.folder / "weights", b.scale))
+        add("restarts", lambda b: restart_on_others(b.machine, b.data, b.folder / "restarts"))
+        add("killed", lambda b: kill_rank(b.machine, b.data, b.folder / "killed"))
     if gpus == 1:
         return plan
-    add("weights", lambda b: weights_after(b.machine, b.data, b.folder / "weights", b.scale))
-    add("restarts", lambda b: restart_on_others(b.machine, b.data, b.folder / "restarts"))
     for name in sets:
         for layout in LAYOUTS:
             fits = gpus >= 4 or layout not in ("hsdp", "tp")
             if fits and (layout == "ep") == name.startswith("moe"):
                 add(f"optimizer {layout} {name}", optimizer, layout, name, gpus)
     add("balance", balance)
-    add("killed", lambda b: kill_rank(b.machine, b.data, b.folder / "killed"))
     for case in cases:
         for stage in (0, 1):
             add(f"waiting {case} stage {stage}", waiting, case, stage)
