@@ -39,7 +39,7 @@ def check(folder, name, seed, tries):
 
 @pytest.mark.parametrize("name", list(DOORS))
 def test_some_mutants(tmp_path, name):
-    check(tmp_path, name, 1, FEW.get(name, 30))
+    check(tmp_path, name, 1, FEW.get(name, 20))
 
 
 @pytest.mark.parametrize(

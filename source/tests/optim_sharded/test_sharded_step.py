@@ -65,6 +65,11 @@ FOR_THREE = {
     "restart of masters",
 }
 NOT_FOR_FOUR = {
+    "small buckets",
+    "views and settings",
+    "offloaded",
+    "master weights",
+    "QK-clip from DTensors",
     "bfloat16",
     "narrow wires",
     "replicas",
