@@ -74,13 +74,30 @@ class CompiledGradient:
         None if there is no program for its layout: the compiler failed, or there are too many.
         """
         program = self._programs.get(layout)
-        if program is None:
-            if self._fails or len(self._programs) == MOST_PROGRAMS:
-                return None
-            program = self._compiled(batch, lr_fraction)
-            if program is None:
-                return None
-            self._programs[layout] = program
+        if program is not None:
+            return self._apply(program, batch, lr_fraction)
+        if self._fails or len(self._programs) == MOST_PROGRAMS:
+            return None
+        natoms = len(batch.structures.order)
+        log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
+        begun = time.monotonic()
+        try:
+            program = self._compile(batch, lr_fraction)
+            result = self._apply(program, batch, lr_fraction)
+        except Exception as error:  # no exception of a compiler may end a run
+            self._fails = True
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("steps are not compiled, because the compiler failed: %s", reason)
+            log.debug("the compiler failed", exc_info=True)
+            return None
+        self._programs[layout] = program
+        log.info("compiled in %.0f s", time.monotonic() - begun)
+        return result
+
+    def _apply(
+        self, program: _Program, batch: TrainingBatch, lr_fraction: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of a batch, and add its gradients to the parameters' `grad`."""
         with self._model.precision():
             loss, *others = program.run(self._arguments(batch, lr_fraction))
         n_metrics = len(program.metrics)
@@ -95,22 +112,6 @@ class CompiledGradient:
     def _arguments(self, batch: TrainingBatch, lr_fraction: Tensor) -> list[Tensor]:
         weights = [p.detach() for p in self._model.parameters()]
         return [*weights, *self._model.buffers(), *tensors_of((batch, lr_fraction))]
-
-    def _compiled(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program | None:
-        """Return the program for batches like this one; None, with one log line, if that fails."""
-        natoms = len(batch.structures.order)
-        log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
-        begun = time.monotonic()
-        try:
-            program = self._compile(batch, lr_fraction)
-        except Exception as error:  # no exception of a compiler may end a run
-            self._fails = True
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("steps are not compiled, because the compiler failed: %s", reason)
-            log.debug("the compiler failed", exc_info=True)
-            return None
-        log.info("compiled in %.0f s", time.monotonic() - begun)
-        return program
 
     def _compile(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program:
         model = self._model
