@@ -21,6 +21,7 @@ from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.train.batches.batch import TrainingBatch, map_tensors, tensors_of
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.step.evaluate import evaluate
 
 log = logging.getLogger(__name__)
@@ -57,14 +58,24 @@ class CompiledGradient:
         What is differentiated.
     trained
         The parameters that get gradients.
+    ranks
+        The processes of the run. Several compile the layout of their first batch alone, all at the
+        same time: later, one that compiles would keep the others waiting for too long.
     """
 
-    def __init__(self, model: EnergyModel, loss: Loss, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: EnergyModel,
+        loss: Loss,
+        trained: Sequence[nn.Parameter],
+        ranks: Ranks,
+    ) -> None:
         self._model = model
         self._loss = loss
         self._trained = list(trained)
-        self._programs: dict[Hashable, _Program] = {}
-        self._fails = False
+        self._ranks = ranks
+        self._most = MOST_PROGRAMS if ranks.size == 1 else 1
+        self._programs: dict[Hashable, _Program | None] = {}  # None: plain
 
     def __call__(
         self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
@@ -76,16 +87,25 @@ class CompiledGradient:
         program = self._programs.get(layout)
         if program is not None:
             return self._apply(program, batch, lr_fraction)
-        if self._fails or len(self._programs) == MOST_PROGRAMS:
+        if len(self._programs) == self._most or None in self._programs.values():
             return None
+        self._ranks.doing("compiling the step")
+        result = self._first(layout, batch, lr_fraction)
+        with self._ranks.barrier("compiling the step"):
+            return result
+
+    def _first(
+        self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Compile the program of a layout, and apply it; None, with a log line, if that fails."""
         natoms = len(batch.structures.order)
         log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
         begun = time.monotonic()
+        self._programs[layout] = None
         try:
             program = self._compile(batch, lr_fraction)
             result = self._apply(program, batch, lr_fraction)
         except Exception as error:  # no exception of a compiler may end a run
-            self._fails = True
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning("steps are not compiled, because the compiler failed: %s", reason)
             log.debug("the compiler failed", exc_info=True)
