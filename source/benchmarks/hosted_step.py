@@ -254,6 +254,7 @@ class Step:
     def __init__(self, model: Any, frames: Any, structures: Any, device: torch.device) -> None:
         from deepmd_muon.optim import HybridMuon
         from deepmd_muon.train.batches.batch import TrainingBatch
+        from deepmd_muon.train.ranks.ranks import Ranks
         from deepmd_muon.train.step.compiled import CompiledGradient
 
         self.model = model
@@ -270,7 +271,7 @@ class Step:
             named, lr=1e-4, muon_mode="slice", capturable=device.type == "cuda"
         )
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.compiled = CompiledGradient(model, self.evaluate, self.parameters)
+        self.compiled = CompiledGradient(model, self.evaluate, self.parameters, Ranks(device))
         self.coord = torch.tensor(frames.coord, device=device)
         self.atype = torch.tensor(frames.atype, device=device)
         self.box = torch.tensor(frames.box.reshape(-1, 9), device=device)

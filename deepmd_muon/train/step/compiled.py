@@ -21,6 +21,7 @@ from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.train.batches.batch import TrainingBatch, map_tensors, tensors_of
+from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.step.evaluate import evaluate
 
 log = logging.getLogger(__name__)
@@ -57,14 +58,24 @@ class CompiledGradient:
         What is differentiated.
     trained
         The parameters that get gradients.
+    ranks
+        The processes of the run. Several compile the layout of their first batch alone, all at the
+        same time: later, one that compiles would keep the others waiting for too long.
     """
 
-    def __init__(self, model: EnergyModel, loss: Loss, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: EnergyModel,
+        loss: Loss,
+        trained: Sequence[nn.Parameter],
+        ranks: Ranks,
+    ) -> None:
         self._model = model
         self._loss = loss
         self._trained = list(trained)
-        self._programs: dict[Hashable, _Program] = {}
-        self._fails = False
+        self._ranks = ranks
+        self._most = MOST_PROGRAMS if ranks.size == 1 else 1
+        self._programs: dict[Hashable, _Program | None] = {}  # None: plain
 
     def __call__(
         self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
@@ -74,13 +85,39 @@ class CompiledGradient:
         None if there is no program for its layout: the compiler failed, or there are too many.
         """
         program = self._programs.get(layout)
-        if program is None:
-            if self._fails or len(self._programs) == MOST_PROGRAMS:
-                return None
-            program = self._compiled(batch, lr_fraction)
-            if program is None:
-                return None
-            self._programs[layout] = program
+        if program is not None:
+            return self._apply(program, batch, lr_fraction)
+        if len(self._programs) == self._most or None in self._programs.values():
+            return None
+        self._ranks.doing("compiling the step")
+        result = self._first(layout, batch, lr_fraction)
+        with self._ranks.barrier("compiling the step"):
+            return result
+
+    def _first(
+        self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Compile the program of a layout, and apply it; None, with a log line, if that fails."""
+        natoms = len(batch.structures.order)
+        log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
+        begun = time.monotonic()
+        self._programs[layout] = None
+        try:
+            program = self._compile(batch, lr_fraction)
+            result = self._apply(program, batch, lr_fraction)
+        except Exception as error:  # no exception of a compiler may end a run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("steps are not compiled, because the compiler failed: %s", reason)
+            log.debug("the compiler failed", exc_info=True)
+            return None
+        self._programs[layout] = program
+        log.info("compiled in %.0f s", time.monotonic() - begun)
+        return result
+
+    def _apply(
+        self, program: _Program, batch: TrainingBatch, lr_fraction: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of a batch, and add its gradients to the parameters' `grad`."""
         with self._model.precision():
             loss, *others = program.run(self._arguments(batch, lr_fraction))
         n_metrics = len(program.metrics)
@@ -95,22 +132,6 @@ class CompiledGradient:
     def _arguments(self, batch: TrainingBatch, lr_fraction: Tensor) -> list[Tensor]:
         weights = [p.detach() for p in self._model.parameters()]
         return [*weights, *self._model.buffers(), *tensors_of((batch, lr_fraction))]
-
-    def _compiled(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program | None:
-        """Return the program for batches like this one; None, with one log line, if that fails."""
-        natoms = len(batch.structures.order)
-        log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
-        begun = time.monotonic()
-        try:
-            program = self._compile(batch, lr_fraction)
-        except Exception as error:  # no exception of a compiler may end a run
-            self._fails = True
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("steps are not compiled, because the compiler failed: %s", reason)
-            log.debug("the compiler failed", exc_info=True)
-            return None
-        log.info("compiled in %.0f s", time.monotonic() - begun)
-        return program
 
     def _compile(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program:
         model = self._model

@@ -202,7 +202,7 @@ class TrainingStep:
 
     @functools.cached_property
     def _compiled(self) -> CompiledGradient:
-        return CompiledGradient(self._model, self.loss, self._trained)
+        return CompiledGradient(self._model, self.loss, self._trained, self.strategy.ranks)
 
     @functools.cached_property
     def _trained(self) -> list[torch.nn.Parameter]:
