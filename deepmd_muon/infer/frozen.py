@@ -261,9 +261,10 @@ def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
 
 
 def _default(program: torch.jit.ScriptModule, name: str) -> tuple[float, ...] | None:
-    if not (hasattr(program, f"has_{name}") and getattr(program, f"has_{name}")()):
+    names = (f"has_{name}", f"get_{name}")
+    if not all(hasattr(program, one) for one in names) or not getattr(program, names[0])():
         return None
-    values = getattr(program, f"get_{name}")()
+    values = getattr(program, names[1])()
     return tuple(torch.as_tensor(values).double().cpu().flatten().tolist())
 
 

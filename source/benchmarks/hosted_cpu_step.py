@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 DEVICE=cpu python source/benchmarks/hosted_cpu_step.py --cases mini dpa2 hybrid se_e3
 
 A case is a model of `hosted_step.py`. Both trainers run the same input with Adam on random water, one after the other,
-`--pairs` times. Ratios are medians over the pairs, so that a machine that slows down meets both. The start is the time
-of a whole process without its steps. That of the import is what deepmd-kit needs to be imported.
+`--pairs` times. Ratios are medians over the pairs, so that a machine that slows down meets both. The start is the CPU
+time of a run of one step. That of the import is what deepmd-kit needs to be imported.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import NamedTuple
 
 from hosted_train import input_of, write_data
 
@@ -26,35 +25,37 @@ _AVERAGE = re.compile(r"average training time: ([\d.]+) s/batch")
 _TRAINERS = {"deepmd-kit": "deepmd", "here": "deepmd_muon"}
 
 
-class Run(NamedTuple):
-    """Times of a run [s]."""
+def cpu_seconds() -> float:
+    """Return the CPU time of all processes that have ended [s]."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
-    step: float
-    start: float
 
-
-def seconds_of(words: list[str], folder: Path) -> tuple[float, str]:
-    """Run a command; return its duration [s] and its output."""
-    begin = time.perf_counter()
+def run(words: list[str], folder: Path) -> tuple[float, str]:
+    """Run a command; return its CPU time [s] and its output."""
+    begin = cpu_seconds()
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False
     )
-    seconds = time.perf_counter() - begin
     output = done.stdout + done.stderr
     if done.returncode:
         raise SystemExit(output[-3000:])
-    return seconds, output
+    return cpu_seconds() - begin, output
 
 
-def train(trainer: str, folder: Path, steps: int) -> Run:
-    """Train in a new process."""
+def train(trainer: str, folder: Path) -> tuple[float, str]:
+    """Train in a new process; return its CPU time [s] and its output."""
     words = ["-m", _TRAINERS[trainer], "--pt", "train", "input.json", "--skip-neighbor-stat"]
-    whole, output = seconds_of(words, folder)
-    found = _AVERAGE.search(output)
-    if found is None:
+    return run(words, folder)
+
+
+def step_of(trainer: str, folder: Path) -> float:
+    """Return the average time of a step [s]."""
+    _, output = train(trainer, folder)
+    average = _AVERAGE.search(output)
+    if average is None:
         raise SystemExit(output[-3000:])
-    step = float(found[1])
-    return Run(step, whole - steps * step)
+    return float(average[1])
 
 
 def main() -> int:
@@ -68,23 +69,25 @@ def main() -> int:
 
     folder = Path(mkdtemp())
     system = write_data(folder, options.atoms, nframes=8)
-    imported, _ = seconds_of(["-c", "import deepmd.pt.train.training"], folder)
+    imported, _ = run(["-c", "import deepmd.pt.train.training"], folder)
     print(f"import of deepmd-kit: {imported:.1f} s")
     for case in options.cases:
         content = input_of(case, system, options.steps, folder / "model")
         content["optimizer"] = {"type": "Adam"}
         content["training"] |= {"disp_freq": options.steps // 4, "save_freq": options.steps}
         (folder / "input.json").write_text(json.dumps(content))
-        runs: dict[str, list[Run]] = {trainer: [] for trainer in _TRAINERS}
+        steps: dict[str, list[float]] = {trainer: [] for trainer in _TRAINERS}
         for _ in range(options.pairs):
-            for trainer, done in runs.items():
-                done.append(train(trainer, folder, options.steps))
-        for trainer, done in runs.items():
-            step = statistics.median(run.step for run in done)
-            start = statistics.median(run.start for run in done)
+            for trainer, times in steps.items():
+                times.append(step_of(trainer, folder))
+        content["training"] |= {"numb_steps": 1, "disp_freq": 1, "save_freq": 1}
+        (folder / "input.json").write_text(json.dumps(content))
+        for trainer, times in steps.items():
+            start, _ = train(trainer, folder)
+            step = statistics.median(times)
             print(f"{case}, {trainer}: step {1e3 * step:.0f} ms, start {start:.1f} s")
-        pairs = zip(runs["here"], runs["deepmd-kit"], strict=True)
-        ratio = statistics.median(ours.step / theirs.step for ours, theirs in pairs)
+        pairs = zip(steps["here"], steps["deepmd-kit"], strict=True)
+        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         print(f"{case}: here / deepmd-kit {ratio:.2f}", flush=True)
     return 0
 

@@ -164,3 +164,29 @@ def test_a_conversion_keeps_parameters(target, tmp_path):
         else:
             np.testing.assert_allclose(found.aparam, expected.aparam, rtol=1e-7, equal_nan=True)
     assert sorted(system.nframes for system in after) == [2, 3]
+
+
+def test_charge_and_spin_are_read_completed_and_kept(tmp_path):
+    """Frames without the file have the default; fparam comes first in what a model reads."""
+    charge_spin = np.array([[1.0, 2.0], [-1.0, 0.0]])
+    sets = [arrays_of(2, 3, 1, ("fparam",)), arrays_of(2, 3, 2, ("fparam",))]
+    sets[0]["charge_spin"] = charge_spin
+    path = write_npy(tmp_path / "npy", [0, 1, 1], sets, ["H", "O"])
+    wanted = Parameters(fparam=2, charge_spin=2, default_charge_spin=(0.0, 1.0))
+    assert wanted.of_frame == 4
+    assert wanted.required
+    (system,) = with_parameters(open_systems(path), wanted)
+    frames = system.frames(range(4))
+    expected = np.concatenate([charge_spin, [[0.0, 1.0]] * 2])
+    np.testing.assert_array_equal(frames.charge_spin, expected)
+    np.testing.assert_array_equal(frames.frame_parameters[:, 2:], expected)
+    np.testing.assert_array_equal(frames.frame_parameters[:, :2], frames.fparam)
+    with pytest.raises(DataError, match="default_chg_spin"):
+        with_parameters(open_systems(path), wanted._replace(default_charge_spin=None))
+    for output in ("data.xyz", "data.hdf5", "data.lmdb"):
+        pytest.importorskip({"data.xyz": "ase", "data.hdf5": "h5py"}.get(output, "lmdb"))
+        assert main(["convert-data", path, str(tmp_path / output)]) == 0
+        converted = open_systems(str(tmp_path / output))
+        frames = [part.with_parameters(wanted).frames(range(part.nframes)) for part in converted]
+        read = np.concatenate([part.charge_spin for part in frames])
+        assert sorted(read.tolist()) == sorted(expected.tolist())
