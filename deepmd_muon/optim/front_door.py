@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 _DEFAULT_ADVANCED = Advanced()
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(MuonConfig)}
+# Names of the rate of AdamW's part elsewhere.
+_OTHER_NAMES = {
+    "adam_lr_ratio": "give adam_lr, which is adam_lr_ratio · lr",
+    "adamw_lr": "give adam_lr",
+}
 # Rules of this package that a switch turns on; the argument `rules` takes their names, too.
 _SWITCHES = {field.name for field in dataclasses.fields(RuleSettings) if field.default is False}
 
@@ -125,8 +130,7 @@ def _refuse_moved_settings(words: dict[str, Any]) -> None:
         for key in words
         if key in vars(_DEFAULT_ADVANCED)
     ]
-    if "adam_lr_ratio" in words:
-        problems.append("adam_lr_ratio: give adam_lr, which is adam_lr_ratio · lr")
+    problems += [f"{key}: {hint}" for key, hint in _OTHER_NAMES.items() if key in words]
     if problems:
         raise InvalidSettingError(f"muon_for: {'; '.join(problems)}", problems)
 

@@ -234,6 +234,9 @@ def settings_shown(group: Mapping[str, Any]) -> dict[str, Any]:
         default = field.default
         if field.name in ("params", "lr") or as_tuple(value) == as_tuple(default):
             continue
+        is_idle = field.name == "lr_adjust_coeff" and group["scaling"] != "match_rms"
+        if is_idle or (field.name in LISTS and not value):
+            continue
         is_long = field.name in LISTS and len(value or ()) > 2
         shown[field.name] = f"({len(value)} entries)" if is_long else value
     return shown

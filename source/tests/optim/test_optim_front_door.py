@@ -60,6 +60,7 @@ def test_ten_settings_stand_in_the_signature_and_each_other_is_in_advanced():
     [
         ({"nesterov": False}, InvalidSettingError, "advanced=Advanced(nesterov=False)"),
         ({"adam_lr_ratio": 0.5}, InvalidSettingError, "adam_lr"),
+        ({"adamw_lr": 0.003}, InvalidSettingError, "give adam_lr"),
         ({"adam_lr": 0.0}, InvalidSettingError, "above 0"),
         ({"max_grad_norm": 1.0}, TypeError, "clip_adam_grad_norm_"),
         ({"moment": 0.9}, TypeError, "momentum"),

@@ -168,7 +168,7 @@ OF_ONE_STEP = st.fixed_dictionaries(
 )
 
 
-@examples(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+@examples(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(SWITCHES, st.lists(OF_ONE_STEP, min_size=2, max_size=2), st.booleans(), st.booleans())
 def test_random_settings_and_schedules_mean_the_same(switches, steps, maximize, bfloat16):
     results = []

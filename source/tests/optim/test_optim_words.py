@@ -17,6 +17,7 @@ from deepmd_muon.optim import (
     HybridMuonConfig,
     InvalidSettingError,
     MuonConfig,
+    muon_for,
 )
 from deepmd_muon.optim.words import WORDS, translated
 
@@ -334,6 +335,7 @@ def test_the_lines_of_the_page_make_optimizers():
         "others": others,
         "MuonConfig": MuonConfig,
         "HybridMuon": HybridMuon,
+        "muon_for": muon_for,
     }
     exec(compile(block, PAGE.name, "exec"), names)
     assert [entry.route for entry in names["optimizer"].routing] == [
@@ -343,7 +345,9 @@ def test_the_lines_of_the_page_make_optimizers():
         "adamw",
     ]
     names["groups"] = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
-    rows = re.findall(r"^\| [^|]* \| `((?:MuonConfig|HybridMuon)\(.*?)` \|$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| [^|]* \| `((?:MuonConfig|HybridMuon|muon_for)\(.*?)` \|$", text, re.MULTILINE
+    )
     assert len(rows) == 8
     for line in rows:
         with warnings.catch_warnings():
