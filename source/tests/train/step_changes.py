@@ -28,6 +28,7 @@ TRAINING = {
     "validation_data": [],
     "capture": [],  # what the tests compare
     "stat_file": [{"stat_file": "statistics.hdf5"}],
+    "stat_file_mode": [],  # "read" needs a file of an earlier run
     "numb_steps": [{"numb_steps": 4}],
     "numb_epoch": [{"numb_epoch": 2.0, "numb_steps": None}],
     "seed": [{"seed": 4}],
