@@ -62,9 +62,10 @@ def training_table(content: dict[str, Any]) -> str:
     widths = widths_of(content)
     most = widths[-1]
     heads = ["case", "stage", "1 GPU", *(f"{width} GPUs" for width in widths)]
-    heads += ["goal", f"atoms/s and GPU, 1 / {most}", f"waiting on {most}"]
-    rows = [heads, ["---"] * len(heads)]
     waiting = entries(content, "waiting")
+    heads += ["goal", f"atoms/s and GPU, 1 / {most}"]
+    heads += [f"waiting on {most}"] if waiting else []
+    rows = [heads, ["---"] * len(heads)]
     for case, entry in entries(content, "training").items():
         for stage in (0, 1):
             times = [entry.get(f"{width} GPUs, stage {stage}") for width in widths]
@@ -81,9 +82,10 @@ def training_table(content: dict[str, Any]) -> str:
                     *("–" if t is None else f"{t['ms']:.3g} ({t['ratio']:.2f})" for t in times),
                     "–" if goal is None else f"{goal:.2f}",
                     f"{entry['1 GPU, atoms/s']:,} / {times[-1]['atoms/s and GPU']:,}",
-                    "–" if share is None else f"{share:.1%}",
                 ]
             )
+            if waiting:
+                rows[-1].append("–" if share is None else f"{share:.1%}")
     return as_markdown(rows)
 
 

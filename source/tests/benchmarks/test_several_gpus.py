@@ -119,3 +119,12 @@ def test_tables_show_ratios_goals_and_what_did_not_run(scripts, tmp_path):
     )
     (row,) = optimizer_table({"results": results}).splitlines()[2:]
     assert row == "| dpa3 | FSDP2 | – | – | 1.25 | – | 0.5 | – | 2e-06 | – | – |"
+
+
+def test_the_page_shows_what_was_measured(scripts):
+    from show_several_gpus import training_table
+
+    folder = TOP / "doc" / "benchmarks"
+    content = json.loads((folder / "raw" / "several_gpus_h100x4_2026-11-28.json").read_text())
+    page = (folder / "several_gpus.md").read_text(encoding="utf-8")
+    assert training_table(content) in page
