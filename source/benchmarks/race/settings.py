@@ -165,8 +165,6 @@ ANCHORED = {
     "anchors_x10": ("default", Anchors(weight=10.0)),
     "anchors_1k": ("default", Anchors(hand_over=1_000)),
     "anchors_all": ("default", Anchors(all_structures=True)),
-    "anchors_deep": ("default", Anchors(in_a_row=500)),
-    "anchors_deep_tight": ("default", Anchors(in_a_row=500, free=0.2, weight=10.0)),
     "first_anchors": ("first_c4.32_r1", Anchors()),
     "adamw_anchors": ("adamw", Anchors()),
 }
