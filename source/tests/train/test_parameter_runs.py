@@ -126,9 +126,7 @@ def test_statistics_and_energy_bias_are_deepmd_kits(kind, systems, train, load):
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_resident_and_streamed_batches_have_the_outputs_of_plain_ones(kind, batch_size, systems):
     model = build_model(settings_of(params_of(f"{kind}-everything")), seed=1)
-    opened = with_parameters(
-        open_systems(systems, model.type_map), Parameters.of(model.settings.fitting_net)
-    )
+    opened = with_parameters(open_systems(systems, model.type_map), Parameters.of(model.settings))
 
     def loader():
         request = model.neighbors
@@ -157,9 +155,7 @@ def test_resident_and_streamed_batches_have_the_outputs_of_plain_ones(kind, batc
 def test_the_loss_counts_atoms_of_types_with_energy(systems):
     """deepmd-kit divides energies by their number, and forces of the others do not count."""
     model = build_model(settings_of(params_of("se_e2_a-everything")), seed=1)
-    opened = with_parameters(
-        open_systems(systems[1:2], ("O", "H")), Parameters.of(model.settings.fitting_net)
-    )
+    opened = with_parameters(open_systems(systems[1:2], ("O", "H")), Parameters.of(model.settings))
     loader = DataLoader(opened, 1, seed=1, rcut=model.rcut, sel=model.sel)
     batch = to_device(loader.next(), 2, CPU)
     mask = batch.compared_atoms(model.counted).mask
@@ -257,7 +253,7 @@ def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
     assert main(["--pt", "test", "-m", "frozen.pth", "-s", systems[0]]) == 2
     assert "set.000/fparam.npy: missing" in capsys.readouterr().err
     assert main(["--pt", "check", "model.ckpt.pt", "-s", systems[1]]) == 2
-    assert "default_fparam" in capsys.readouterr().err
+    assert "numb_aparam" in capsys.readouterr().err
 
 
 def test_ase_takes_parameters_from_atoms_and_arguments():
