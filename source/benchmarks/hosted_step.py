@@ -512,15 +512,19 @@ def compare_compiled(case: str, options: argparse.Namespace, make: Callable[[], 
         print(f"{case}: gradient {name} against plain: {(gap / size) ** 0.5:.1e}", flush=True)
     if not torch.cuda.is_available():
         return
-    for name in ("plain", "compiled"):
-        step = make()
-        work = step.step_compiled if name == "compiled" else step.step
+    replays = {}
+    for name, work in {"compiled": step.step_compiled, "plain": make().step}.items():
         torch.cuda.reset_peak_memory_stats()
         replay = captured(work)
         time_of_step = milliseconds(replay, 5 * options.repeats)
         memory = torch.cuda.max_memory_allocated() / 2**20
         print(f"{case}: {name}, captured: {time_of_step:8.2f} ms, {memory:.0f} MiB", flush=True)
+        replays[name] = replay
+    step = make()
+    eager = milliseconds(lambda: step.step(step.predict_by_deepmd_kit), options.repeats)
+    print(f"{case}: deepmd-kit's call eager, our HybridMuon: {eager:8.2f} ms", flush=True)
     if options.profile:
+        replay = replays["compiled"]
         profile(f"{case}: kernels of the compiled step", replay, options.rows, shapes=False)
 
 
