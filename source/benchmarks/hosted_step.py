@@ -98,9 +98,30 @@ REPFORMER = {
     "g1_out_conv": True,
     "g1_out_mlp": True,
 }
-SE_A = {"type": "se_e2_a", "sel": [20, 40], "rcut": 4.0, "rcut_smth": 0.5, "neuron": [10, 20, 40]}
-SE_R = {"type": "se_e2_r", "sel": [60, 120], "rcut": 6.0, "rcut_smth": 0.5, "neuron": [5, 10, 20]}
-SE_T = {"type": "se_e3", "sel": [20, 40], "rcut": 4.0, "rcut_smth": 0.5, "neuron": [2, 4, 8]}
+SE_A = {
+    "type": "se_e2_a",
+    "seed": 1,
+    "sel": [20, 40],
+    "rcut": 4.0,
+    "rcut_smth": 0.5,
+    "neuron": [10, 20, 40],
+}
+SE_R = {
+    "type": "se_e2_r",
+    "seed": 1,
+    "sel": [60, 120],
+    "rcut": 6.0,
+    "rcut_smth": 0.5,
+    "neuron": [5, 10, 20],
+}
+SE_T = {
+    "type": "se_e3",
+    "seed": 1,
+    "sel": [20, 40],
+    "rcut": 4.0,
+    "rcut_smth": 0.5,
+    "neuron": [2, 4, 8],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "mini": {"type": "dpa4", "descriptor": DPA4},
     "mini-float32": {"type": "dpa4", "descriptor": DPA4 | {"use_amp": False}},
@@ -109,7 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "type": "dpa4",
         "descriptor": DPA4 | {"lmax": 3, "channels": 64, "n_blocks": 3, "so2_layers": 4},
     },
-    "dpa2": {"descriptor": {"type": "dpa2", "repinit": REPINIT, "repformer": REPFORMER}},
+    "dpa2": {"descriptor": {"type": "dpa2", "seed": 1, "repinit": REPINIT, "repformer": REPFORMER}},
     "hybrid": {"descriptor": {"type": "hybrid", "list": [SE_A | {"type_one_side": True}, SE_R]}},
     "se_e3": {"descriptor": SE_T},
 }
