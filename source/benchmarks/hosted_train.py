@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 source/benchmarks/hosted_train.py --cases mini --no-restart
 
 A case is a model of `hosted_step.py`. The data are random water, made here. Each case trains once, and again from its
-middle. The printed gap compares the final weights: on a GPU, sums in another order let two equal runs differ, too.
+middle. The printed gap compares the final weights: on a GPU, sums in another order let two equal runs differ, too;
+`--again` prints by how much.
 The script ends with status 1 if a step was not captured.
 """
 
@@ -136,7 +137,10 @@ def run_case(name: str, folder: Path, options: argparse.Namespace) -> bool:
     begun = time.monotonic()
     graphs, step_time = train(input_of(name, system, first, options))
     took = time.monotonic() - begun
-    print(f"{label}: {graphs} graphs, {step_time:.2f} ms a step, run of {steps} steps {took:.1f} s")
+    print(
+        f"{label}: {graphs} graphs, {step_time:.2f} ms a step, run of {steps} steps {took:.1f} s",
+        flush=True,
+    )
     if options.restart:
         second = folder / f"{label}-restarted"
         middle = Path(f"{first}-{steps // 2}.pt")
@@ -144,7 +148,17 @@ def run_case(name: str, folder: Path, options: argparse.Namespace) -> bool:
         whole = weights_of(Path(f"{first}-{steps}.pt"))
         gap = (weights_of(Path(f"{second}-{steps}.pt")) - whole).norm() / whole.norm()
         moved = (weights_of(middle) - whole).norm() / whole.norm()
-        print(f"{label}: restarted against whole run {gap:.1e}; the same steps moved {moved:.1e}")
+        print(
+            f"{label}: restarted against whole run {gap:.1e}; the same steps moved {moved:.1e}",
+            flush=True,
+        )
+    if options.again:
+        again = folder / f"{label}-again"
+        train(input_of(name, system, again, options))
+        for step in (steps // 2, steps):
+            expected = weights_of(Path(f"{first}-{step}.pt"))
+            gap = (weights_of(Path(f"{again}-{step}.pt")) - expected).norm() / expected.norm()
+            print(f"{label}: two equal runs differ after {step} steps by {gap:.1e}", flush=True)
     return graphs > 0
 
 
@@ -157,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--compile", action="store_true", help="set training/enable_compile")
     parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--again", action="store_true", help="train once more, to compare")
     parser.add_argument("--folder", type=Path, help="where files go; new by default")
     options = parser.parse_args(arguments)
     import_deepmd_kit()
