@@ -23,7 +23,6 @@ from deepmd_muon.optim.groups.checks import (
     warn_unmatched_patterns,
 )
 from deepmd_muon.optim.groups.group_settings import (
-    CHOSEN,
     complete_group,
     group_defaults,
     settings_shown,
@@ -193,7 +192,7 @@ class HybridMuon(QuickOptimizer):
         # Nothing above changes the optimizer if it raises, for instance for a split that does not
         # fit.
         for group, entries in zip(self.param_groups, routing.routes, strict=True):
-            group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
+            group["routes"] = RouteTable(entries).texts()
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
@@ -482,7 +481,7 @@ class HybridMuon(QuickOptimizer):
                 group.update(values)
             self._route_parameters()
             raise
-        keys = sorted({key for values in choices for key in values} - {"constructed", CHOSEN})
+        keys = sorted({key for values in choices for key in values} - {"constructed"})
         text = "%s: the checkpoint's values hold, which differ from what build chooses now"
         log.warning(text, ", ".join(keys))
 

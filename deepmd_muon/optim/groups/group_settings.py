@@ -25,7 +25,7 @@ from deepmd_muon.optim.config import (
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.groups.momentum_warmup import STEPS
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.routes import RouteTable
+from deepmd_muon.optim.routing.routes import current_routes
 from deepmd_muon.optim.rules.registry import unknown_rules
 from deepmd_muon.optim.words import (
     REMOVED_SETTINGS,
@@ -146,16 +146,16 @@ SCHEDULED_SETTINGS = (
     "adam_betas",
     *(key for key in SCHEDULED_NUMBERS if key not in ("adam_beta1", "adam_beta2")),
 )
-# Key of what `build` has chosen for a model, in groups that it makes: names of settings, and
-# entries of `adam_patterns` and `splits`.
+# In `constructed` of groups that `build` makes: names of settings that it has chosen for a model,
+# and entries of `adam_patterns` and `splits`.
 CHOSEN = "chosen_by_build"
 # Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and
 # `constructed` in a copied group.
-_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed", CHOSEN)
+_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 _KNOWN_KEYS = {
     *(field.name for field in dataclasses.fields(GroupArguments)),
     *_MORE_KEYS,
-    *RouteTable(()).manifest(),
+    "routes",
 }
 # The settings of a group as its dict stores them, without and with those that a scheduler may
 # change; comparing these is faster than comparing dataclasses.
@@ -272,8 +272,8 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
 def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     """Check a new group, as `check_group` does, and add the optimizer's own keys.
 
-    `constructed` holds its learning rate and scheduled settings as text, which every kind of state
-    dict preserves. At a load it distinguishes values that a scheduler has changed from values that
+    `constructed` holds its learning rate, scheduled settings and choices of `build` as text, which
+    every kind of state dict preserves. At a load it distinguishes values that a scheduler has changed from values that
     were constructed differently. With `capturable`, a captured step reads the learning rate from a
     tensor on the parameters' device.
     """
@@ -284,6 +284,7 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     # Reading a tensor on a GPU would wait for it.
     is_readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
     constructed = {key: group[key] for key in SCHEDULED_SETTINGS}
+    constructed |= {key: value for key, value in constructed_of(group).items() if key == CHOSEN}
     constructed["lr"] = float(lr) if is_readable else None
     # NumPy's numbers are numbers, too.
     group["constructed"] = json.dumps(constructed, default=float)
@@ -291,6 +292,12 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
         has_float64 = any(p.dtype == torch.float64 for p in params)
         dtype = torch.float64 if has_float64 else torch.float32
         group["lr"] = torch.tensor(lr, dtype=dtype, device=params[0].device)
+
+
+def constructed_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with which a group was constructed; none for a group that lacks them."""
+    constructed: dict[str, Any] = json.loads(group.get("constructed", "{}"))
+    return constructed
 
 
 def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
@@ -394,12 +401,16 @@ def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | Non
 
 def current_spelling(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved group, of deepmd-kit or of an earlier revision, with today's settings."""
-    current = dict(group)
+    current = dict(current_routes(group))
+    constructed = constructed_of(current)
+    if CHOSEN in current:
+        constructed[CHOSEN] = current.pop(CHOSEN)
     if "lr_adjust" in current:
         current = _without_lr_adjust(current)
-        if "constructed" in current:
-            constructed = json.loads(current["constructed"])
-            current["constructed"] = json.dumps(_without_lr_adjust(constructed))
+        if constructed:
+            constructed = _without_lr_adjust(constructed)
+    if constructed:
+        current["constructed"] = json.dumps(constructed)
     if current.get("deepmd_kit_arithmetic"):
         current["schedule"] = DEEPMD_KIT
     for key in ("deepmd_kit_arithmetic", "foreach", *REMOVED_SETTINGS):

@@ -155,7 +155,7 @@ def test_states_of_before_attention_was_split_load(caplog):
     first.param_groups[0]["splits"] = ()  # as in earlier versions
     train(first)
     saved = first.state_dict()
-    assert saved["param_groups"][0]["views"][0] == "1x24x8"
+    assert saved["param_groups"][0]["routes"][0] == "muon 24x8 as 1x24x8"
     then = MuonConfig().build(model)
     then.load_state_dict(saved)
     p = model[0].in_proj_weight
@@ -172,13 +172,7 @@ def test_states_of_before_attention_was_split_load(caplog):
 
 def test_a_split_into_one_part_is_no_split():
     assert view_of("layer.qkv", (64, 96), splits=("*.qkv: rows 1",)) == ("muon", "1x64x96")
-    earlier = {
-        "routing_version": 2,
-        "routes": ["muon"],
-        "views": ["1x64x96 rows 64"],
-        "shapes": ["64x96"],
-    }
-    (entry,) = RouteTable.from_manifest([{**earlier, "param_names": ["layer.qkv"]}])
+    (entry,) = RouteTable.from_groups([{"routes": ["muon 64x96 as 1x64x96 rows 64"]}])
     assert str(entry.view) == "1x64x96"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from typing import ClassVar
 
@@ -142,7 +143,9 @@ def as_first_release(optimizer):
 def as_saved_by_first_release(optimizer):
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
-        del group["chosen_by_build"], group["adam_weight_decay"]
+        constructed = json.loads(group["constructed"])
+        del constructed["chosen_by_build"], group["adam_weight_decay"]
+        group["constructed"] = json.dumps(constructed)
     return through_file(saved)
 
 
