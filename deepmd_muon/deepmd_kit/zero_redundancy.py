@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from deepmd_muon.deepmd_kit.checkpoint import PER_PARAMETER, of_parameters
-from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon, lr_adjust_of
+from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon, as_deepmd_kit_reads
 
 
 class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
@@ -74,14 +74,14 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks that `consolidate_state_dict` collected."""
         state_dict = super().state_dict()
+        groups = []
         for saved_group, group, routes in zip(
             state_dict["param_groups"], self.param_groups, self._routes, strict=True
         ):
             names = [self._names[p] for p in group["params"]]
-            saved_group["param_names"] = names
-            saved_group["lr_adjust"] = lr_adjust_of(group)  # deepmd-kit's class reads it
-            saved_group["routes"] = [routes[name] for name in names]
-        return state_dict
+            lists = {"param_names": names, "routes": [routes[name] for name in names]}
+            groups.append({**as_deepmd_kit_reads(saved_group), **lists})
+        return {**state_dict, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole state dict whose groups name their parameters."""

@@ -24,8 +24,10 @@ from deepmd_muon.optim.groups.checks import (
 )
 from deepmd_muon.optim.groups.group_settings import (
     complete_group,
+    fold,
     group_defaults,
     settings_shown,
+    unfolded,
     words_of_group,
 )
 from deepmd_muon.optim.groups.momentum_warmup import is_warming_up, warm_up_momentum
@@ -193,6 +195,7 @@ class HybridMuon(QuickOptimizer):
         # fit.
         for group, entries in zip(self.param_groups, routing.routes, strict=True):
             group["routes"] = RouteTable(entries).texts()
+            fold(group)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
@@ -268,6 +271,8 @@ class HybridMuon(QuickOptimizer):
         Warn of each new route or view, unless the parameter was frozen or unfrozen.
         """
         if self._routing.is_current(self.param_groups):
+            for group in self.param_groups:
+                fold(group)
             return
         former = {entry.name: entry for entry in self.routing}
         self._route_parameters()
@@ -468,7 +473,7 @@ class HybridMuon(QuickOptimizer):
             yield
             return
         former = [
-            {key: group[key] for key in values}
+            {key: unfolded(group)[key] for key in values}
             for group, values in zip(self.param_groups, choices, strict=True)
         ]
         try:

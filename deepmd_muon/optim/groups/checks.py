@@ -12,7 +12,7 @@ from torch import Tensor
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError, warn_caller
-from deepmd_muon.optim.groups.group_settings import PATTERNS, arguments_of, as_tuple
+from deepmd_muon.optim.groups.group_settings import PATTERNS, arguments_of, as_tuple, unfolded
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
@@ -142,7 +142,7 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         )
     matches: dict[_Pattern, bool] = {}
     decides: dict[_Pattern, bool] = {}
-    for number, group in enumerate(groups):
+    for number, group in enumerate(map(unfolded, groups)):
         if not group.get("param_names"):
             continue
         checked_earlier = number < new
@@ -251,7 +251,9 @@ def warn_idle_settings(groups: Sequence[Mapping[str, Any]]) -> None:
 
 def warn_idle_master_weights(groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn of `master_weights` if no parameter of the groups with them has 16 bits."""
-    dtypes = {p.dtype for group in groups if group["master_weights"] for p in group["params"]}
+    dtypes = {
+        p.dtype for group in groups if unfolded(group)["master_weights"] for p in group["params"]
+    }
     if dtypes and dtypes.isdisjoint(NARROW):
         warn_caller(
             "master_weights have no effect: they belong to parameters of 16 bits, and these are "
@@ -263,7 +265,7 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
     """Warn of parameters that look like convolution kernels and form many small matrices."""
     kernels = []
     for group in groups:
-        if group.values["conv_patterns"] is not None:
+        if unfolded(group.values)["conv_patterns"] is not None:
             continue
         for _, entry in group.routed:
             view = entry.view

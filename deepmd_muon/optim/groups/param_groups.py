@@ -15,7 +15,6 @@ from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError, warn_caller
 from deepmd_muon.optim.groups.group_settings import (
     Params,
-    as_tuple,
     group_settings,
     with_numbers_of,
 )
@@ -210,9 +209,8 @@ def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
     for group in param_groups:
         settings = group_settings(group)
         trained = [p.requires_grad for p in group["params"]]
-        local_patterns = as_tuple(group["local_patterns"])
         rules = matrix_rules(settings)
-        inputs.append((rules, local_patterns, RoutingRules.of(settings), trained))
+        inputs.append((rules, settings.local_patterns, RoutingRules.of(settings), trained))
     return inputs
 
 

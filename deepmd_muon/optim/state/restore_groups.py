@@ -19,6 +19,7 @@ from deepmd_muon.optim.groups.group_settings import (
     current_spelling,
     group_settings,
     own_keys,
+    unfolded,
 )
 from deepmd_muon.optim.other_configs import CHOSEN_BY_BUILD
 from deepmd_muon.optim.routing.routes import RouteTable
@@ -50,7 +51,7 @@ def settings_of_checkpoint(
     if len(param_groups) != len(saved_groups):
         return [{} for _ in param_groups]
     return [
-        _saved_choices(group, current_spelling(saved))
+        _saved_choices(unfolded(group), current_spelling(saved))
         for group, saved in zip(param_groups, saved_groups, strict=True)
     ]
 
@@ -123,7 +124,7 @@ def restore_groups(
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
         saved = current_spelling(saved)
         values = _restored_values(number, group, saved)
-        _log_differences(number, group, saved, values)
+        _log_differences(number, unfolded(group), saved, values)
         restored.append(values)
     for group, values in zip(param_groups, restored, strict=True):
         group_settings({**group, **values})  # checks them, before any group is changed

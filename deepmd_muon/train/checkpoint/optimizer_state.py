@@ -25,6 +25,7 @@ from deepmd_muon.model.deepmd_kit import (
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
+from deepmd_muon.optim.groups.group_settings import unfolded
 from deepmd_muon.optim.routing.routes import canonical_name, current_routes
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 
@@ -253,7 +254,7 @@ def in_deepmd_kits_order(
     included, because deepmd-kit loads by position. HybridMuon's Adam state gets the powers of the
     decays from which deepmd-kit corrects its bias, and its group the setting `lr_adjust`. This
     package reads by name (`in_own_names`) and
-    ignores both. State of several groups, or without names, comes back as it is.
+    ignores both. Each setting is a key of the group. State of several groups, or without names, comes back as it is.
     """
     groups = state_dict["param_groups"]
     state = state_dict["state"]
@@ -261,7 +262,7 @@ def in_deepmd_kits_order(
     own_names = list(map(own_name_of, order))
     if len(groups) != 1 or not names or not set(names) <= set(own_names):
         return dict(state_dict)
-    group = groups[0]
+    group = unfolded(groups[0])
     position = {name: i for i, name in enumerate(names)}
     lists: dict[str, Any] = {"params": list(range(len(order))), "param_names": list(order)}
     if "routes" in group:
