@@ -300,7 +300,7 @@ def _checkpoint_routing(path: Path) -> str:
             )
         # Files list the empty parameters of deepmd-kit's model, too.
         routing = RouteTable(
-            [entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape]
+            [entry for entry in RouteTable.from_groups(groups) if 0 not in entry.shape]
         )
         shared = checkpoint.get(OWN_KEY, {}).get(SHARED, {})
         return f"{routing}\n\n{routing.summary()}{_sharing(shared)}"

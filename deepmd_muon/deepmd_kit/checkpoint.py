@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
-from deepmd_muon.optim.routing.routes import canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name, current_routes
 
 # The lists of a group with one entry per parameter.
-PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
+PER_PARAMETER = ("params", "param_names", "routes")
 
 
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict
     canonical_names = {canonical_name(name) for name in names}
     groups = []
     state = {}
-    for group in state_dict["param_groups"]:
+    for group in map(current_routes, state_dict["param_groups"]):
         positions = [
             i
             for i, name in enumerate(group["param_names"])

@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from deepmd_muon.deepmd_kit.checkpoint import PER_PARAMETER, of_parameters
-from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon, lr_adjust_of
-
-# What the routing records of a parameter: the lists of a group that follow its names.
-_MANIFEST = ("routes", "views", "shapes")
+from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon, as_deepmd_kit_reads
 
 
 class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
@@ -50,8 +47,8 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         parameters = [p for _, p in named_parameters]
         optimizer_class: Any = make_inner
         super().__init__(parameters, optimizer_class=optimizer_class, lr=lr)
-        # Of each group: route, view and shape of each parameter of the whole model, by name.
-        self._manifests: list[Mapping[str, Sequence[str]]] = []
+        # Of each group: the routes of the whole model's parameters, by name.
+        self._routes: list[Mapping[str, str]] = []
 
     @staticmethod
     def _sync_param_groups(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -63,30 +60,28 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state and the routes of all ranks on rank `to`; all ranks call it."""
         super().consolidate_state_dict(to)
-        manifests = []
-        for group in self.optim.param_groups:
-            entries = zip(*(group[key] for key in _MANIFEST), strict=True)
-            manifests.append(dict(zip(group["param_names"], entries, strict=True)))
-        rank_manifests: list[Any] = [None] * self.world_size
-        dist.all_gather_object(rank_manifests, manifests, group=self.process_group)
-        self._manifests = [
-            {name: entry for manifest in by_rank for name, entry in manifest.items()}
-            for by_rank in zip(*rank_manifests, strict=True)
+        routes = [
+            dict(zip(group["param_names"], group["routes"], strict=True))
+            for group in self.optim.param_groups
+        ]
+        rank_routes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(rank_routes, routes, group=self.process_group)
+        self._routes = [
+            {name: route for routes_of_rank in by_rank for name, route in routes_of_rank.items()}
+            for by_rank in zip(*rank_routes, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks that `consolidate_state_dict` collected."""
         state_dict = super().state_dict()
-        for saved_group, group, manifest in zip(
-            state_dict["param_groups"], self.param_groups, self._manifests, strict=True
+        groups = []
+        for saved_group, group, routes in zip(
+            state_dict["param_groups"], self.param_groups, self._routes, strict=True
         ):
             names = [self._names[p] for p in group["params"]]
-            saved_group["param_names"] = names
-            saved_group["lr_adjust"] = lr_adjust_of(group)  # deepmd-kit's class reads it
-            columns = zip(*(manifest[name] for name in names), strict=True)
-            for key, column in zip(_MANIFEST, columns, strict=True):
-                saved_group[key] = list(column)
-        return state_dict
+            lists = {"param_names": names, "routes": [routes[name] for name in names]}
+            groups.append({**as_deepmd_kit_reads(saved_group), **lists})
+        return {**state_dict, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole state dict whose groups name their parameters."""

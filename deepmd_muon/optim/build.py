@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import math
 import warnings
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.errors import IdleSettingWarning
-from deepmd_muon.optim.groups.group_settings import CHOSEN
+from deepmd_muon.optim.groups.group_settings import CHOSEN, constructed_of
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import (
     CHOSEN_BY_BUILD,
@@ -95,7 +96,7 @@ def build_muon(
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
     if omitted:
         for group in optimizer.param_groups:
-            group[CHOSEN] = omitted
+            group["constructed"] = json.dumps({**constructed_of(group), CHOSEN: omitted})
     for warning in caught:  # settings cause them, not code, so they belong in the log
         # `Buildable.build` names these as the configuration does.
         if not issubclass(warning.category, IdleSettingWarning):

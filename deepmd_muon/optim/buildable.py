@@ -5,11 +5,10 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from deepmd_muon.optim.errors import IdleSettingWarning
+from deepmd_muon.optim.errors import IdleSettingWarning, warn_caller
 from deepmd_muon.setting import check_settings, idle_settings
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def _warn_idle_settings(config: Any) -> None:
     idle = idle_settings(config)
     if idle:
         text = "; ".join(f"{name} {reason}" for name, reason in idle.items())
-        warnings.warn(IdleSettingWarning(f"{type(config).__name__}: {text}"), stacklevel=3)
+        warn_caller(IdleSettingWarning(f"{type(config).__name__}: {text}"))
 
 
 def _check_model(model: object) -> None:

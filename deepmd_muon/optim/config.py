@@ -53,10 +53,12 @@ RULES = (
 # matches no name.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
-# For example "*.qkv.weight: rows 3" or "*.q_b.weight: rows (128+64)*16+rest".
+# For example "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest" or
+# "*.linear_qkv.weight: rows 512+128+128 in 4 groups".
 _SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
 SPLIT_PATTERN = (
     rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
+    r"(?: in (?P<groups>\d+) groups)?"
 )
 
 # The schedule that follows deepmd-kit 3.2.0 in its rounding, too
@@ -66,7 +68,8 @@ _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
 SPLIT_SYNTAX = (
-    "of the form 'PATTERN: rows 3', 'PATTERN: columns 64+64+32' or 'PATTERN: rows (128+64)*16+rest'"
+    "of the form 'PATTERN: rows 3', 'PATTERN: columns 64+64+32', 'PATTERN: rows (128+64)*16+rest' "
+    "or 'PATTERN: rows 512+128+128 in 4 groups'"
 )
 
 
@@ -297,7 +300,8 @@ class MainSettings:
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or "
             "'columns' of the matrix as stored, then a number of equal parts or the sizes of the "
             "parts, in which '*' repeats and 'rest' is the remainder. Every part is "
-            "orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
+            "orthogonalized separately. 'in 4 groups' gathers parts that are interleaved: each of 4 "
+            "groups has a quarter of every part, in this order. Examples: ``*.in_proj.matrix: columns 3``, "
             "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
             "`build` adds the splits that the modules of its model declare; with type Muon also "
             "q, k and v of nn.MultiheadAttention."

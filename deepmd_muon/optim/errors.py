@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 from deepmd_muon.setting import (
     InvalidSettingError as InvalidSettingError,
 )  # one of optim's public names
 
+# Modules that warnings of this package do not point to: its own, and torch's between them.
+_OPTIMIZER_MODULES = (__name__.rpartition(".")[0], "torch")
+
 
 class IdleSettingWarning(UserWarning):
     """Settings have no effect beside the others."""
+
+
+def warn_caller(message: str | Warning) -> None:
+    """Warn, and point to the line outside of the optimizer's modules that led here."""
+    frame = sys._getframe()
+    level = 1
+    while frame.f_back is not None and _is_of_optimizer(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_of_optimizer(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _OPTIMIZER_MODULES)
 
 
 class InvalidParameterError(ValueError):

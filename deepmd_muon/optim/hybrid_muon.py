@@ -23,10 +23,11 @@ from deepmd_muon.optim.groups.checks import (
     warn_unmatched_patterns,
 )
 from deepmd_muon.optim.groups.group_settings import (
-    CHOSEN,
     complete_group,
+    fold,
     group_defaults,
     settings_shown,
+    unfolded,
     words_of_group,
 )
 from deepmd_muon.optim.groups.momentum_warmup import is_warming_up, warm_up_momentum
@@ -193,7 +194,8 @@ class HybridMuon(QuickOptimizer):
         # Nothing above changes the optimizer if it raises, for instance for a split that does not
         # fit.
         for group, entries in zip(self.param_groups, routing.routes, strict=True):
-            group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
+            group["routes"] = RouteTable(entries).texts()
+            fold(group)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
@@ -269,6 +271,8 @@ class HybridMuon(QuickOptimizer):
         Warn of each new route or view, unless the parameter was frozen or unfrozen.
         """
         if self._routing.is_current(self.param_groups):
+            for group in self.param_groups:
+                fold(group)
             return
         former = {entry.name: entry for entry in self.routing}
         self._route_parameters()
@@ -469,7 +473,7 @@ class HybridMuon(QuickOptimizer):
             yield
             return
         former = [
-            {key: group[key] for key in values}
+            {key: unfolded(group)[key] for key in values}
             for group, values in zip(self.param_groups, choices, strict=True)
         ]
         try:
@@ -482,7 +486,7 @@ class HybridMuon(QuickOptimizer):
                 group.update(values)
             self._route_parameters()
             raise
-        keys = sorted({key for values in choices for key in values} - {"constructed", CHOSEN})
+        keys = sorted({key for values in choices for key in values} - {"constructed"})
         text = "%s: the checkpoint's values hold, which differ from what build chooses now"
         log.warning(text, ", ".join(keys))
 

@@ -7,7 +7,6 @@ therefore compiled once, and each step first checks whether the `Snapshot` is st
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, eq, is_, itemgetter
@@ -60,7 +59,7 @@ class Snapshot:
     ) -> None:
         self._groups = list(param_groups)
         self._workspace = workspace
-        self._settings = copy.deepcopy([raw_structure(group) for group in param_groups])
+        self._settings = list(map(raw_structure, param_groups))
         self._sizes = [len(group["params"]) for group in param_groups]
         self._params = [p for group in param_groups for p in group["params"]]
         self._kinds = _kinds(self._params)

@@ -55,7 +55,7 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     updates = []
     for group in optimizer["param_groups"]:
         if "routes" in group:
-            entries = list(RouteTable.from_manifest([group]))
+            entries = list(RouteTable.from_groups([group]))
         else:  # Adam or AdamW of torch
             route: Any = "adamw" if group.get("decoupled_weight_decay") else "adam"
             names = [canonical_name(name) for name in group["param_names"]]

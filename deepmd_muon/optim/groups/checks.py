@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -12,16 +11,15 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
 from deepmd_muon.optim.dtensors import spec_of
-from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError
-from deepmd_muon.optim.groups.group_settings import PATTERNS, arguments_of, as_tuple
-from deepmd_muon.optim.groups.param_groups import CONSTRUCTOR_CALLER, Group
+from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError, warn_caller
+from deepmd_muon.optim.groups.group_settings import PATTERNS, arguments_of, as_tuple, unfolded
+from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name, unnamed
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
 from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.setting import idle_settings
 
 _TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ADD_GROUP_CALLER = 3  # stack level
 # A weight of four or more dimensions looks like a convolution kernel if it has square matrices of
 # at most this size, and at least this many of them.
 _LARGEST_KERNEL = 7
@@ -137,16 +135,14 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
 
     Groups before number `new`, and their patterns, were checked earlier.
     """
-    stacklevel = _ADD_GROUP_CALLER if new else CONSTRUCTOR_CALLER
     if not all("param_names" in group for group in groups[new:]):
-        warnings.warn(
+        warn_caller(
             "HybridMuon got parameters without names, so rules on names (biases, adam_, adamw_, "
             "patterns) do not apply; pass model.named_parameters()",
-            stacklevel=stacklevel,
         )
     matches: dict[_Pattern, bool] = {}
     decides: dict[_Pattern, bool] = {}
-    for number, group in enumerate(groups):
+    for number, group in enumerate(map(unfolded, groups)):
         if not group.get("param_names"):
             continue
         checked_earlier = number < new
@@ -157,18 +153,16 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
     if unmatched:
         names = (name for group in groups for name in group.get("param_names", ()))
         example = canonical_name(next(names))
-        warnings.warn(
+        warn_caller(
             f"no parameter matches {', '.join(unmatched)}; patterns must match a whole name, such "
             f"as {example!r}",
-            stacklevel=stacklevel,
         )
     idle = [str(pattern) for pattern, hit in matches.items() if hit and not decides[pattern]]
     if idle:
-        warnings.warn(
+        warn_caller(
             f"no effect: {', '.join(idle)}; other settings decide about the names that they match. "
             "The order is: muon_patterns (for two dimensions above 1), adam_patterns, "
             "adamw_patterns, expert_patterns, conv_patterns, splits",
-            stacklevel=stacklevel,
         )
 
 
@@ -252,17 +246,18 @@ def warn_idle_settings(groups: Sequence[Mapping[str, Any]]) -> None:
                 reasons[name] = reason
     if reasons:
         text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
-        warnings.warn(IdleSettingWarning(text), stacklevel=CONSTRUCTOR_CALLER)
+        warn_caller(IdleSettingWarning(text))
 
 
 def warn_idle_master_weights(groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn of `master_weights` if no parameter of the groups with them has 16 bits."""
-    dtypes = {p.dtype for group in groups if group["master_weights"] for p in group["params"]}
+    dtypes = {
+        p.dtype for group in groups if unfolded(group)["master_weights"] for p in group["params"]
+    }
     if dtypes and dtypes.isdisjoint(NARROW):
-        warnings.warn(
+        warn_caller(
             "master_weights have no effect: they belong to parameters of 16 bits, and these are "
             + ", ".join(sorted(map(str, dtypes))),
-            stacklevel=CONSTRUCTOR_CALLER,
         )
 
 
@@ -270,7 +265,7 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
     """Warn of parameters that look like convolution kernels and form many small matrices."""
     kernels = []
     for group in groups:
-        if group.values["conv_patterns"] is not None:
+        if unfolded(group.values)["conv_patterns"] is not None:
             continue
         for _, entry in group.routed:
             view = entry.view
@@ -282,10 +277,9 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
         return
     entry, view = kernels[0]
     like_it = f", and {len(kernels) - 1} more parameters like it" if len(kernels) > 1 else ""
-    warnings.warn(
+    warn_caller(
         f"{entry.name!r} of shape {entry.shape} is seen as {view.batch} matrices of "
         f"{view.rows}x{view.columns}{like_it}. If it is the kernel of a convolution, build the "
         "optimizer from the model, HybridMuonConfig().build(model), or name it in conv_patterns; "
         "conv_patterns=[] keeps the small matrices",
-        stacklevel=CONSTRUCTOR_CALLER,
     )

@@ -25,7 +25,7 @@ from deepmd_muon.optim.config import (
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.groups.momentum_warmup import STEPS
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.routes import RouteTable
+from deepmd_muon.optim.routing.routes import current_routes
 from deepmd_muon.optim.rules.registry import unknown_rules
 from deepmd_muon.optim.words import (
     REMOVED_SETTINGS,
@@ -146,22 +146,77 @@ SCHEDULED_SETTINGS = (
     "adam_betas",
     *(key for key in SCHEDULED_NUMBERS if key not in ("adam_beta1", "adam_beta2")),
 )
-# Key of what `build` has chosen for a model, in groups that it makes: names of settings, and
-# entries of `adam_patterns` and `splits`.
+# In `constructed` of groups that `build` makes: names of settings that it has chosen for a model,
+# and entries of `adam_patterns` and `splits`.
 CHOSEN = "chosen_by_build"
+# Key of a group for its other settings; see `ParamGroup`.
+FOLDED = "muon_settings"
+# Settings that are keys of every group: a step reads them, or a scheduler changes them.
+_KEYS_OF_GROUPS = ("lr", "maximize", "capturable", "momentum_warmup", *SCHEDULED_SETTINGS)
 # Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and
 # `constructed` in a copied group.
-_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed", CHOSEN)
+_MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 _KNOWN_KEYS = {
     *(field.name for field in dataclasses.fields(GroupArguments)),
     *_MORE_KEYS,
-    *RouteTable(()).manifest(),
+    "routes",
+    FOLDED,
 }
-# The settings of a group as its dict stores them, without and with those that a scheduler may
-# change; comparing these is faster than comparing dataclasses.
-_STRUCTURE = [key for key in _PLAIN_SETTINGS if key not in SCHEDULED_SETTINGS]
-raw_structure = itemgetter(*(*_SCHEDULES, *LISTS, *_STRUCTURE))
+# The numbers of a group that a scheduler may change; comparing them is faster than comparing
+# dataclasses.
 raw_numbers = itemgetter(*SCHEDULED_SETTINGS)
+
+
+class ParamGroup(dict[str, Any]):
+    """A parameter group of few keys; other settings are read and written as if they were keys.
+
+    Its key `FOLDED` holds, as text, the settings that differ from the defaults and that no
+    scheduler changes. Reading a list makes it a key, so that it may be changed in place. The next
+    step folds new keys.
+    """
+
+    def __missing__(self, key: str) -> Any:
+        value = unfolded(self)[key]
+        if isinstance(value, list):
+            self[key] = value
+        return value
+
+
+def unfolded(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group, present or saved, with each setting as a key.
+
+    Groups of earlier versions and of other optimizers come back as they are.
+    """
+    if FOLDED not in group:
+        return dict(group)
+    settings = {**_foldable_defaults(), **json.loads(group[FOLDED]), **group}
+    del settings[FOLDED]
+    return settings
+
+
+def fold(group: dict[str, Any]) -> None:
+    """Move the settings of a checked group, but numbers of schedulers, from its keys to `FOLDED`."""
+    defaults = _foldable_defaults()
+    if FOLDED in group and defaults.keys().isdisjoint(group):
+        return
+    settings = unfolded(group)
+    # NumPy's numbers are numbers, too.
+    as_text = json.dumps({key: settings[key] for key in defaults}, default=lambda x: x.item())
+    differing = {key: x for key, x in json.loads(as_text).items() if x != defaults[key]}
+    for key in defaults:
+        group.pop(key, None)
+    group[FOLDED] = json.dumps(differing)
+
+
+@functools.cache
+def _foldable_defaults() -> Mapping[str, Any]:
+    defaults = group_defaults(GroupArguments(params=()))
+    return {key: x for key, x in defaults.items() if key not in _KEYS_OF_GROUPS}
+
+
+def raw_structure(group: Mapping[str, Any]) -> tuple[int, str]:
+    """Return values that differ after a change of settings that no scheduler changes."""
+    return len(group), group[FOLDED]
 
 
 def checked_arguments(
@@ -204,7 +259,8 @@ def arguments_of(group: Mapping[str, Any], problems: Sequence[str] = ()) -> Grou
     Raises as `checked_arguments`.
     """
     names = (field.name for field in dataclasses.fields(GroupArguments))
-    values = {name: group[name] for name in names if name in group}
+    settings = unfolded(group)
+    values = {name: settings[name] for name in names if name in settings}
     return checked_arguments(GroupArguments, values, problems)
 
 
@@ -228,6 +284,7 @@ def settings_shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
     Lists of more than two patterns are counted.
     """
+    group = unfolded(group)
     shown: dict[str, Any] = {"lr": float(group["lr"])}
     for field in dataclasses.fields(GroupArguments):
         value = group.get(field.name, field.default)
@@ -254,6 +311,7 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
     """
     if not isinstance(group, dict):
         return group
+    group = ParamGroup(unfolded(group))  # a copied group may be folded
     try:
         new = translated(group, {*defaults, *_MORE_KEYS})
     except InvalidSettingError as error:
@@ -266,14 +324,14 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
         raise InvalidSettingError(f"HybridMuon: {'; '.join(problems)}", problems) from None
     if new.get("differentiable") is False:  # a key of torch's groups
         del new["differentiable"]
-    return new if new.keys() != group.keys() else group
+    return ParamGroup(new)
 
 
 def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     """Check a new group, as `check_group` does, and add the optimizer's own keys.
 
-    `constructed` holds its learning rate and scheduled settings as text, which every kind of state
-    dict preserves. At a load it distinguishes values that a scheduler has changed from values that
+    `constructed` holds its learning rate, scheduled settings and choices of `build` as text, which
+    every kind of state dict preserves. At a load it distinguishes values that a scheduler has changed from values that
     were constructed differently. With `capturable`, a captured step reads the learning rate from a
     tensor on the parameters' device.
     """
@@ -284,6 +342,7 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     # Reading a tensor on a GPU would wait for it.
     is_readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
     constructed = {key: group[key] for key in SCHEDULED_SETTINGS}
+    constructed |= {key: value for key, value in constructed_of(group).items() if key == CHOSEN}
     constructed["lr"] = float(lr) if is_readable else None
     # NumPy's numbers are numbers, too.
     group["constructed"] = json.dumps(constructed, default=float)
@@ -291,6 +350,12 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
         has_float64 = any(p.dtype == torch.float64 for p in params)
         dtype = torch.float64 if has_float64 else torch.float32
         group["lr"] = torch.tensor(lr, dtype=dtype, device=params[0].device)
+
+
+def constructed_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with which a group was constructed; none for a group that lacks them."""
+    constructed: dict[str, Any] = json.loads(group.get("constructed", "{}"))
+    return constructed
 
 
 def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
@@ -343,6 +408,7 @@ def as_tuple(patterns: Any) -> Any:
 
 def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return a parameter group's settings, checked and explicit; equal settings are one object."""
+    group = unfolded(group)
     values = {
         **_betas(group),
         **{key: frozen_schedule(group[key], key) for key in _SCHEDULES},
@@ -394,12 +460,16 @@ def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | Non
 
 def current_spelling(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved group, of deepmd-kit or of an earlier revision, with today's settings."""
-    current = dict(group)
+    current = unfolded(current_routes(group))
+    constructed = constructed_of(current)
+    if CHOSEN in current:
+        constructed[CHOSEN] = current.pop(CHOSEN)
     if "lr_adjust" in current:
         current = _without_lr_adjust(current)
-        if "constructed" in current:
-            constructed = json.loads(current["constructed"])
-            current["constructed"] = json.dumps(_without_lr_adjust(constructed))
+        if constructed:
+            constructed = _without_lr_adjust(constructed)
+    if constructed:
+        current["constructed"] = json.dumps(constructed)
     if current.get("deepmd_kit_arithmetic"):
         current["schedule"] = DEEPMD_KIT
     for key in ("deepmd_kit_arithmetic", "foreach", *REMOVED_SETTINGS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
-from deepmd_muon.optim.errors import InvalidParameterError
+from deepmd_muon.optim.errors import InvalidParameterError, warn_caller
 from deepmd_muon.optim.groups.group_settings import (
     Params,
-    as_tuple,
     group_settings,
     with_numbers_of,
 )
@@ -31,10 +29,6 @@ from deepmd_muon.optim.routing.routes import (
 from deepmd_muon.optim.rules.registry import matrix_rules
 
 log = logging.getLogger(__name__)
-
-# Stack level of the constructor's caller in a function that the constructor calls: two decorators
-# of the constructor are among the frames.
-CONSTRUCTOR_CALLER = 5
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,9 +101,8 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
         items[i] = {**item, "params": [named(p) for p in of_group]}
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
-        warnings.warn(
-            f"missing from params, though named_parameters lists them: {', '.join(omitted)}",
-            stacklevel=CONSTRUCTOR_CALLER,
+        warn_caller(
+            f"missing from params, though named_parameters lists them: {', '.join(omitted)}"
         )
     return items
 
@@ -216,9 +209,8 @@ def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
     for group in param_groups:
         settings = group_settings(group)
         trained = [p.requires_grad for p in group["params"]]
-        local_patterns = as_tuple(group["local_patterns"])
         rules = matrix_rules(settings)
-        inputs.append((rules, local_patterns, RoutingRules.of(settings), trained))
+        inputs.append((rules, settings.local_patterns, RoutingRules.of(settings), trained))
     return inputs
 
 

@@ -118,7 +118,7 @@ class FusedQKV:
         key_heads = self.key_heads or self.heads
         length = _length(self, self.weight, shapes)
         view = routes[self.weight].view
-        sizes = view.sizes if view is not None and view.axis == self.axis else ()
+        sizes = view.storage_sizes if view is not None and view.axis == self.axis else ()
         if self.interleaved:
             return self._interleaved_rows(length, sizes, key_heads)
         size = self._head_size(length, sizes, self.heads, key_heads)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -24,7 +25,6 @@ _GATE_WEIGHT = re.compile(r"weight_[ih]h(?:_l\d+(?:_reverse)?)?$")
 _ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
 # Matches embed, tok_embeddings, wte, codebook ..., but not `embedder` or `embed_proj`.
 _TABLE = re.compile(r"(?:.*_)?(?:embed(?:ding)?s?|emb|wte|wpe|codebook|table)$")
-_OUTPUT = re.compile(r"(?:lm_)?head$")
 # A state-space model's matrix of decay rates: the logarithms of numbers, not a linear map.
 _RATES = "a_log"
 # torch's modules that define no layers: `Module` itself, Sequential, ModuleList, ParameterList ...
@@ -55,8 +55,7 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
       momentum stay. A tied output layer is the same parameter. So is the matrix of a module that
       is not one of torch's own layers, if the last segment of its name says so (`tok_emb`,
       `embed.weight`).
-    - The output layer: an nn.Linear with the shape of a table, if it is the model's last one or no
-      module takes its output; and every nn.Linear named `head` or `lm_head`.
+    - Output layers (`_output_layers`).
     - Parameters added to activations: held directly by a module that is not one of torch's own
       layers, and either of shape (1, n, ...), which broadcasts over a batch, or named like a
       position or token (`pos...`, `...token`).
@@ -66,25 +65,48 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
     """
     reasons: dict[Tensor, str] = {}
     shapes = set()
-    linears: list[tuple[str, nn.Linear]] = []
     for path, module in model.named_modules():
         if hasattr(module, "num_embeddings"):
             for weight in weights_of(module):
                 reasons[weight] = f"table of {type(module).__name__}"
                 shapes.add(weight.shape)
-        if isinstance(module, nn.Linear):
-            linears.append((path, module))
         for p, reason in _own_parameters(path, module):
             reasons.setdefault(p, reason)
-    consumed = _input_widths(model)
-    for path, linear in linears:
-        is_last = linear is linears[-1][1]
-        for weight in weights_of(linear):
-            if _OUTPUT.match(leaf_name(path)):
-                reasons.setdefault(weight, "output layer by its name")
-            elif weight.shape in shapes and (is_last or weight.shape[0] not in consumed):
-                reasons.setdefault(weight, "output layer: a Linear with the shape of a table")
+    for weight, reason in _output_layers(model, shapes):
+        reasons.setdefault(weight, reason)
     return _matrices_among(model, reasons)
+
+
+def _output_layers(
+    model: nn.Module, table_shapes: Collection[torch.Size]
+) -> Iterator[tuple[Tensor, str]]:
+    """Yield the weights of Linears that make a model's outputs; names do not count.
+
+    No layer takes the output of a model, so no layer has an input of its width. That also holds for
+    some hidden Linears, such as fused queries, keys and values. Therefore only these count:
+
+    - the last Linear, and Linears next to it in the same module, if no layer takes their widths. The
+      only matrix of a model is none of them;
+    - Linears with the shape of a table, if no layer takes their width or it is the last one.
+    """
+    linears = [
+        (path.rpartition(".")[0], module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    if not linears:
+        return
+    consumed = _input_widths(model)
+    last_parent, last = linears[-1]
+    n_matrices = sum(len(effective_shape(tuple(p.shape))) > 1 for p in model.parameters())
+    ends_with_output = last.out_features not in consumed and n_matrices > 1
+    for parent, linear in linears:
+        is_taken = linear.out_features in consumed
+        for weight in weights_of(linear):
+            if weight.shape in table_shapes and (linear is last or not is_taken):
+                yield weight, "output layer: a Linear with the shape of a table"
+            elif ends_with_output and parent == last_parent and not is_taken:
+                yield weight, "output layer: no layer takes the output of the last Linear"
 
 
 def _matrices_among(model: nn.Module, reasons: Mapping[Tensor, str]) -> dict[str, str]:

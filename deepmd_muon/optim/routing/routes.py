@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
@@ -18,7 +18,11 @@ from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_sh
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
 
-MANIFEST_VERSION = 2
+# The text of `RouteEntry.text`.
+_ENTRY_FORM = re.compile(r"(?P<route>\w+) (?P<shape>scalar|\d+(?:x\d+)*)(?: as (?P<view>.+))?")
+
+# Keys of groups of earlier versions; see `current_routes`.
+_FORMER_LISTS = ("views", "shapes")
 
 # Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper
 # insert into names.
@@ -83,16 +87,18 @@ class RouteEntry:
         """Route and view in one phrase, e.g. ``muon 1x240x1600``."""
         return f"{self.route} {self.view}" if self.view else self.route
 
+    @property
+    def text(self) -> str:
+        """Route, shape and view, e.g. ``muon 240x40x40 as 1x240x1600``; state dicts store it."""
+        return _entry_text(self.route, self.shape, str(self.view or ""))
+
 
 class RouteTable(tuple[RouteEntry, ...]):
     """The routes of all parameters, in the optimizer's order; prints as a table."""
 
     def __str__(self) -> str:
         header = ("name", "shape", "view", "route", "reason")
-        rows = [
-            (e.name, "x".join(map(str, e.shape)) or "scalar", str(e.view or "-"), e.route, e.reason)
-            for e in self
-        ]
+        rows = [(e.name, _shape_text(e.shape), str(e.view or "-"), e.route, e.reason) for e in self]
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -116,72 +122,90 @@ class RouteTable(tuple[RouteEntry, ...]):
         return "; ".join(statements) or "no parameters"
 
     @classmethod
-    def from_manifest(cls, param_groups: Sequence[Mapping[str, Any]]) -> RouteTable:
+    def from_groups(cls, param_groups: Sequence[Mapping[str, Any]]) -> RouteTable:
         """Read the routing from the `param_groups` of a HybridMuon state dict.
 
         Raises
         ------
         ForeignStateError
-            When a group has no manifest, a damaged one, or one of a later version than this code
-            reads.
+            When a group has no routes, or an entry is damaged.
         """
         entries = []
         for number, group in enumerate(param_groups):
-            if not {"routes", "views", "shapes"} <= set(group):
-                raise ForeignStateError(f"param_groups[{number}] has no routing manifest")
-            if group["routing_version"] > MANIFEST_VERSION:
-                raise ForeignStateError(
-                    f"param_groups[{number}] has a routing manifest of version "
-                    f"{group['routing_version']}; this release reads up to version "
-                    f"{MANIFEST_VERSION}: update deepmd_muon"
-                )
-            routes = group["routes"]
-            names = group.get("param_names") or [unnamed(number, i) for i in range(len(routes))]
-            rows = zip(names, group["shapes"], group["views"], routes, strict=True)
-            for name, shape, view, route in rows:
-                entry = RouteEntry(
-                    name=canonical_name(name),
-                    shape=_parse_shape(shape),
-                    view=MatrixView.parse(view),
-                    route=route,
-                    reason="recorded",
-                )
-                entries.append(_checked(entry))
+            texts = current_routes(group).get("routes")
+            if texts is None:
+                raise ForeignStateError(f"param_groups[{number}] has no list of routes")
+            names = group.get("param_names") or [unnamed(number, i) for i in range(len(texts))]
+            entries += [
+                _parse_entry(canonical_name(name), text)
+                for name, text in zip(names, texts, strict=True)
+            ]
         return cls(entries)
 
-    def manifest(self) -> dict[str, Any]:
-        """Return the routing as plain lists, which every kind of state dict preserves."""
-        return {
-            "routing_version": MANIFEST_VERSION,
-            "routes": [entry.route for entry in self],
-            "views": [str(entry.view) if entry.view else "" for entry in self],
-            # As text: torch's full state dicts lose empty lists, such as the shape of a scalar.
-            "shapes": ["x".join(map(str, entry.shape)) for entry in self],
-        }
+    def texts(self) -> list[str]:
+        """Return the entries as groups and state dicts store them under "routes"."""
+        return [entry.text for entry in self]
 
 
-def _parse_shape(shape: str | Sequence[int]) -> tuple[int, ...]:
-    """Read a shape of a manifest; version 1 held shapes as lists."""
-    if isinstance(shape, str):
-        return tuple(int(size) for size in shape.split("x") if size)
-    return tuple(map(int, shape))
+def current_routes(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved group with its routes in today's form.
+
+    Earlier versions had three lists, of routes, views and shapes; the first one had shapes as
+    lists.
+    """
+    if not {"routes", *_FORMER_LISTS} <= group.keys():
+        return group
+    current = {
+        key: value for key, value in group.items() if key not in (*_FORMER_LISTS, "routing_version")
+    }
+    rows = zip(group["routes"], group["shapes"], group["views"], strict=True)
+    current["routes"] = [
+        _entry_text(route, shape.split("x") if isinstance(shape, str) else shape, view)
+        for route, shape, view in rows
+    ]
+    return current
 
 
-def _checked(entry: RouteEntry) -> RouteEntry:
-    """Return the entry of a manifest if its parts are consistent."""
-    view = entry.view and entry.view.simplified()
-    if entry.route not in ROUTES:
+def _entry_text(route: str, shape: Sequence[int | str], view: str) -> str:
+    text = f"{route} {_shape_text(shape)}"
+    return f"{text} as {view}" if view else text
+
+
+def _shape_text(shape: Sequence[int | str]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _parse_entry(name: str, text: str) -> RouteEntry:
+    """Read the text of a saved entry, and check that its parts are consistent."""
+    match = _ENTRY_FORM.fullmatch(text)
+    if match is None or match["route"] not in ROUTES:
         raise ForeignStateError(
-            f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}"
+            f"{name} has the entry {text[:60]!r} among the routes; it must look like 'adam 240' or "
+            f"'muon 240x1600 as 1x240x1600', with one of {ROUTES}: the state is damaged, or of a "
+            "later version of deepmd_muon"
         )
-    fits = view is None or math.prod(view.shape) == math.prod(entry.shape)
-    if min(entry.shape, default=1) < 0 or not fits:
+    shape = match["shape"]
+    entry = RouteEntry(
+        name=name,
+        shape=() if shape == "scalar" else tuple(map(int, shape.split("x"))),
+        view=_parse_view(name, match["view"]),
+        route=cast("Route", match["route"]),
+        reason="recorded",
+    )
+    fits = entry.view is None or math.prod(entry.view.shape) == math.prod(entry.shape)
+    if not fits or (entry.route == "muon" and entry.view is None):
         raise ForeignStateError(
-            f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}"
+            f"{name} has the entry {text!r} among the routes: its view does not fit"
         )
-    if entry.route == "muon" and view is None:
-        raise ForeignStateError(f"{entry.name} has route muon in the manifest, but no matrix view")
-    return dataclasses.replace(entry, view=view)
+    return entry
+
+
+def _parse_view(name: str, text: str | None) -> MatrixView | None:
+    try:
+        view = MatrixView.parse(text or "")
+    except ValueError as error:
+        raise ForeignStateError(f"{name}: {error}") from None
+    return view and view.simplified()
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:

@@ -19,7 +19,7 @@ Axis = Literal["rows", "columns"]
 _REST = -1
 _VIEW_FORM = re.compile(
     r"(?P<batch>\d+)x(?P<rows>\d+)x(?P<columns>\d+)"
-    r"(?: (?P<axis>rows|columns) (?P<sizes>\d+(?:\+\d+)*))?"
+    r"(?: (?P<axis>rows|columns) (?P<sizes>\d+(?:\+\d+)*)(?: in (?P<groups>\d+) groups)?)?"
 )
 
 
@@ -30,6 +30,9 @@ class MatrixView:
     A split cuts each matrix of a fused weight into blocks. The text form is ``batch x rows x
     columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns 64+64+32``. State dicts
     store this text.
+
+    Blocks may be interleaved: ``1x768x512 rows 512+128+128 in 4 groups`` has four groups of rows,
+    each with 128 rows of the first block, then 32 of the second and 32 of the third.
     """
 
     batch: int
@@ -37,6 +40,7 @@ class MatrixView:
     columns: int
     axis: Axis | None = None  # along which each matrix of a fused weight is split
     sizes: tuple[int, ...] = ()  # of the blocks along this axis
+    groups: int = 1  # each of which has an equal share of every block
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -58,6 +62,11 @@ class MatrixView:
         return ((self.rows, self.columns),)
 
     @property
+    def storage_sizes(self) -> tuple[int, ...]:
+        """Sizes of adjacent parts along the axis; a block has one in every group."""
+        return tuple(size // self.groups for size in self.sizes) * self.groups
+
+    @property
     def min_dim(self) -> int:
         """The smallest dimension of any block."""
         return min(map(min, self.block_shapes))
@@ -69,11 +78,24 @@ class MatrixView:
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the blocks of a tensor of the parameter's shape, each (batch, rows, columns)."""
         x = x.reshape(self.shape)
-        return list(x.split(self.sizes, dim=self._split_dim)) if self.axis else [x]
+        if self.axis is None:
+            return [x]
+        dim = self._split_dim
+        if self.groups == 1:
+            return list(x.split(self.sizes, dim))
+        in_groups = x.unflatten(dim, (self.groups, -1))
+        sizes = [size // self.groups for size in self.sizes]
+        return [part.flatten(dim, dim + 1) for part in in_groups.split(sizes, dim + 1)]
 
     def join(self, blocks: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
-        return torch.cat(list(blocks), dim=self._split_dim) if self.axis else blocks[0]
+        if self.axis is None:
+            return blocks[0]
+        dim = self._split_dim
+        if self.groups == 1:
+            return torch.cat(list(blocks), dim)
+        in_groups = [block.unflatten(dim, (self.groups, -1)) for block in blocks]
+        return torch.cat(in_groups, dim + 1).flatten(dim, dim + 1)
 
     @property
     def _split_dim(self) -> int:
@@ -84,7 +106,7 @@ class MatrixView:
         """Return the number of each element's block, or of its row or column within its block.
 
         The result is int64 (batch·rows·columns,), in storage order. Numbers are indices into a flat
-        state tensor of this extent.
+        state tensor of this extent, which has the rows of one block next to each other.
         """
         blocks_per_matrix = max(1, len(self.sizes))
         numbered_blocks = [
@@ -94,10 +116,11 @@ class MatrixView:
         batch = torch.arange(self.batch, device="cpu").view(-1, 1, 1)
         if of == "blocks":
             return (batch * blocks_per_matrix + block).expand(self.shape).reshape(-1)
-        if of == "rows":
-            line = batch * self.rows + torch.arange(self.rows, device="cpu").view(-1, 1)
-        else:
-            line = batch * self.columns + torch.arange(self.columns, device="cpu")
+        n_lines = self.rows if of == "rows" else self.columns
+        lines = torch.arange(n_lines, device="cpu").view((1, -1, 1) if of == "rows" else (1, 1, -1))
+        if self.axis == of:
+            lines = self.join(lines.split(self.sizes, self._split_dim))
+        line = batch * n_lines + lines
         number = line * self.repeats(of)
         if self.repeats(of) > 1:
             number = number + block
@@ -128,7 +151,10 @@ class MatrixView:
 
     def __str__(self) -> str:
         text = f"{self.batch}x{self.rows}x{self.columns}"
-        return f"{text} {self.axis} {'+'.join(map(str, self.sizes))}" if self.axis else text
+        if self.axis is None:
+            return text
+        split = f"{text} {self.axis} {'+'.join(map(str, self.sizes))}"
+        return split if self.groups == 1 else f"{split} in {self.groups} groups"
 
     @classmethod
     def parse(cls, text: str) -> MatrixView | None:
@@ -145,6 +171,7 @@ class MatrixView:
             columns=int(match["columns"]),
             axis=cast("Axis | None", match["axis"]),
             sizes=tuple(map(int, sizes)),
+            groups=int(match["groups"] or 1),
         )
 
 
@@ -157,6 +184,7 @@ class FusedSplit:
     sizes: tuple[int, ...]  # of the parts; −1 stands for the rest; empty for equal parts
     count: int  # number of parts
     words: str  # the sizes as written in the setting
+    groups: int  # that interleave the parts
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:
@@ -171,8 +199,9 @@ class FusedSplit:
         pattern = match["pattern"]
         words = match["sizes"]
         axis = cast("Axis", match["axis"])
+        groups = int(match["groups"] or 1)
         if words.isdigit():
-            return cls(pattern, axis, (), int(words), f"{words} equal parts")
+            return cls(pattern, axis, (), int(words), f"{words} equal parts", groups)
         sizes: list[int] = []
         # Terms are numbers, 'rest', or sums in parentheses, each with or without '*count'.
         for term in re.findall(r"\([^)]*\)(?:\*\d+)?|[^+()]+", words):
@@ -180,13 +209,14 @@ class FusedSplit:
             numbers = inner.strip("()").split("+")
             repeated = [_REST if number == "rest" else int(number) for number in numbers]
             sizes += repeated * int(times or 1)
-        return cls(pattern, axis, tuple(sizes), len(sizes), words)
+        return cls(pattern, axis, tuple(sizes), len(sizes), words, groups)
 
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
 
         Raises InvalidShapeError when the sizes do not add up to the dimension, leave nothing for
-        'rest', or the number of parts does not divide the dimension.
+        'rest', the number of parts does not divide the dimension, or the number of groups not each
+        part.
         """
         length = view.rows if self.axis == "rows" else view.columns
         remainder = length - sum(size for size in self.sizes if size != _REST)
@@ -197,7 +227,12 @@ class FusedSplit:
             raise InvalidShapeError(
                 f"{name}: {length} {self.axis} of view {view} cannot be split into {self.words}"
             )
-        return dataclasses.replace(view, axis=self.axis, sizes=sizes)
+        if self.groups < 1 or any(size % self.groups for size in sizes):
+            raise InvalidShapeError(
+                f"{name}: parts of {'+'.join(map(str, sizes))} {self.axis} cannot be spread over "
+                f"{self.groups} groups evenly"
+            )
+        return dataclasses.replace(view, axis=self.axis, sizes=sizes, groups=self.groups)
 
 
 def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

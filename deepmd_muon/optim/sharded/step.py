@@ -71,6 +71,12 @@ def sharded_step(
             param = ShardedParameter(
                 p, entry, group=number, layout=layout, device=p.device, sharding=sharding
             )
+            if entry.view is not None and entry.view.groups > 1:
+                raise ShardingError(
+                    f"{param}: the view {entry.view} gathers parts of several groups, which needs "
+                    "the whole parameter on its process: split it without 'in … groups', or leave "
+                    "out replicas"
+                )
             if p.dtype not in DTYPES:
                 raise UnsupportedTransportError(
                     f"{param}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or "

@@ -2,7 +2,7 @@
 
 | groups have | written by | read by |
 |---|---|---|
-| a routing manifest | this package | `_read_own` |
+| `routes` | this package | `_read_own` |
 | `adam_betas`, `lr_adjust` … | deepmd-kit's HybridMuon | `read_deepmd_kit` |
 | the keys of another Muon | torch, K. Jordan, Moonlight, dion | `read_another_muon` |
 | `betas` | torch.optim.Adam, AdamW | `_read_adam` |
@@ -131,8 +131,8 @@ def _describe_foreign(state: Mapping[Any, Mapping[str, Any]]) -> str:
     else:
         kind = "another optimizer"
     return (
-        f"the optimizer state looks like that of {kind} and cannot be loaded: it has no routing "
-        "manifest. Adam's state loads if it has names of parameters, or as many parameters in "
+        f"the optimizer state looks like that of {kind} and cannot be loaded: it has no list of "
+        "routes. Adam's state loads if it has names of parameters, or as many parameters in "
         "every group as this optimizer"
     )
 
@@ -153,12 +153,12 @@ def _read_own(
     state: Mapping[Any, dict[str, Any]],
     groups: Sequence[Group],
 ) -> dict[str, SavedParameter]:
-    """Read a state dict with a manifest.
+    """Read a state dict of this package.
 
     Its keys of parameters are numbers, or names if torch.distributed wrote it.
     """
     present = {entry.name: (entry, group) for group in groups for _, entry in group.routed}
-    table = RouteTable.from_manifest(saved_groups)
+    table = RouteTable.from_groups(saved_groups)
     keys = _keys_by_name(saved_groups, table)
     parameters = {}
     entries = iter(table)

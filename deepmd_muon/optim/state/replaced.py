@@ -70,7 +70,7 @@ def move_state(
     group = {
         "params": range(len(table)),
         "param_names": [entry.name for entry in table],
-        **table.manifest(),
+        "routes": table.texts(),
     }
     state_dict = {
         "state": {number: state[replaced[entry.name]] for number, entry in enumerate(table)},

@@ -15,12 +15,14 @@ from deepmd_muon.optim.groups.group_settings import (
     CHOSEN,
     SCHEDULED_SETTINGS,
     SCHEDULER_KEYS,
+    constructed_of,
     current_spelling,
     group_settings,
     own_keys,
+    unfolded,
 )
 from deepmd_muon.optim.other_configs import CHOSEN_BY_BUILD
-from deepmd_muon.optim.routing.routes import canonical_name
+from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.optim.state.others import is_another_muon
 
 log = logging.getLogger(__name__)
@@ -33,11 +35,7 @@ _NOT_SETTINGS = frozenset(
         "lr",
         "initial_lr",
         "constructed",
-        "routing_version",
         "routes",
-        "views",
-        "shapes",
-        CHOSEN,
     ]
 )
 
@@ -53,20 +51,21 @@ def settings_of_checkpoint(
     if len(param_groups) != len(saved_groups):
         return [{} for _ in param_groups]
     return [
-        _saved_choices(group, saved)
+        _saved_choices(unfolded(group), current_spelling(saved))
         for group, saved in zip(param_groups, saved_groups, strict=True)
     ]
 
 
 def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a saved group for settings that `build` chose then, and now."""
-    chosen_now = group.get(CHOSEN, ())
+    constructed = constructed_of(group)
+    chosen_now = constructed.get(CHOSEN, ())
     if not chosen_now or not {"routes", "vector_route"} <= saved.keys():
         return {}
     if _shapes_by_name(group) != _shapes_by_name(saved):
         return {}
     settings = [key for key in chosen_now if key in CHOSEN_BY_BUILD]
-    chosen_then = saved.get(CHOSEN, ())
+    chosen_then = constructed_of(saved).get(CHOSEN, ())
     keys = [key for key in settings if key in chosen_then]
     if _is_of_first_release(saved):
         found_then = {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}
@@ -78,9 +77,8 @@ def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     ]
     values = {key: saved[key] for key in keys if _as_list(saved[key]) != _as_list(group[key])}
     if values:
-        values[CHOSEN] = [key for key in chosen_now if key not in found_since]
-    if "adam_lr_ratio" in values:
-        constructed = {**json.loads(group["constructed"]), "adam_lr_ratio": saved["adam_lr_ratio"]}
+        constructed[CHOSEN] = [key for key in chosen_now if key not in found_since]
+        constructed |= {key: values[key] for key in ("adam_lr_ratio",) if key in values}
         values["constructed"] = json.dumps(constructed)
     return values
 
@@ -90,10 +88,11 @@ def _is_of_first_release(saved: Mapping[str, Any]) -> bool:
     return "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
 
 
-def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, str]:
-    """Return the shapes of a manifest by name; {} if the parameters have no names."""
-    names = map(canonical_name, group.get("param_names", ()))
-    return dict(zip(names, map(str, group["shapes"]), strict=False))
+def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters by name; {} if they have no names."""
+    if "param_names" not in group:
+        return {}
+    return {entry.name: entry.shape for entry in RouteTable.from_groups([group])}
 
 
 def restore_groups(
@@ -125,7 +124,7 @@ def restore_groups(
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
         saved = current_spelling(saved)
         values = _restored_values(number, group, saved)
-        _log_differences(number, group, saved, values)
+        _log_differences(number, unfolded(group), saved, values)
         restored.append(values)
     for group, values in zip(param_groups, restored, strict=True):
         group_settings({**group, **values})  # checks them, before any group is changed
@@ -142,8 +141,8 @@ def _restored_values(
     """Return the values that a group takes from its saved group."""
     if "lr" not in saved:
         raise ForeignStateError(f"damaged optimizer state dict: param_groups[{number}] has no 'lr'")
-    saved_constructed = json.loads(saved.get("constructed", "{}"))
-    constructed = json.loads(group.get("constructed", "{}"))
+    saved_constructed = constructed_of(saved)
+    constructed = constructed_of(group)
     constructed_alike = {
         key for key, value in saved_constructed.items() if value == constructed.get(key)
     }

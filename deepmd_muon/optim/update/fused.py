@@ -78,10 +78,14 @@ class Variant(NamedTuple):
 
 
 class BlockLocation(NamedTuple):
-    """The location of one block: its parameter, and offset, row stride and shape in elements."""
+    """The location of one block in its parameter, in elements.
 
-    tensor: int
+    From `offset` on, runs of `run` adjacent elements follow each other at a distance of `stride`.
+    """
+
+    tensor: int  # number of the parameter
     offset: int
+    run: int
     stride: int
     rows: int
     columns: int
@@ -93,8 +97,19 @@ def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
     for b in range(view.batch):
         offset = b * view.rows * view.columns
         for rows, columns in view.block_shapes:
-            blocks.append(BlockLocation(tensor, offset, view.columns, rows, columns))
-            offset += rows * columns if view.axis == "rows" else columns
+            # Every group has a run of rows, or every row and group a run of columns.
+            run = rows * columns if view.axis != "columns" else columns
+            stride = view.rows * view.columns if view.axis != "columns" else view.columns
+            block = BlockLocation(
+                tensor=tensor,
+                offset=offset,
+                run=run // view.groups,
+                stride=stride // view.groups,
+                rows=rows,
+                columns=columns,
+            )
+            blocks.append(block)
+            offset += block.run
     return blocks
 
 
@@ -130,7 +145,7 @@ class ChunkRow(NamedTuple):
 
     Elements are counted.
 
-    Parameter, momentum and gradient have one layout, so `stride` and `offset` serve all.
+    Parameter, momentum and gradient have one layout, so `columns`, `stride` and `offset` serve all.
 
     Attributes
     ----------
@@ -139,7 +154,7 @@ class ChunkRow(NamedTuple):
     size
         Of the block.
     columns, stride
-        Adjacent elements of a row, and the distance of rows. A block without gaps is one row.
+        Adjacent elements of a run, and the distance of runs. A block without gaps is one run.
     offset
         Of the block in its tensors.
     parameter, momentum
@@ -185,13 +200,13 @@ def block_rows(
             block = blocks[number]
             parameter = params[block.tensor].data_ptr()
             momentum = buffers[block.tensor].data_ptr()
-            is_contiguous = block.stride == block.columns
+            is_contiguous = block.run == size
             is_aligned = not any(x % _ALIGNED for x in (size, block.offset, parameter, momentum))
             rows[number] = ChunkRow(
                 start=0,
                 size=size,
-                columns=size if is_contiguous else block.columns,
-                stride=size if is_contiguous else block.stride,
+                columns=block.run,
+                stride=block.stride,
                 offset=block.offset,
                 parameter=parameter,
                 momentum=momentum,

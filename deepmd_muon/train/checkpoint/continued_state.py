@@ -16,16 +16,13 @@ from deepmd_muon.model.branches import Branches, all_names, branches_of
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, naming_of
 from deepmd_muon.model.type_map import TypeMove, move_weights, type_axes
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.routing.routes import RouteTable, canonical_name
+from deepmd_muon.optim.routing.routes import canonical_name, current_routes
 from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)
 
 SHARED = "shared_parameters"
 """Key below ours in a checkpoint: the first name of every parameter that has several."""
-
-# The lists of the routing manifest, with one entry for each parameter of a group.
-_MANIFEST = ("routes", "views", "shapes")
 
 
 def shared_names(model: EnergyModel | Branches) -> dict[str, str]:
@@ -152,23 +149,18 @@ def _moved_state(
 
     `saved_names` has the name of each present parameter in the checkpoint, None for a new one.
     """
-    group = saved_state["param_groups"][0]
+    group = current_routes(saved_state["param_groups"][0])
     lists: dict[str, list[Any]] = {
         "params": list(range(len(saved_names))),
         "param_names": list(saved_names),
     }
-    if isinstance(optimizer, HybridMuon):
-        manifest = optimizer.routing.manifest()
-        position = {entry.name: i for i, entry in enumerate(optimizer.routing)}
-        for key in _MANIFEST:
-            if key in group:
-                # New parameters have the present route, so that none of them counts as changed.
-                lists[key] = [
-                    manifest[key][position[name]]
-                    if saved_name is None
-                    else group[key][saved_position[saved_name]]
-                    for name, saved_name in saved_names.items()
-                ]
+    if isinstance(optimizer, HybridMuon) and "routes" in group:
+        present = {entry.name: entry.text for entry in optimizer.routing}
+        # New parameters have the present route, so that none of them counts as changed.
+        lists["routes"] = [
+            present[name] if saved_name is None else group["routes"][saved_position[saved_name]]
+            for name, saved_name in saved_names.items()
+        ]
     state = {}
     for number, saved_name in enumerate(saved_names.values()):
         if saved_name is None:
@@ -257,8 +249,8 @@ def _move_state(
     groups = []
     tensors_of = dict(state["state"])
     start = 0  # position of the group's first parameter among those of all groups
-    for group in state["param_groups"]:
-        manifest = {key: list(group[key]) for key in _MANIFEST if key in group}
+    for group in map(current_routes, state["param_groups"]):
+        routes = list(group.get("routes", ()))
         end = start + len(group["params"])
         names = group.get("param_names") or names_by_position[start:end]
         start = end
@@ -267,11 +259,9 @@ def _move_state(
             if parameter is None:
                 continue
             tensors_of[number] = _move_rows(tensors_of.get(number, {}), parameter, move)
-            if parameter.entry is not None:
-                for key, values in RouteTable([parameter.entry]).manifest().items():
-                    if key in manifest:
-                        manifest[key][i] = values[0]
-        groups.append({**group, **manifest})
+            if parameter.entry is not None and routes:
+                routes[i] = parameter.entry.text
+        groups.append({**group, "routes": routes} if routes else group)
     return {**state, "state": tensors_of, "param_groups": groups}
 
 

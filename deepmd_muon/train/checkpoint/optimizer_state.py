@@ -25,7 +25,8 @@ from deepmd_muon.model.deepmd_kit import (
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
-from deepmd_muon.optim.routing.routes import canonical_name
+from deepmd_muon.optim.groups.group_settings import unfolded
+from deepmd_muon.optim.routing.routes import canonical_name, current_routes
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 # By this key of their groups, Adam (False) and AdamW (True) differ; older versions of torch lack
 # it.
 _DECOUPLED = "decoupled_weight_decay"
-# The routing manifest's entry of a parameter without elements, which only deepmd-kit's models have.
-_EMPTY_ENTRY = {"routes": "frozen", "views": "", "shapes": "0"}
+# The route of a parameter without elements, which only deepmd-kit's models have.
+_EMPTY_ROUTE = "frozen 0"
 
 
 # ----- load --------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def in_deepmd_kits_order(
     included, because deepmd-kit loads by position. HybridMuon's Adam state gets the powers of the
     decays from which deepmd-kit corrects its bias, and its group the setting `lr_adjust`. This
     package reads by name (`in_own_names`) and
-    ignores both. State of several groups, or without names, comes back as it is.
+    ignores both. Each setting is a key of the group. State of several groups, or without names, comes back as it is.
     """
     groups = state_dict["param_groups"]
     state = state_dict["state"]
@@ -261,14 +262,14 @@ def in_deepmd_kits_order(
     own_names = list(map(own_name_of, order))
     if len(groups) != 1 or not names or not set(names) <= set(own_names):
         return dict(state_dict)
-    group = groups[0]
+    group = unfolded(groups[0])
     position = {name: i for i, name in enumerate(names)}
     lists: dict[str, Any] = {"params": list(range(len(order))), "param_names": list(order)}
-    for key, empty in _EMPTY_ENTRY.items():
-        if key in group:
-            lists[key] = [
-                group[key][position[name]] if name in position else empty for name in own_names
-            ]
+    if "routes" in group:
+        lists["routes"] = [
+            group["routes"][position[name]] if name in position else _EMPTY_ROUTE
+            for name in own_names
+        ]
     if "scaling" in group:
         rectangular = group["scaling"] == "rectangular"
         lists["lr_adjust"] = 1.0 / group["adam_lr_ratio"] if rectangular else 0.0
@@ -305,12 +306,12 @@ def in_own_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def in_own_order(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Undo `in_deepmd_kits_order` for an optimizer of these parameters; keys of the state stay."""
     groups = []
-    for group in state_dict["param_groups"]:
+    for group in map(current_routes, state_dict["param_groups"]):
         position = {canonical_name(name): i for i, name in enumerate(group["param_names"])}
         positions = [position[name] for name in names if name in position]
         lists = {
             key: [group[key][i] for i in positions]
-            for key in ("params", "param_names", *_EMPTY_ENTRY)
+            for key in ("params", "param_names", "routes")
             if key in group
         }
         groups.append({**group, **lists})

@@ -232,7 +232,7 @@ def test_further_settings_reach_the_optimizer(trainings):
         False,
         FURTHER["splits"],
     )
-    assert group["views"] == optimizer.param_groups[0]["views"]
+    assert group["routes"] == optimizer.param_groups[0]["routes"]
     state = saved_state(trainings, "ours-further")["state"]
     assert any("second_moment_of_rows" in values for values in state.values())
     normalised = json.loads((trainings / "ours.12.json.out").read_text())["optimizer"]

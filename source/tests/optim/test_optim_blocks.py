@@ -155,7 +155,7 @@ def test_states_of_before_attention_was_split_load(caplog):
     first.param_groups[0]["splits"] = ()  # as in earlier versions
     train(first)
     saved = first.state_dict()
-    assert saved["param_groups"][0]["views"][0] == "1x24x8"
+    assert saved["param_groups"][0]["routes"][0] == "muon 24x8 as 1x24x8"
     then = MuonConfig().build(model)
     then.load_state_dict(saved)
     p = model[0].in_proj_weight
@@ -172,24 +172,23 @@ def test_states_of_before_attention_was_split_load(caplog):
 
 def test_a_split_into_one_part_is_no_split():
     assert view_of("layer.qkv", (64, 96), splits=("*.qkv: rows 1",)) == ("muon", "1x64x96")
-    earlier = {
-        "routing_version": 2,
-        "routes": ["muon"],
-        "views": ["1x64x96 rows 64"],
-        "shapes": ["64x96"],
-    }
-    (entry,) = RouteTable.from_manifest([{**earlier, "param_names": ["layer.qkv"]}])
+    (entry,) = RouteTable.from_groups([{"routes": ["muon 64x96 as 1x64x96 rows 64"]}])
     assert str(entry.view) == "1x64x96"
 
 
+def split_view(batch, sizes, other, axis, groups):
+    length = groups * sum(sizes)
+    shape = (length, other) if axis == "rows" else (other, length)
+    return MatrixView(batch, *shape, axis, tuple(groups * size for size in sizes), groups)
+
+
 views = st.builds(
-    lambda batch, sizes, other, axis: MatrixView(
-        batch, *((sum(sizes), other) if axis == "rows" else (other, sum(sizes))), axis, tuple(sizes)
-    ),
+    split_view,
     st.integers(1, 3),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.integers(1, 5),
     st.sampled_from(["rows", "columns"]),
+    st.integers(1, 3),
 )
 
 
@@ -207,6 +206,80 @@ def test_cutting_and_joining_are_inverse(view):
     for i, block in enumerate(view.cut(numbers)):
         for b in range(view.batch):
             assert (block[b] == b * len(view.sizes) + i).all()
+    axis, start = (1, 0) if view.axis == "rows" else (2, 0)
+    for lines in view.cut(view.numbers(view.axis).reshape(view.shape)):
+        # The lines of a block are adjacent in state tensors.
+        size = lines.shape[axis]
+        first = lines[0].select(2 - axis, 0)
+        assert first.tolist() == list(range(start, start + size))
+        start += size
+
+
+HEADS, GROUPS, SIZE, WIDTH = 6, 2, 4, 20  # of attention whose heads share keys and values in groups
+
+
+def megatron_rows():
+    """Return the rows of q, k and v in Megatron's order: group by group, in each q, k and v."""
+    rows = {"q": [], "k": [], "v": []}
+    row = 0
+    for _ in range(GROUPS):
+        for part, heads in (("q", HEADS // GROUPS), ("k", 1), ("v", 1)):
+            rows[part] += range(row, row + heads * SIZE)
+            row += heads * SIZE
+    return rows
+
+
+@pytest.mark.parametrize("rules", [{}, {"normuon": True, "magma_muon": False}])
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_interleaved_parts_are_matrices_of_their_own(axis, rules):
+    rows = megatron_rows()
+    n_rows = sum(map(len, rows.values()))
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(n_rows, WIDTH, generator=draw, dtype=torch.float64)
+    parts = {name: nn.Parameter(weight[index].clone()) for name, index in rows.items()}
+    fused = nn.Parameter(weight.clone() if axis == "rows" else weight.T.clone())
+    split = f"qkv: {axis} {HEADS * SIZE}+{GROUPS * SIZE}+{GROUPS * SIZE} in {GROUPS} groups"
+    layout = "out_in" if axis == "rows" else "in_out"
+    settings = {"precision": "float32", "scaling": "spectral", "layout": layout, **rules}
+    together = HybridMuon([("qkv", fused)], 0.1, splits=[split], **settings)
+    apart = HybridMuon(parts.items(), 0.1, **(settings | {"layout": "out_in"}))
+    for _ in range(3):
+        gradient = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
+        fused.grad = gradient if axis == "rows" else gradient.T.contiguous()
+        for name, index in rows.items():
+            parts[name].grad = gradient[index].clone()
+        together.step()
+        apart.step()
+    result = fused if axis == "rows" else fused.T
+    for name, index in rows.items():
+        torch.testing.assert_close(result[index], parts[name], rtol=1e-6, atol=1e-7)
+    (entry,) = RouteTable.from_groups(together.state_dict()["param_groups"])
+    assert entry == together.routing[0]
+
+
+def test_interleaved_parts_must_have_a_share_in_every_group():
+    with pytest.raises(InvalidShapeError, match="over 3 groups evenly"):
+        HybridMuon([("w", nn.Parameter(torch.ones(20, 6)))], splits=["w: rows 12+4+4 in 3 groups"])
+
+
+def test_interleaving_may_begin_with_the_state_of_the_parts_group_by_group():
+    p = nn.Parameter(random(20, 6))
+    apart = HybridMuon([("w", p)], splits=["w: rows (6+2+2)*2"], normuon=True)
+    p.grad = random(20, 6, seed=1)
+    apart.step()
+    saved = apart.state_dict()
+    together = HybridMuon(
+        [("w", p)],
+        splits=["w: rows 12+4+4 in 2 groups"],
+        normuon=True,
+        on_route_change="migrate",
+    )
+    together.load_state_dict(saved)
+    momentum = together.state[p]["momentum_buffer"]
+    assert torch.equal(momentum, apart.state[p]["momentum_buffer"])
+    of_rows = saved["state"][0]["second_moment_of_rows"].flatten()
+    order = [*range(6), *range(10, 16), 6, 7, 16, 17, 8, 9, 18, 19]
+    assert torch.equal(together.state[p]["second_moment_of_rows"].flatten(), of_rows[order])
 
 
 @given(st.integers(1, 4), st.integers(1, 6))

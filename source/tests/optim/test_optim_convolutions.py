@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
+from deepmd_muon.optim.groups.group_settings import unfolded
 
 PLAIN = {"magma_muon": False, "scaling": "none", "weight_decay": 0.0, "nesterov": False}
 
@@ -115,6 +116,7 @@ def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplo
     first = config(conv_patterns=[]).build(model)
     train(model, first)
     saved = copy.deepcopy(first.state_dict())
+    saved["param_groups"] = list(map(unfolded, saved["param_groups"]))
     for group in saved["param_groups"]:
         del group["conv_patterns"]  # the key of the version that brought the view
     then = config(on_route_change="error").build(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from deepmd_muon.optim import (
     RoutingMismatchError,
 )
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
+from deepmd_muon.optim.groups.group_settings import unfolded
 
 
 class Experts(nn.Module):
@@ -141,8 +143,11 @@ def as_first_release(optimizer):
 
 def as_saved_by_first_release(optimizer):
     saved = optimizer.state_dict()
+    saved["param_groups"] = list(map(unfolded, saved["param_groups"]))
     for group in saved["param_groups"]:
-        del group["chosen_by_build"], group["adam_weight_decay"]
+        constructed = json.loads(group["constructed"])
+        del constructed["chosen_by_build"], group["adam_weight_decay"]
+        group["constructed"] = json.dumps(constructed)
     return through_file(saved)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +18,8 @@ from make_earlier_files import (
 )
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.config import RuleSettings
+from deepmd_muon.optim.groups.group_settings import unfolded
+from deepmd_muon.optim.routing.routes import RouteTable
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("as_alone")
@@ -79,7 +79,9 @@ def test_groups_of_former_settings_load_without_a_word(former, now, caplog):
     first.step()
     first.param_groups[0]["weight_decay"] = 0.5  # as a scheduler does
     saved = first.state_dict()
-    saved["param_groups"] = [in_former_spelling(group, **former) for group in saved["param_groups"]]
+    saved["param_groups"] = [
+        in_former_spelling(unfolded(group), **former) for group in saved["param_groups"]
+    ]
     _, second = make()
     with caplog.at_level("INFO", logger="deepmd_muon"):
         second.load_state_dict(saved)
@@ -99,26 +101,21 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
     optimizer = HybridMuon(make_groups(parameters), lr=0.01, **SETTINGS)
     optimizer.load_state_dict(saved["optimizer"])
     assert_bitwise(named_state(optimizer.state_dict()), named_state(saved["optimizer"]))
-    manifest = ("routing_version", "routes", "views", "shapes", "param_names")
     for here, there in zip(
         optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"], strict=True
     ):
-        assert [here[key] for key in manifest] == [there[key] for key in manifest]
-        added = {
-            *(
-                "adam_eps",
-                "adam_implementation",
-                "vector_route",
-                "large_schedule",
-                "large_matrix_dim",
-                "constructed",
-            ),
-            *("local_patterns", "muon_patterns", "conv_patterns", "adam_weight_decay"),
-            *("momentum_warmup", "rules"),
-            *(field.name for field in dataclasses.fields(RuleSettings)),
-        }
-        removed = {"lr_adjust", "deepmd_kit_arithmetic", "foreach"}
-        assert here.keys() == there.keys() - removed | added
+        names = there["param_names"]
+        rows = zip(names, there["routes"], there["shapes"], there["views"], strict=True)
+        for entry, (name, route, shape, view) in zip(
+            RouteTable.from_groups([here]), rows, strict=True
+        ):
+            assert (entry.name, entry.route, str(entry.view or "")) == (name, route, view)
+            assert "x".join(map(str, entry.shape)) == shape
+        kept = {"params", "param_names", "lr", "momentum", "weight_decay", "adam_betas"}
+        kept |= {"maximize", "capturable", "adam_lr_ratio", "lr_adjust_coeff", "routes"}
+        assert here.keys() & there.keys() == kept
+        settings = unfolded(here)
+        assert all(there[key] == settings[key] for key in ("nesterov", "splits", "schedule"))
     set_gradients(parameters, 3)
     optimizer.step()
     for name, p in parameters.items():

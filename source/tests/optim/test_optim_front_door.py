@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepmd_muon.optim import Advanced, InvalidSettingError, MuonConfig, muon_for
+from deepmd_muon.optim.errors import IdleSettingWarning
 
 
 def gpt_like(width=32):
@@ -22,6 +23,16 @@ def step(model, optimizer, seed):
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=draw)
     optimizer.step()
+
+
+def test_warnings_point_to_the_caller():
+    with pytest.warns(IdleSettingWarning, match="normuon_beta") as caught:
+        muon_for(gpt_like(), advanced=Advanced(normuon_beta=0.5))
+    optimizer = muon_for(gpt_like())
+    late = {"params": [("late", nn.Parameter(torch.ones(3, 3)))], "adam_patterns": ["latest"]}
+    with pytest.warns(UserWarning, match="no parameter matches") as caught_late:
+        optimizer.add_param_group(late)
+    assert {warning.filename for warning in (*caught, *caught_late)} == {__file__}
 
 
 def test_it_steps_as_the_configuration_that_it_stands_for():
@@ -97,7 +108,7 @@ def test_restart_keeps_the_rate_of_its_checkpoint(caplog):
     earlier = MuonConfig(adam_lr_ratio=1.0).build(model)
     step(model, earlier, 1)
     saved = earlier.state_dict()
-    saved["param_groups"][0]["chosen_by_build"] = ["adam_lr_ratio"]
+    saved["param_groups"][0]["chosen_by_build"] = ["adam_lr_ratio"]  # earlier a key of its own
     optimizer = muon_for(model)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["adam_lr_ratio"] == 1.0

@@ -36,7 +36,8 @@ from deepmd_muon.optim.update.muon import muon_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.gpu if torch.cuda.is_available() else []
-# Shape and view: whole, tall, an even size, experts, blocks of columns (not contiguous) and of rows, a vector.
+# Shape and view: whole, tall, an even size, experts, blocks of columns (not contiguous) and of rows, blocks that are
+# interleaved, a vector.
 CASES = [
     ((7, 40), MatrixView(1, 7, 40)),
     ((45, 30), MatrixView(1, 45, 30)),
@@ -44,6 +45,8 @@ CASES = [
     ((3, 8, 24), MatrixView(3, 8, 24)),
     ((2, 6, 50), MatrixView(2, 6, 50, "columns", (32, 10, 8))),
     ((30, 33), MatrixView(1, 30, 33, "rows", (9, 21))),
+    ((24, 20), MatrixView(1, 24, 20, "rows", (16, 4, 4), 4)),
+    ((2, 6, 24), MatrixView(2, 6, 24, "columns", (16, 8), 4)),
     ((1, 90), MatrixView(1, 1, 90)),
 ]
 VIEWS = [view for _, view in CASES]

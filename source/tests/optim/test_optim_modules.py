@@ -101,17 +101,76 @@ def test_the_tables_of_a_module_of_another_kind_count():
     }
 
 
-def test_a_last_linear_of_another_shape_than_the_tables_is_hidden():
+def test_a_last_linear_that_a_layer_feeds_on_is_hidden():
     body = nn.ModuleDict(
         {"words": nn.Embedding(32, 8), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}
     )
     assert muon(body) == {"up.weight", "down.weight"}
-    assert muon(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))) == {"0.weight", "1.weight"}
+    assert muon(nn.Linear(4, 5)) == {"weight"}  # a model of one matrix
+
+
+class Block(nn.Module):
+    """A layer of timm's ViT: queries, keys and values in one Linear that no layer feeds on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def of_timm(name):
+    """Return a model as timm and torchvision build them: body, then its classifier."""
+    model = nn.Module()
+    model.patch_embed = nn.Conv2d(3, 8, 4)
+    model.blocks = nn.Sequential(Block())
+    model.add_module(name, nn.Linear(8, 10))
+    return model
+
+
+def of_transformers(name):
+    """Return a model as transformers builds them: the body is one module, with a pooler."""
+    model = nn.Module()
+    model.bert = nn.ModuleDict(
+        {"embeddings": nn.Embedding(30, 8), "encoder": Block(), "pooler": nn.Linear(8, 8)}
+    )
+    model.dropout = nn.Dropout()
+    model.add_module(name, nn.Linear(8, 3))
+    return model
+
+
+def of_two_heads(name):
+    """Return a distilled ViT, with two classifiers of different sizes."""
+    model = of_timm(name)
+    model.add_module(f"{name}_dist", nn.Linear(8, 12))
+    return model
+
+
+@pytest.mark.parametrize("name", ["head", "fc", "classifier", "score", "out"])
+@pytest.mark.parametrize("build", [of_timm, of_transformers, of_two_heads])
+def test_classifiers_are_output_layers_whatever_their_name(build, name):
+    model = build(name)
+    expected = {
+        f"{path}.weight" for path, module in model.named_children() if isinstance(module, nn.Linear)
+    }
+    heads = {
+        path for path, reason in tables_and_heads(model).items() if reason.startswith("output")
+    }
+    assert heads == expected
+    assert not muon(model) & expected
+
+
+def test_the_last_layer_of_a_plain_net_is_its_output():
+    assert muon(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))) == {"0.weight"}
+    headless = nn.Sequential(Block(), Block())
+    assert not tables_and_heads(headless)
 
 
 def test_positions_and_tokens_are_added_and_not_multiplied():
     model = ViT()
-    assert set(tables_and_heads(model)) == {"pos", "positions", "register_tokens", "queries"}
+    added = {"pos", "positions", "register_tokens", "queries"}
+    assert set(tables_and_heads(model)) == {*added, "last.weight"}
     assert muon(model) == {
         *(
             "block.in_proj",
@@ -121,7 +180,7 @@ def test_positions_and_tokens_are_added_and_not_multiplied():
             "mha.out_proj.weight",
         ),
         "experts",
-        *("rnn.weight_ih_l0", "rnn.weight_hh_l0", "list.0", "pos_proj.weight", "last.weight"),
+        *("rnn.weight_ih_l0", "rnn.weight_hh_l0", "list.0", "pos_proj.weight"),
     }
     assert {route for name, route in routes(model).items() if name == "cls_token"} == {"adam"}
 

@@ -127,9 +127,9 @@ def ours(model):
         "weight_decay": DECAY,
         "vector_route": "adamw",
     }
-    return MuonConfig(**words, scaling="match_rms", schedule=EXACT, precision="float64").build(
-        model, RATE
-    )
+    return MuonConfig(
+        **words, adamw_patterns=(), scaling="match_rms", schedule=EXACT, precision="float64"
+    ).build(model, RATE)
 
 
 SORTED = ["0.weight", "2.weight", "0.bias", "2.bias"]
@@ -173,7 +173,7 @@ def test_torchs_muon_and_the_adamw_beside_it(named):
         gradients(model, step)
         for each in pair:
             each.step()
-    optimizer = MuonConfig(momentum=BETA, betas=BETAS).build(model, 0.02)
+    optimizer = MuonConfig(momentum=BETA, betas=BETAS, adamw_patterns=()).build(model, 0.02)
     optimizer.load_state_dict(
         import_state(*(each.state_dict() for each in pair), names=None if named else SORTED)
     )
@@ -183,7 +183,9 @@ def test_torchs_muon_and_the_adamw_beside_it(named):
             assert all(torch.equal(optimizer.state[p][key], x) for key, x in values.items())
     twin = make_model()
     twin.load_state_dict(model.state_dict())
-    other = MuonConfig(momentum=BETA, betas=BETAS, weight_decay=0.1).build(twin, 0.02)
+    other = MuonConfig(momentum=BETA, betas=BETAS, weight_decay=0.1, adamw_patterns=()).build(
+        twin, 0.02
+    )
     other.load_state_dict(optimizer.state_dict())
     gradients(model, 3)
     gradients(twin, 3)
@@ -270,7 +272,7 @@ def as_saved(kind, model, steps=3):
 def test_states_of_successors_load_by_what_they_are(kind):
     model = make_model()
     saved, peer = as_saved(kind, model)
-    optimizer = MuonConfig(momentum=BETA, normuon=kind == "normuon").build(model)
+    optimizer = MuonConfig(momentum=BETA, normuon=kind == "normuon", adamw_patterns=()).build(model)
     optimizer.load_state_dict(saved)
     for i, (name, p) in enumerate(zip(SORTED, peer.params, strict=True)):
         state = optimizer.state[p]

@@ -163,11 +163,20 @@ def test_fused_weights_are_scaled_in_their_parts(splits):
 # q, k and v of 3 queries and of 1 key and 1 value of another size; their parts by key head, by kind and by head.
 WIDE = "+".join(["12+4+7"] * KEY_HEADS)
 EACH = "+".join(["4+4+4+4+7"] * KEY_HEADS)
+GATHERED = "+".join(str(KEY_HEADS * size) for size in (12, 4, 7)) + f" in {KEY_HEADS} groups"
 
 
 @pytest.mark.parametrize(
     ("value", "split"),
-    [(DIM, None), (DIM, "2"), (DIM, "10"), (DIM, "12+4+4+12+4+4"), (7, WIDE), (7, EACH)],
+    [
+        (DIM, None),
+        (DIM, "2"),
+        (DIM, "10"),
+        (DIM, "12+4+4+12+4+4"),
+        (7, WIDE),
+        (7, EACH),
+        (7, GATHERED),
+    ],
 )
 def test_interleaved_rows_and_weights_stored_as_columns(value, split):
     size = KEY_HEADS * ((HEADS // KEY_HEADS + 1) * DIM + value)

@@ -221,29 +221,42 @@ def test_tables_print():
 @given(
     st.lists(st.tuples(names, shapes), max_size=6, unique_by=lambda item: canonical_name(item[0]))
 )
-def test_manifests_survive(parameters):
+def test_texts_of_routes_survive(parameters):
     routing = table(*parameters)
     group = {"params": list(range(len(routing))), "param_names": [name for name, _ in parameters]}
-    read = RouteTable.from_manifest([{**group, **routing.manifest()}])
-    assert read == routing
+    assert RouteTable.from_groups([{**group, "routes": routing.texts()}]) == routing
 
 
-def test_manifests_hold_plain_values_only():
-    manifest = table(("a.weight", (4, 5)), ("a.bias", (5,))).manifest()
-    assert manifest == {
-        "routing_version": 2,
-        "routes": ["muon", "adam"],
-        "views": ["1x4x5", ""],
-        "shapes": ["4x5", "5"],
-    }
+ROUTES = table(("a.weight", (4, 5)), ("a.bias", (5,)), ("a.scale", ()))
+FORMER = {
+    "routing_version": 2,
+    "param_names": ["a.weight", "a.bias", "a.scale"],
+    "routes": ["muon", "adam", "adam"],
+    "views": ["1x4x5", "", ""],
+}
 
 
-def test_manifests_of_later_versions_and_missing_ones_are_refused():
-    manifest = table(("a.weight", (4, 5))).manifest()
-    with pytest.raises(ForeignStateError, match="version 99; this release reads up to version 2"):
-        RouteTable.from_manifest([{"params": [0], **manifest, "routing_version": 99}])
-    with pytest.raises(ForeignStateError, match=r"param_groups\[0\].*manifest"):
-        RouteTable.from_manifest([{"params": [0]}])
+def test_routes_are_stored_as_one_text_each():
+    assert ROUTES.texts() == ["muon 4x5 as 1x4x5", "adam 5", "adam scalar"]
+
+
+@pytest.mark.parametrize("former", [["4x5", "5", ""], [[4, 5], [5], []]])
+def test_the_three_lists_of_earlier_versions_are_read(former):
+    assert RouteTable.from_groups([{**FORMER, "shapes": former}]) == ROUTES
+
+
+@pytest.mark.parametrize("text", ["soap 4x5", "muon", "muon 4x5 as 1x4x5 of tomorrow", "adam -1"])
+def test_routes_of_later_versions_are_refused(text):
+    with pytest.raises(ForeignStateError, match=r"later|'1x240x1600'"):
+        RouteTable.from_groups([{"params": [0], "routes": [text]}])
+
+
+@pytest.mark.parametrize("text", ["muon 4x5", "muon 4x5 as 1x4x6"])
+def test_routes_that_contradict_themselves_are_refused(text):
+    with pytest.raises(ForeignStateError, match="does not fit"):
+        RouteTable.from_groups([{"params": [0], "routes": [text]}])
+    with pytest.raises(ForeignStateError, match=r"param_groups\[0\]"):
+        RouteTable.from_groups([{"params": [0]}])
 
 
 def test_routing_settings_of_a_group_changed_later_are_honoured(caplog):
@@ -261,10 +274,10 @@ def test_routing_settings_of_a_group_changed_later_are_honoured(caplog):
     changed["muon_mode"] = "flat"
     step()
     assert [entry.placement for entry in optimizer.routing] == ["muon 1x12x6", "muon 3x4x6"]
-    assert changed["views"] == ["1x12x6"]
+    assert changed["routes"] == ["muon 3x4x6 as 1x12x6"]
     assert optimizer.state[w]["magma_score"].shape == (1,)
     changed["adam_patterns"] = ["w"]
-    assert optimizer.state_dict()["param_groups"][0]["routes"] == ["adam"]
+    assert optimizer.state_dict()["param_groups"][0]["routes"] == ["adam 3x4x6"]
     step()
     assert set(optimizer.state[w]) == {"step", "exp_avg", "exp_avg_sq"}
     assert set(optimizer.state[v]) == {"momentum_buffer", "magma_score"}

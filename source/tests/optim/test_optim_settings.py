@@ -17,6 +17,7 @@ from deepmd_muon.optim import (
     InvalidSettingError,
     MuonConfig,
 )
+from deepmd_muon.optim.groups.group_settings import unfolded
 
 SHAPES = (("a.bias", (7,)), ("b.weight", (5, 4)), ("c.scale", ()))
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
@@ -138,7 +139,7 @@ def test_a_schedule_for_large_matrices_is_checked_saved_and_restored():
     with pytest.raises(InvalidSettingError, match="large_schedule: must be"):
         HybridMuon(params, large_schedule=5)
     optimizer = HybridMuon(params, large_schedule=[(2, -1.5, 0.5)], large_matrix_dim=2)
-    (group,) = optimizer.state_dict()["param_groups"]
+    group = unfolded(optimizer.state_dict()["param_groups"][0])
     assert (group["large_schedule"], group["large_matrix_dim"]) == ([[2.0, -1.5, 0.5]], 2)
     params[0][1].grad = torch.eye(3)
     optimizer.step()

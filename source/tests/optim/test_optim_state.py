@@ -63,7 +63,7 @@ def test_a_parameter_frozen_on_the_way_keeps_its_state_through_a_file(name, betw
     saved = through_file({"model": stopped.state_dict(), "optimizer": first.state_dict()})
     frozen = [
         entry.name
-        for entry in RouteTable.from_manifest(saved["optimizer"]["param_groups"])
+        for entry in RouteTable.from_groups(saved["optimizer"]["param_groups"])
         if not entry.view
     ]
     assert name in frozen
@@ -352,7 +352,7 @@ def test_the_manifest_of_a_checkpoint_is_the_routing():
     model = Net()
     optimizer = HybridMuon(model.named_parameters(), adamw_patterns=["first.weight"])
     saved = through_file(optimizer.state_dict())
-    read = RouteTable.from_manifest(saved["param_groups"])
+    read = RouteTable.from_groups(saved["param_groups"])
     assert read == optimizer.routing
     assert [e.route for e in read] == ["muon", "adamw", "adamw", "adam"]
 

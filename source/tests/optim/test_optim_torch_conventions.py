@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -478,3 +479,38 @@ def test_the_default_device_does_not_matter_to_a_state_that_changes_route_or_vie
     for one, other in zip(loaded[:3], loaded[3:], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_groups_have_few_keys_and_take_every_setting_as_one():
+    params = {name: nn.Parameter(torch.eye(3) + 0.1) for name in "vw"}
+    optimizer = HybridMuon(params.items(), nesterov=False, splits=["w: rows 2+1"])
+    (group,) = optimizer.param_groups
+    settings = {"nesterov": False, "splits": ["w: rows 2+1"], "muon_mode": "slice"}
+    assert {key: group[key] for key in settings} == settings
+    with pytest.raises(KeyError):
+        group["nesterow"]
+
+    def step():
+        for p in params.values():
+            p.grad = torch.eye(3)
+        optimizer.step()
+
+    step()
+    keys = {"params", "param_names", "lr", "momentum", "weight_decay", "adam_betas", "routes"}
+    keys |= {"maximize", "capturable", "momentum_warmup", "constructed", "muon_settings"}
+    keys |= {"lr_adjust_coeff", "adam_lr_ratio", "adam_eps", "adam_weight_decay"}
+    assert group.keys() == optimizer.state_dict()["param_groups"][0].keys() == keys
+    step()
+    group["splits"].append("v: columns 2+1")  # in place
+    group["adam_patterns"] = ["none", "w"]
+    step()
+    assert [str(entry.view) for entry in optimizer.routing] == ["1x3x3 columns 2+1", "None"]
+    assert group.keys() == keys
+    copied = {**group, "params": [("x", nn.Parameter(torch.eye(3)))], "nesterov": True}
+    optimizer.add_param_group(copied)
+    added = optimizer.param_groups[1]
+    assert added["nesterov"]
+    assert added["adam_patterns"] == ["none", "w"]
+    pickled = pickle.loads(pickle.dumps(optimizer))
+    assert pickled.param_groups[1]["nesterov"]
+    assert pickled.routing == optimizer.routing

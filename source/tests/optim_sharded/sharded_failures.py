@@ -21,6 +21,7 @@ from deepmd_muon.optim.errors import (
     PartialPlacementError,
     PlanMismatchError,
     ReshardedParameterError,
+    ShardingError,
     UnsupportedTransportError,
 )
 from deepmd_muon.optim.sharded import ShardedSettings, step
@@ -284,6 +285,11 @@ def preflight():
     )
     with pytest.raises(UnsupportedTransportError, match=r"'w8'.*float8_e4m3fn cannot be stepped"):
         HybridMuon([("w8", small)])
+
+    gathered = nn.Parameter(place(torch.ones(16, 6), mesh, [Shard(0)]))
+    for replicas, p in ((None, gathered), (mesh, nn.Parameter(torch.ones(16, 6)))):
+        with pytest.raises(ShardingError, match=r"'qkv'.* in 2 groups.* leave out replicas"):
+            HybridMuon([("qkv", p)], splits=["qkv: rows 8+4+4 in 2 groups"], replicas=replicas)
 
     different = fresh(momentum=0.9, schedule="8+2" if dist.get_rank() else "keller-jordan")
     gradients(different)

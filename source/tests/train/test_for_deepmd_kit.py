@@ -38,7 +38,7 @@ def test_a_file_lists_deepmd_kits_parameters(optimizer, small_input, train, load
     assert train(content, restart="model.ckpt-3.pt") == 0
     if optimizer == "HybridMuon":
         routes = dict(zip(names, group["routes"], strict=True))
-        assert {routes[name] for name in empty} == {"frozen"}
+        assert {routes[name] for name in empty} == {"frozen 0"}
         capsys.readouterr()
         assert main(["show", "routing", "model.ckpt.pt"]) == 0
         assert "compress" not in capsys.readouterr().out

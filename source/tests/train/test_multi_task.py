@@ -12,6 +12,7 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor, load_model
+from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.train import trainer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
@@ -481,7 +482,7 @@ def test_a_pattern_on_any_branch_finds_a_shared_parameter(two_branches, train, l
     ]
     assert train(content) == 0
     (group,) = load()["optimizer"]["param_groups"]
-    routes = dict(zip(group["param_names"], group["routes"], strict=True))
+    routes = {entry.name: entry.route for entry in RouteTable.from_groups([group])}
     name = f"{DESCRIPTOR}sea.filter_layers.networks.0.layers.1.matrix"
     assert routes[f"hot.{name}"] == "adam"
     net = f"{FITTING}filter_layers.networks.0.layers.0.matrix"

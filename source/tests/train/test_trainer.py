@@ -100,7 +100,7 @@ def test_checkpoint_has_the_keys_and_names_of_deepmd_kit(finished, load):
         assert f"model.Default.{name}" in state
     assert Path("model.ckpt.pt").resolve().name == "model.ckpt-10.pt"
     assert Path("checkpoint").read_text() == "model.ckpt-10.pt\n"
-    routes = RouteTable.from_manifest(content["optimizer"]["param_groups"])
+    routes = RouteTable.from_groups(content["optimizer"]["param_groups"])
     assert {entry.name: entry.route for entry in routes}[
         "atomic_model.descriptor.sea.filter_layers.networks.0.layers.1.matrix"
     ] == "muon"
