@@ -544,7 +544,7 @@ def _in_turn(by_task: Sequence[Sequence[Job]]) -> list[Job]:
 
 TASKS_OF_DEFAULTS = (
     *("GPT, width 1024", "GPT, width 768", "GPT, width 256", "experts, width 192"),
-    *("GPT, width 64", "ViT, width 192", "ConvNet", "equivariant potential"),
+    *("GPT, width 64", "ViT, width 192", "ConvNet", "equivariant potential", "GPT, width 32"),
 )
 
 
