@@ -661,7 +661,7 @@ def race_of_jobs(
         out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     pool.terminate()
     print(f"{len(rows)} of {len(wanted)} runs in {time.perf_counter() - begun:.0f} s")
-    print(*table_of_sizes(rows), sep="\n")
+    print(*table_of_sizes(rows), *table_of_defaults(rows), sep="\n")
 
 
 def _next_row(pending: Iterator[dict[str, object]], until: float) -> dict[str, object] | None:
@@ -694,6 +694,55 @@ def table_of_sizes(rows: Sequence[dict[str, object]]) -> list[str]:
             for rate, each in sorted(by_rate.items())
         )
         lines.append(f"{task} ({count}) | {optimizer} | {shown}")
+    return lines
+
+
+class Best(NamedTuple):
+    """Held-out loss over the seeds of an optimizer at its best rate of AdamW's part (or its only one)."""
+
+    mean: float
+    spread: float
+    rate: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        rate = "" if self.rate is None else f" ({self.rate:g})"
+        return f"{self.mean:.4f} ± {self.spread:.4f}{rate}"
+
+
+def best_of(rows: Sequence[dict[str, Any]]) -> Best:
+    """Return the best rate of an optimizer's runs of one task; rates with fewer seeds do not count."""
+    by_rate: dict[float | None, list[float]] = {}
+    for row in rows:
+        rate = row["rates"][-1] if row["rates"] else None
+        by_rate.setdefault(rate, []).append((row["validation"] + row["test"]) / 2)
+    most = max(map(len, by_rate.values()))
+    return min(
+        Best(statistics.mean(each), statistics.stdev(each) if most > 1 else 0.0, rate, most)
+        for rate, each in by_rate.items()
+        if len(each) == most
+    )
+
+
+def table_of_defaults(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of the runs of `--defaults` (Markdown); the lowest loss of each task is bold."""
+    names = ("muon_for(model)", "torch.optim.Muon", "dion's Muon", "torch.optim.AdamW")
+    lines = [f"| task | weights [million] | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for task in TASKS_OF_DEFAULTS:
+        of_task = [row for row in rows if row["task"] == task and row["seed"] in SEEDS]
+        results = {
+            name: best_of(of_name)
+            for name in names
+            if (of_name := [row for row in of_task if row["optimizer"] == name])
+        }
+        if not results:
+            continue
+        least = min(results.values())
+        cells = [
+            f"**{result}**" if result is least else str(result or "–")
+            for result in map(results.get, names)
+        ]
+        lines.append(f"| {task} | {of_task[0]['weights'] / 1e6:.2f} | {' | '.join(cells)} |")
     return lines
 
 
