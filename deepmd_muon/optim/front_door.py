@@ -118,7 +118,10 @@ def muon_for(  # noqa: PLR0913  # the settings that people change, each by its n
         settings["adam_lr_ratio"] = _ratio(adam_lr, lr)
     # A word may stand for any setting that has its default.
     changed = {key: value for key, value in settings.items() if value != _DEFAULTS[key]}
-    config = MuonConfig(**changed, **words)
+    try:
+        config = MuonConfig(**changed, **words)
+    except TypeError as error:  # of unknown words; it names the class
+        raise TypeError(str(error).replace("MuonConfig.__init__()", "muon_for()")) from None
     optimizer = config.build(model, lr, replicas, qk_clip, momentum_warmup=momentum_warmup)
     return cast("HybridMuon", optimizer)
 

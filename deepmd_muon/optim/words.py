@@ -105,13 +105,6 @@ def settings_of_lr_adjust(value: Any) -> dict[str, Any]:
     return {"scaling": "match_rms", "adam_lr_ratio": 1.0}
 
 
-def _foreach(value: Any) -> dict[str, Any]:
-    """Accept torch's `foreach` if it asks for what happens anyway."""
-    if value is False:
-        raise InvalidSettingError("give workspace=1 to step one parameter at a time")
-    return {}
-
-
 def _one_of(table: Mapping[Any, dict[str, Any]]) -> Translation:
     """Translate the values of a table; refuse others."""
 
@@ -153,14 +146,6 @@ _TRANSLATIONS: dict[str, Translation] = {
     "wd": _named("weight_decay"),
     "mu": _named("momentum"),
     "cautious_wd": _named("cautious_decay"),
-    "fused": _one_of(
-        {
-            None: {},
-            True: {"adam_implementation": "fused"},
-            False: {"adam_implementation": "foreach"},
-        },
-    ),
-    "foreach": _foreach,
     "lr_adjust": settings_of_lr_adjust,
     "deepmd_kit_arithmetic": _one_of({True: {"schedule": "deepmd-kit"}, False: {}}),
     "amsgrad": _only(False, "the Adam routes have no AMSGrad"),
@@ -181,7 +166,8 @@ _TRANSLATIONS: dict[str, Translation] = {
     "flatten": _one_of({True: {"conv_patterns": ["*"]}, False: {"muon_mode": "slice"}}),
 }
 _SCHEDULE_WORDS = ("ns_steps", "ns_coefficients")
-WORDS = frozenset((*_TRANSLATIONS, *_SCHEDULE_WORDS))
+_IMPLEMENTATION_WORDS = ("fused", "foreach")
+WORDS = frozenset((*_TRANSLATIONS, *_SCHEDULE_WORDS, *_IMPLEMENTATION_WORDS))
 
 
 class _Meaning(NamedTuple):
@@ -216,13 +202,19 @@ def translated(arguments: Mapping[str, Any], settings: Collection[str]) -> dict[
                 # Explicit settings override either half of DeePMD's switch.
                 if word != "lr_adjust" or setting not in arguments:
                     meanings[setting] = _Meaning(word, meant)
-        elif word not in _SCHEDULE_WORDS:
+        elif word not in WORDS:
             result[word] = value
-    if any(word in words for word in _SCHEDULE_WORDS):
+    for pair, setting, meaning_of in (
+        (_SCHEDULE_WORDS, "schedule", _schedule),
+        (_IMPLEMENTATION_WORDS, "adam_implementation", _adam_implementation),
+    ):
         try:
-            meanings["schedule"] = _Meaning("ns_steps", _schedule(words))
+            value = meaning_of(words)
         except InvalidSettingError as error:
             problems.append(str(error))
+            continue
+        if value is not None:
+            meanings[setting] = _Meaning(next(word for word in pair if word in words), value)
     problems += [
         f"{meaning.word} stands for {setting}, which is given, too"
         for setting, meaning in meanings.items()
@@ -257,8 +249,25 @@ def _for_class(values: Mapping[str, Any], settings: Collection[str]) -> dict[str
     return renamed
 
 
+def _adam_implementation(words: Mapping[str, Any]) -> str | None:
+    """Return what torch's `fused` and `foreach` select together; None if neither is set."""
+    fused, foreach = (words.get(word) for word in _IMPLEMENTATION_WORDS)
+    for word, value in zip(_IMPLEMENTATION_WORDS, (fused, foreach), strict=True):
+        if value is not None and not isinstance(value, bool):
+            raise InvalidSettingError(f"{word}: must be true, false or null; found {value!r}")
+    if fused and foreach:
+        raise InvalidSettingError("fused: only one of fused and foreach can be true")
+    if fused:
+        return "fused"
+    if foreach is False:
+        return "for-loop"
+    return "foreach" if foreach or fused is False else None
+
+
 def _schedule(words: Mapping[str, Any]) -> Any:
-    """Return the schedule of `ns_steps` equal steps with `ns_coefficients`."""
+    """Return the schedule of `ns_steps` equal steps with `ns_coefficients`; None without them."""
+    if not any(word in words for word in _SCHEDULE_WORDS):
+        return None
     steps = words.get("ns_steps", _JORDAN_STEPS)
     coefficients = words.get("ns_coefficients", _JORDAN)
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
@@ -285,7 +294,8 @@ def advice(key: str, section: Mapping[str, Any], settings: Collection[str]) -> s
         return f"is no longer a setting; {REMOVED_SETTINGS[key]}"
     if key not in WORDS and key not in _HINTS:
         return None
-    together = _SCHEDULE_WORDS if key in _SCHEDULE_WORDS else (key,)
+    pairs = (_SCHEDULE_WORDS, _IMPLEMENTATION_WORDS)
+    together = next((pair for pair in pairs if key in pair), (key,))
     words = {word: section[word] for word in together if word in section}
     try:
         meant = translated(words, settings)

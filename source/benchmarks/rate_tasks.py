@@ -172,6 +172,7 @@ SYNTHETIC_TASKS = {
     "experts, width 192": SizedTask(_text(192, 4, block=Experts), 500),
     "GPT, width 128": SizedTask(_text(128, 4), 500),
     "GPT, width 64": SizedTask(_text(64, 4), 500),
+    "GPT, width 32": SizedTask(_text(32, 2), 500),
     "ViT, width 192": _images(functools.partial(small_vision.ViT, 192, 4)),
     "ViT, width 48": _images(small_vision.ViT),
     "ConvNet": _images(small_vision.ConvNet),

@@ -14,8 +14,9 @@ ep     each rank has whole experts, FSDP2 cuts the rest; for the set `moe`
 Random gradients stand ready, so that nothing hides the time of a step. Time is the median over steps of the slowest
 rank, by CUDA events around `step()`, and by the host's clock from its call to the device's end and to its return. A
 profile of three steps gives the exposed time, in which the GPU runs nothing but kernels of NCCL. Agreement is measured
-against one GPU that steps the same parameters whole. torch.optim.Muon and dion's Muon (`--peers`) take the matrices,
-AdamW the rest, where that runs; dion must be importable. `--brief` leaves out further settings of HybridMuon.
+against one GPU that steps the same parameters whole. torch.optim.Muon, dion's Muon and torchtitan's DistMuon (`--peers`)
+take the matrices, AdamW the rest, where that runs; dion and torchtitan must be importable. Ours with the five steps of
+Newton-Schulz that torch and torchtitan take is "Muon, five steps". `--brief` leaves out further settings of HybridMuon.
 
 Without GPUs the same script runs gloo, as a check of itself: `--sets dpa3`. With `--alone N` one process takes the part
 of rank 0 of N in every step, and exchanges are copies on its own GPU: the time of N GPUs without that of the wire.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import json
 import os
 import time
@@ -74,7 +76,7 @@ def mesh_of(layout: str, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replica", "shard"))
     if layout == "tp":
         return init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("shard", "tensor"))
-    return init_device_mesh(device.type, (world,))
+    return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
 
 
 def sharded(shapes: Shapes, mesh: DeviceMesh, device: torch.device, layout: str) -> Parameters:
@@ -205,6 +207,36 @@ def dion_muon(model: Parameters, mesh: DeviceMesh) -> Callable[[], Any]:
     return made.step  # type: ignore[no-any-return]
 
 
+def torchtitan_muon(model: Parameters) -> Callable[[], None]:
+    """Return a step of torchtitan's DistMuon on FSDP2's matrices and fused AdamW on the rest.
+
+    As in torchtitan's recipes, one rank owns each whole matrix, and two layers are a bucket.
+    """
+    flex_shard = importlib.import_module("torchtitan.distributed.flex_shard")
+    matrices, rest = divided(model)
+    name_of = {p: name for name, p in model.named()}
+    names = [name_of[p] for p in matrices]
+    layers = [name.rsplit(".", 2)[0] for name in names]
+    pairs = itertools.zip_longest(*[iter(dict.fromkeys(layers))] * 2)
+    owned = flex_shard.ComputeLayout({"shard": flex_shard.Owned()})
+    muon = flex_shard.build_dist_muon(
+        [{"params": matrices, "param_names": names}],
+        compute_sharding_by_fqn=dict.fromkeys(names, owned),
+        bucket_configs=[
+            flex_shard.BucketConfig(tuple(f"{layer}.*" for layer in pair if layer), str(pair[0]))
+            for pair in pairs
+        ],
+        lr=1e-3,
+    )
+    adamw = torch.optim.AdamW(rest, lr=1e-3, fused=True)
+
+    def step() -> None:
+        muon.step()
+        adamw.step()
+
+    return step
+
+
 def divided(model: Parameters) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Return the matrices and the other parameters."""
     matrices = [p for p in model.parameters() if p.ndim == 2 and min(p.shape) > 1]
@@ -266,6 +298,14 @@ def contestants(
     if peers:
         named["torch Muon + AdamW"] = lambda: torch_muon(model)
         named["dion Muon + AdamW"] = lambda: dion_muon(model, mesh)
+        if layout == "fsdp":
+            named["torchtitan DistMuon + AdamW"] = lambda: torchtitan_muon(model)
+        five = {"schedule": "keller-jordan", "magma_muon": False}
+        named["Muon, five steps"] = lambda: hybrid_with({}, **five).step
+        if on_gpu:
+            named["Muon, five steps, captured"] = lambda: captured(
+                hybrid_with({}, **five, capturable=True)
+            )
     if brief:
         return named
     if layout == "ddp":

@@ -12,7 +12,8 @@ captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 With `--sizes`, models of several sizes (`rate_tasks.py`) train at a grid of rates of AdamW's part instead, beside AdamW
 and torch's Muon at theirs; the runs that matter most come first, and `--limit` ends them. Processes share `--gpus` GPUs.
 Then `--out` is a JSON file, written after every run. `--defaults` trains the untouched `muon_for(model)` beside them,
-three seeds each, on fewer tasks. `--step-times` writes the times of their optimizer steps.
+three seeds each, on fewer tasks, with dion's Muon if it is importable; `--vision` trains what separates ours from
+torch's Muon on images, eight seeds each. `optimizer_step_times.py` has the times of their steps.
 
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
@@ -25,6 +26,7 @@ import contextlib
 import copy
 import csv
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -167,8 +169,10 @@ class Run:
         self.losses = torch.zeros(steps, device=device)
         self.steps, self.done = steps, 0
         self.on_gpu = device != "cpu"
+        # Numbers: dion's groups hold the tensors that its steps read and that `_update` fills.
         self.rates = [
-            [group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers
+            [float(group["lr"]) for group in optimizer.param_groups]
+            for optimizer in self.optimizers
         ]
         self.tail = [torch.zeros_like(p) for p in self.model.parameters()]
         self.averaged = 0
@@ -247,7 +251,7 @@ class Run:
 
 def _is_eager(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer takes numbers from the host, which a graph cannot repeat."""
-    return hasattr(torch.optim, "Muon") and isinstance(optimizer, torch.optim.Muon)
+    return type(optimizer).__name__ == "Muon"  # torch's and dion's
 
 
 def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
@@ -403,6 +407,25 @@ def torch_muon_anywhere(model: nn.Module, lr: float, adamw_lr: float) -> Optimiz
     return kind(lr, adamw_lr)(model)
 
 
+def dion_muon(model: nn.Module, lr: float, adamw_lr: float) -> Optimizers:
+    """Return dion's Muon on the matrices of `muon_for`, kernels and experts included, its AdamW on the rest."""
+    from dion import Muon
+
+    # dion compiles for each shape and each number of matrices, and raises beyond the limit (8).
+    torch._dynamo.config.recompile_limit = 256
+    matrices, kernels, rest = [], [], []
+    for p, entry in zip(model.parameters(), muon_for(model).routing, strict=True):
+        on_muon = kernels if p.ndim == 4 else matrices
+        (on_muon if entry.route == "muon" else rest).append(p)
+    groups = [
+        {"params": matrices},
+        {"params": kernels, "flatten": True},
+        {"params": rest, "algorithm": "adamw", "lr": adamw_lr},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [Muon(groups, lr=lr, betas=BETAS, weight_decay=0.1, nesterov=True)]
+
+
 def untouched(model: nn.Module) -> Optimizers:
     """Return `muon_for` with its defaults."""
     return [muon_for(model)]
@@ -428,8 +451,20 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
         "MuonConfig, the patches on AdamW": functools.partial(
             ours, adamw_patterns=["patch_embed.*", "pos_embed", "head.*"]
         ),
+        "MuonConfig, the first kernel on AdamW": functools.partial(
+            ours, adamw_patterns=["convs.0.*", "head.*"]
+        ),
+        "MuonConfig, q, k and v as one matrix": functools.partial(
+            ours, splits=["*.in_proj_weight: rows 1"]
+        ),
+        "MuonConfig, the patches on AdamW, q, k and v as one matrix": functools.partial(
+            ours,
+            adamw_patterns=["patch_embed.*", "pos_embed", "head.*"],
+            splits=["*.in_proj_weight: rows 1"],
+        ),
         "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
         "muon_for(model)": untouched,
+        "dion's Muon": dion_muon,
         "torch.optim.Muon": torch_muon_anywhere,
         "torch.optim.AdamW": adamw,
     }
@@ -509,44 +544,55 @@ def _in_turn(by_task: Sequence[Sequence[Job]]) -> list[Job]:
 
 TASKS_OF_DEFAULTS = (
     *("GPT, width 1024", "GPT, width 768", "GPT, width 256", "experts, width 192"),
-    *("GPT, width 64", "ViT, width 192", "ConvNet", "equivariant potential"),
+    *("GPT, width 64", "ViT, width 192", "ConvNet", "equivariant potential", "GPT, width 32"),
 )
 
 
 def jobs_of_defaults() -> list[Job]:
     """Return the runs of `--defaults`: three seeds of ours, and of each rival at each rate."""
     runs: list[tuple[str, tuple[float, ...]]] = [("muon_for(model)", ())]
-    runs += [("torch.optim.AdamW", (rate,)) for rate in (1.25e-4, 2.5e-4, 5e-4, 1e-3, 3e-3, 1e-2)]
+    if importlib.util.find_spec("dion"):
+        runs += [("dion's Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
     if hasattr(torch.optim, "Muon"):
         runs += [("torch.optim.Muon", (0.02, rate)) for rate in (1e-3, 3e-3, 1e-2)]
+    runs += [("torch.optim.AdamW", (rate,)) for rate in (1.25e-4, 2.5e-4, 5e-4, 1e-3, 3e-3, 1e-2)]
     ordered: list[Job] = []
     for seed in SEEDS:
         ordered += _in_turn([[Job(name, *run, seed) for run in runs] for name in TASKS_OF_DEFAULTS])
     return ordered
 
 
-def step_times(device: str) -> list[dict[str, object]]:
-    """Return the times of an optimizer step [ms], the median of 20, by task and optimizer."""
-    rows: list[dict[str, object]] = []
-    makers = variants()
-    rates: dict[str, tuple[float, ...]] = {"muon_for(model)": (), "torch.optim.AdamW": (1e-3,)}
-    if hasattr(torch.optim, "Muon"):
-        rates["torch.optim.Muon"] = (0.02, 3e-3)
-    for name, (optimizer, numbers) in itertools.product(TASKS_OF_DEFAULTS, rates.items()):
-        model = TASKS[name].make(1, 1, device).model().to(device)
-        made = makers[optimizer](model, *numbers)
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
-        times = []
-        for _ in range(30):
-            _synchronize(device)
-            begun = time.perf_counter()
-            for each in made:
-                each.step()
-            _synchronize(device)
-            times.append(1e3 * (time.perf_counter() - begun))
-        rows.append({"task": name, "optimizer": optimizer, "ms": statistics.median(times[10:])})
-    return rows
+_PATCHES_ON_ADAMW = "MuonConfig, the patches on AdamW"
+_WHOLE_QKV = "MuonConfig, q, k and v as one matrix"
+# Optimizers and rates of `--vision`, by task.
+VISION: dict[str, list[tuple[str, tuple[float, ...]]]] = {
+    "ViT, width 192": [
+        ("muon_for(model)", ()),
+        ("MuonConfig", (0.02, 0.02)),
+        (_PATCHES_ON_ADAMW, (0.02, 0.02)),
+        ("torch.optim.Muon", (0.02, 0.01)),
+        (_PATCHES_ON_ADAMW, (0.02, 0.02 / 3)),
+        (f"{_PATCHES_ON_ADAMW}, q, k and v as one matrix", (0.02, 0.01)),
+        (_WHOLE_QKV, (0.02, 0.02)),
+        ("MuonConfig, own rate of the head", (0.02, 0.02, 0.02 / 3)),
+        ("MuonConfig, own rate of the head", (0.02, 0.02 / 3, 0.02)),
+        ("MuonConfig, decaying vectors", (0.02, 0.02)),
+    ],
+    "ConvNet": [
+        ("muon_for(model)", ()),
+        ("MuonConfig, the first kernel on AdamW", (0.02, 0.02)),
+    ],
+}
+
+
+def jobs_of_vision() -> list[Job]:
+    """Return the runs of `--vision`: eight seeds of each."""
+    return [
+        Job(name, *run, seed)
+        for seed in range(1, 9)
+        for name, runs in VISION.items()
+        for run in runs
+    ]
 
 
 @functools.cache
@@ -584,14 +630,8 @@ def _take_gpu(count: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number % count)
 
 
-def _synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
 def race_of_jobs(
-    wanted: Sequence[Job],
+    lists: Sequence[Sequence[Job]],
     out: Path,
     device: str,
     *,
@@ -602,12 +642,12 @@ def race_of_jobs(
 ) -> None:
     """Run all jobs that end within `limit` seconds; write all rows after each; print a table.
 
-    Jobs of the file `known` are not run again.
+    The lists take turns. Jobs of the file `known` are not run again.
     """
     begun = time.perf_counter()
     rows: list[dict[str, Any]] = [] if known is None else json.loads(known.read_text("utf-8"))
     done = {Job(row["task"], row["optimizer"], tuple(row["rates"]), row["seed"]) for row in rows}
-    wanted = [job for job in wanted if job not in done]
+    wanted = _in_turn([[job for job in jobs if job not in done] for jobs in lists])
     arguments = (gpus,) if device == "cuda" and gpus > 1 else None
     pool = multiprocessing.get_context("spawn").Pool(
         processes, _take_gpu if arguments else None, arguments or ()
@@ -621,7 +661,7 @@ def race_of_jobs(
         out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     pool.terminate()
     print(f"{len(rows)} of {len(wanted)} runs in {time.perf_counter() - begun:.0f} s")
-    print(*table_of_sizes(rows), sep="\n")
+    print(*table_of_sizes(rows), *table_of_defaults(rows), sep="\n")
 
 
 def _next_row(pending: Iterator[dict[str, object]], until: float) -> dict[str, object] | None:
@@ -657,6 +697,55 @@ def table_of_sizes(rows: Sequence[dict[str, object]]) -> list[str]:
     return lines
 
 
+class Best(NamedTuple):
+    """Held-out loss over the seeds of an optimizer at its best rate of AdamW's part (or its only one)."""
+
+    mean: float
+    spread: float
+    rate: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        rate = "" if self.rate is None else f" ({self.rate:g})"
+        return f"{self.mean:.4f} ± {self.spread:.4f}{rate}"
+
+
+def best_of(rows: Sequence[dict[str, Any]]) -> Best:
+    """Return the best rate of an optimizer's runs of one task; rates with fewer seeds do not count."""
+    by_rate: dict[float | None, list[float]] = {}
+    for row in rows:
+        rate = row["rates"][-1] if row["rates"] else None
+        by_rate.setdefault(rate, []).append((row["validation"] + row["test"]) / 2)
+    most = max(map(len, by_rate.values()))
+    return min(
+        Best(statistics.mean(each), statistics.stdev(each) if most > 1 else 0.0, rate, most)
+        for rate, each in by_rate.items()
+        if len(each) == most
+    )
+
+
+def table_of_defaults(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of the runs of `--defaults` (Markdown); the lowest loss of each task is bold."""
+    names = ("muon_for(model)", "torch.optim.Muon", "dion's Muon", "torch.optim.AdamW")
+    lines = [f"| task | weights [million] | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for task in TASKS_OF_DEFAULTS:
+        of_task = [row for row in rows if row["task"] == task and row["seed"] in SEEDS]
+        results = {
+            name: best_of(of_name)
+            for name in names
+            if (of_name := [row for row in of_task if row["optimizer"] == name])
+        }
+        if not results:
+            continue
+        least = min(results.values())
+        cells = [
+            f"**{result}**" if result is least else str(result or "–")
+            for result in map(results.get, names)
+        ]
+        lines.append(f"| {task} | {of_task[0]['weights'] / 1e6:.2f} | {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     """Race, write all runs, and print the table."""
     parser = argparse.ArgumentParser(
@@ -676,12 +765,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
     parser.add_argument("--sizes", action="store_true", help="models of several sizes")
     parser.add_argument("--defaults", action="store_true", help="muon_for(model) beside rivals")
-    parser.add_argument("--step-times", action="store_true", help="times of optimizer steps")
+    parser.add_argument("--vision", action="store_true", help="settings on images")
     arguments = parser.parse_args()
-    if arguments.sizes or arguments.defaults:
-        wanted = jobs_of_defaults() if arguments.defaults else jobs()
+    chosen = {jobs: arguments.sizes, jobs_of_defaults: arguments.defaults}
+    chosen[jobs_of_vision] = arguments.vision
+    if any(chosen.values()):
+        lists = [jobs_of() for jobs_of, is_wanted in chosen.items() if is_wanted]
         race_of_jobs(
-            [job for job in wanted if arguments.only in job.task],
+            [[job for job in each if arguments.only in job.task] for each in lists],
             arguments.out,
             arguments.device,
             processes=arguments.processes,
@@ -689,11 +780,6 @@ def main() -> None:
             limit=arguments.limit,
             known=arguments.known,
         )
-        return
-    if arguments.step_times:
-        times = step_times(arguments.device)
-        arguments.out.write_text(json.dumps(times, indent=0), encoding="utf-8")
-        print(*times, sep="\n")
         return
     names = [
         name for name in contestants() if not arguments.only or name in arguments.only.split(";")

@@ -166,3 +166,29 @@ def test_a_task_of_some_size_trains_with_every_optimizer(small_gpt_race, name, m
     lines = small_gpt_race.table_of_sizes(rows)
     assert len(lines) == len(rows)
     assert all(line.startswith(f"{name} ({rows[0]['weights']}) | ") for line in lines)
+
+
+class _FillsRates(torch.optim.SGD):
+    """An optimizer that keeps a tensor as the rate of its group, and fills it (as dion's do)."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.rate = torch.tensor(lr)
+        self.param_groups[0]["lr"] = self.rate
+
+    def step(self, closure=None):
+        self.rate.copy_(torch.as_tensor(self.param_groups[0]["lr"]))
+        self.param_groups[0]["lr"] = self.rate
+
+
+def test_rates_that_an_optimizer_fills_follow_the_schedule(small_gpt_race):
+    run = small_gpt_race.Run(
+        lambda model: [_FillsRates(model.parameters(), 0.5)], seed=1, steps=60, device="cpu"
+    )
+    rates = []
+    for _ in range(5):
+        run.step()
+        rates.append(run.optimizers[0].rate.item())
+    # Three steps of warm-up, and a linear decay from the first step on.
+    wanted = [0.5 * min((k + 1) / 3, 1.0) * (1 - k / 60) for k in range(5)]
+    assert rates == pytest.approx(wanted, rel=1e-6)

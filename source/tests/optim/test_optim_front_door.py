@@ -74,7 +74,7 @@ def test_ten_settings_stand_in_the_signature_and_each_other_is_in_advanced():
         ({"adamw_lr": 0.003}, InvalidSettingError, "give adam_lr"),
         ({"adam_lr": 0.0}, InvalidSettingError, "above 0"),
         ({"max_grad_norm": 1.0}, TypeError, "clip_adam_grad_norm_"),
-        ({"moment": 0.9}, TypeError, "momentum"),
+        ({"moment": 0.9}, TypeError, "muon_for() got an unexpected keyword argument 'moment'; did"),
         ({"momentum": 1.5}, InvalidSettingError, "momentum"),
         ({"momentum_warmup": -1}, InvalidSettingError, "momentum_warmup"),
         ({"rules": ["mgma"]}, InvalidSettingError, "mgma"),
