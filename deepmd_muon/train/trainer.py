@@ -41,7 +41,7 @@ from deepmd_muon.train.process.abort import Moment, explained, last_good
 from deepmd_muon.train.process.signals import StopSignals
 from deepmd_muon.train.process.warm_up import compile_kernels
 from deepmd_muon.train.ranks.ranks import Ranks, local_part
-from deepmd_muon.train.ranks.watchdog import STEPPING
+from deepmd_muon.train.ranks.watchdog import SAVING, STEPPING
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.report.divergence import Divergence
 from deepmd_muon.train.report.metrics import RecentMetrics
@@ -315,7 +315,7 @@ class Trainer:
                     throughput = self._throughput.describe()
                 if throughput is not None:
                     log.info("%s", throughput)
-            self._note("saving", self.step)
+            self._note(SAVING, self.step)
             self.checkpoints.complete(self.step, self._content)
             self._export()
             if profile is not None:
@@ -410,7 +410,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the present step; all ranks must call it."""
         self._check()
-        self._note("saving", self.step)
+        self._note(SAVING, self.step)
         self.checkpoints.save(self.step, self._content)
 
     def _content(self) -> dict[str, Any]:
@@ -425,7 +425,7 @@ class Trainer:
         """Measure the present weights on all validation data; save them if among the best."""
         self._check()
         errors = self.validation.errors(self.step)
-        self._note("saving", self.step)
+        self._note(SAVING, self.step)
         with self.checkpoints.being_written():
             self.validation.take(self.step, errors, self._content)
 

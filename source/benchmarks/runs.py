@@ -7,11 +7,13 @@ not wait as long again for imports. `python runs.py` is such a process; `Team` s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import runpy
 import selectors
@@ -24,7 +26,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 INTERVAL = 100
 #: A job of a team may take so long [s], with kernels to compile.
@@ -127,7 +129,15 @@ class End:
 
 
 class Team:
-    """Processes for these GPUs (CPUs: any numbers), started with the first job and after a failure."""
+    """Processes for these GPUs (CPUs: any numbers), started with the first job and after a failure.
+
+    Attributes
+    ----------
+    deadline
+        `time.monotonic()` at which no team waits any longer for a job.
+    """
+
+    deadline: ClassVar[float] = math.inf
 
     def __init__(self, gpus: Sequence[int]) -> None:
         self.gpus = tuple(gpus)
@@ -180,8 +190,9 @@ class Team:
             print(json.dumps(order), file=process.stdin, flush=True)
 
     def ends(self, limit: float) -> list[End]:
-        """Wait for every process to answer or to end, at most so long [s]."""
+        """Wait for every process to answer or to end, at most so long [s] and until the deadline."""
         begun = time.monotonic()
+        limit = max(0.0, min(limit, Team.deadline - begun))
         ends = [End(None, limit)] * len(self.processes)
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self.processes):
@@ -217,7 +228,9 @@ class Team:
         """End the processes."""
         for process in self.processes:
             process.kill()
-            process.communicate()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                process.communicate(timeout=10.0)
         self.processes.clear()
 
 

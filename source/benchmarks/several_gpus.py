@@ -6,19 +6,20 @@ Numbers of GPUs that the machine lacks are left out. WATER holds DeePMD's exampl
 data_2, 192 atoms); without --data, frames of 192 atoms with random labels are made. Every GPU has
 the same batch. Parts, about in the order in which they run:
 
+killed      a rank is killed in a step: when and how the others end
 training    ms a step, atoms per second and GPU. One GPU: a run on each GPU at the same time. Of two
             GPUs, stages 0 and 1 run at the same time if the machine has four. A figure is the
             median over intervals of a run; a ratio is to the slowest single GPU.
 weights     float64 weights after 100 steps on N GPUs against one with N times the batch
 restarts    checkpoints that go from N GPUs to 1 and back, and to more GPUs
-killed      a rank is killed in a step: when and how the others end
 optimizer   the optimizer alone, `sharded_step.py`: dpa3, a transformer of 1.2 G parameters, experts
 balance     10,000 compositions of molecules: costs of the ranks, time of a step
 waiting     the share of a step in which the GPU of rank 0 does nothing but exchange and wait
 peers       the optimizer alone: torch's Muon, and dion's if it is importable
 optimizer2  the optimizer alone on half of the GPUs
 
-Results are written after each. What has not begun after --most seconds is left out, and named. A
+Results are written after each. Each has its own limit of time, and all end after --most seconds;
+what has not begun by then is left out, and named. A
 model of deepmd-kit (mini: DPA-4 Mini) needs deepmd-kit on PYTHONPATH. Without GPUs the ranks are
 processes on CPUs that exchange through gloo, as a check of the script itself.
 """
@@ -26,15 +27,17 @@ processes on CPUs that exchange through gloo, as a check of the script itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import platform
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,9 +55,14 @@ from deepmd_muon.data import DataLoader, open_systems
 from deepmd_muon.data.sampling.balance import cost_of_frame
 
 PARTS = (
-    *("training", "weights", "restarts", "killed"),
+    *("killed", "training", "weights", "restarts"),
     *("optimizer", "balance", "waiting", "peers", "optimizer2"),
 )
+#: Most seconds of one entry of a part, with the start of its processes.
+LIMITS = {"training": 110.0, "weights": 150.0, "restarts": 120.0, "killed": 75.0, "optimizer": 60.0}
+OTHER_LIMIT = 45.0
+#: A failed job runs again if so many seconds are left.
+RETRY = 30.0
 ATOMS = 192
 #: Lines of a log that tell how steps ran have one of these.
 NOTED = ("graph", "launched one", "interpolated on")
@@ -81,6 +89,10 @@ MOLECULES = "molecules10000:dpa3:f32-bmix:512"
 LAYOUTS = ("ddp", "zero1", "fsdp", "hsdp", "tp", "ep")
 
 
+class LateError(RunError):
+    """A part took too long."""
+
+
 class Machine:
     """Teams of 1, 2, 4, … GPUs; those of one size have all GPUs together."""
 
@@ -105,10 +117,28 @@ class Machine:
             for team in teams:
                 team.close()
 
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Interrupt a `with` block after so long with a LateError; waits for its jobs end first."""
+        Team.deadline = time.monotonic() + seconds
+
+        def interrupt(*_: object) -> None:
+            raise LateError(f"took longer than {seconds:.0f} s")
+
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, seconds + 3.0)
+        try:
+            yield
+        except LateError:
+            self.close()
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
     def run(self, width: int, jobs: Sequence[Job]) -> list[str]:
         """Run each job on GPUs of its own, as many jobs at a time as fit; return their errors.
 
-        A job that fails runs once more, in new processes.
+        A job that fails runs once more, in new processes, unless it took too long.
         """
         teams = self.teams[width]
         errors: list[str] = []
@@ -123,8 +153,11 @@ class Machine:
 
 
 def run_twice(team: Team, job: Job) -> str:
-    """Run a job, again if it fails; return the second error, empty if there was none."""
-    return error_of(team, job) and error_of(team, job)
+    """Run a job, again if it fails early; return the last error, empty if there was none."""
+    error = error_of(team, job)
+    if error and time.monotonic() < Team.deadline - RETRY:
+        return error_of(team, job)
+    return error
 
 
 def error_of(team: Team, job: Job) -> str:
@@ -314,14 +347,19 @@ def costs_of_ranks(bench: Bench, batch: int | str, ranks: int) -> dict[str, floa
     return shares
 
 
-def balance(bench: Bench) -> dict[str, Any]:
-    """Return costs of ranks and times of a step for 10,000 compositions."""
-    widths = bench.machine.widths
-    found: dict[str, Any] = {}
-    for width in widths[1:]:
-        for batch in (1, "mix:512"):
-            key = f"largest cost of {width} ranks over the mean, batch {batch}"
-            found[key] = costs_of_ranks(bench, batch, width)
+def balance_costs(bench: Bench) -> dict[str, Any]:
+    """Return costs of ranks for 10,000 compositions."""
+    return {
+        f"largest cost of {width} ranks over the mean, batch {batch}": costs_of_ranks(
+            bench, batch, width
+        )
+        for width in bench.machine.widths[1:]
+        for batch in (1, "mix:512")
+    }
+
+
+def balance_step(bench: Bench, width: int, balanced: bool) -> dict[str, Any]:
+    """Return the time of a step with 10,000 compositions."""
     name, kind, sizes = MOLECULES.split(":", 2)
     systems, names = write_set(bench.folder / name, name, bench.data)
     interval = max(1, round(20 * bench.scale))
@@ -330,16 +368,14 @@ def balance(bench: Bench) -> dict[str, Any]:
     content["model"]["type_map"] = names
     section = {"systems": systems, "batch_size": sizes.partition("-b")[2]}
     content["training"]["training_data"] |= section
-    for width in (1, bench.machine.gpus):
-        for balanced in (False, True)[: 1 if width == 1 else 2]:
-            place = bench.folder / f"{name}_{width}_{balanced}"
-            training = {**content["training"], "balance_batches": balanced}
-            write_input(place, {**content, "training": training})
-            job = Job(place, (*TRAIN, *OPTIONS))
-            (error,) = bench.machine.run(width, [job])
-            key = f"{width} GPUs, {'balanced' if balanced else 'random'} order"
-            found[key] = error or {"ms": round(milliseconds(place), 3), "notes": notes(job)}
-    return found
+    place = bench.folder / f"{name}_{width}_{balanced}"
+    training = {**content["training"], "balance_batches": balanced}
+    write_input(place, {**content, "training": training})
+    job = Job(place, (*TRAIN, *OPTIONS))
+    (error,) = bench.machine.run(width, [job])
+    if error:
+        raise RunError(error)
+    return {"ms": round(milliseconds(place), 3), "notes": notes(job)}
 
 
 # ----- the optimizer alone -----------------------------------------------------------------------
@@ -357,7 +393,7 @@ def optimizer(bench: Bench, layout: str, name: str, width: int, *only: str) -> d
     job = Job(place, (*words, "--out", "times.json"))
     error = ""
     try:
-        bench.machine.teams[width][0].run(job, 150.0)
+        bench.machine.teams[width][0].run(job)
     except RunError as failure:
         error = str(failure)
     path = place / "times.json"
@@ -376,13 +412,14 @@ def work_of(bench: Bench, cases: Sequence[str], sets: Sequence[str]) -> list[tup
     def add(name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         plan.append((name, lambda: function(bench, *arguments)))
 
+    if gpus > 1:
+        add("killed", lambda b: kill_rank(b.machine, b.data, b.folder / "killed"))
     for number, case in enumerate(cases):
         add(f"training {case}", time_case, case)
         if number != min(2, len(cases) - 1) or gpus == 1:
             continue
         add("weights", lambda b: weights_after(b.machine, b.data, b.folder / "weights", b.scale))
         add("restarts", lambda b: restart_on_others(b.machine, b.data, b.folder / "restarts"))
-        add("killed", lambda b: kill_rank(b.machine, b.data, b.folder / "killed"))
     if gpus == 1:
         return plan
     for name in sets:
@@ -390,14 +427,18 @@ def work_of(bench: Bench, cases: Sequence[str], sets: Sequence[str]) -> list[tup
             fits = gpus >= 4 or layout not in ("hsdp", "tp")
             if fits and (layout == "ep") == name.startswith("moe"):
                 add(f"optimizer {layout} {name}", optimizer, layout, name, gpus)
-    add("balance", balance)
+    add("balance costs", balance_costs)
+    add("balance 1 GPU", balance_step, 1, False)
+    add(f"balance {gpus} GPUs, random order", balance_step, gpus, False)
+    add(f"balance {gpus} GPUs, balanced order", balance_step, gpus, True)
     for case in cases:
-        for stage in (0, 1):
-            add(f"waiting {case} stage {stage}", waiting, case, stage)
+        add(f"waiting {case} stage 0", waiting, case, 0)
     dense = [name for name in sets if not name.startswith("moe")]
     for name in dense:
         for layout in ("fsdp", "ddp"):
             add(f"peers {layout} {name}", optimizer, layout, name, gpus, *PEERS)
+    for case in cases:
+        add(f"waiting {case} stage 1", waiting, case, 1)
     if gpus // 2 in bench.machine.widths and gpus > 2:
         for name in dense:
             for layout in ("ddp", "zero1", "fsdp"):
@@ -425,9 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--sets", nargs="*", default=["dpa3", "llm", "moe"], help="of sharded_step.py"
     )
     parser.add_argument("--scale", type=float, default=1.0, help="factor of numbers of steps")
-    parser.add_argument(
-        "--most", type=float, default=480.0, help="seconds after which nothing new begins"
-    )
+    parser.add_argument("--most", type=float, default=480.0, help="seconds after which all ends")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     begun = time.monotonic()
@@ -452,8 +491,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if start > begun + options.most:
                 found: dict[str, Any] = {"failed": "not begun in time"}
             else:
+                limit = LIMITS.get(what.split()[0], OTHER_LIMIT)
                 try:
-                    found = work()
+                    with machine.limited(min(limit, begun + options.most - start)):
+                        found = work()
                 except (RunError, OSError, ValueError, KeyError) as error:
                     found = {"failed": f"{type(error).__name__}: {error}"}
             results.append({"what": what, **found, "took": round(time.monotonic() - start, 1)})

@@ -253,6 +253,7 @@ def kill_rank(machine: Machine, data: Path, folder: Path, limit: float = 90.0) -
     messages = {rank: job.log(rank).splitlines()[-1:] for rank in range(victim)}
     named = [bool(re.search(rf"rank {victim}\b", job.log(rank))) for rank in range(victim)]
     team.close()
+    team.open()  # for a later part, while others run
     return {
         "killed": f"rank {victim} of {machine.gpus}",
         "others ended": [end.status is not None for end in others],

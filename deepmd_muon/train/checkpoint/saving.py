@@ -104,7 +104,10 @@ class Checkpoints:
             names = [name for name in self.written if name != path.name] + [path.name]
             laid_out = dict(content())
             laid_out = {**laid_out, OWN_KEY: {**laid_out[OWN_KEY], "series": names}}
-            gathered = gather_whole(laid_out)  # a collective of all ranks
+            with self._ranks.waiting():
+                gathered = gather_whole(laid_out)  # a collective of all ranks
+                if self._ranks.size > 1 and self._ranks.device.type == "cuda":
+                    torch.cuda.synchronize(self._ranks.device)  # not in `torch.save`
             if self._ranks.first:
                 make_folder_of(path)  # it may have been deleted since the start
                 with whole_file(path) as file:

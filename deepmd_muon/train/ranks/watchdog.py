@@ -4,7 +4,7 @@ torch's timeouts end an exchange (gloo) or the process (NCCL), but do not say wh
 thread of every rank writes a note into the store, at which the ranks have met, once a second: a
 count of beats, the rank's activity, and the error that has ended it. If the beats stop, the rank is
 dead or stopped. If they go on and the activity does not, it is stuck there. Notes need no
-collective.
+collective. The end of a process on this machine is seen at the next beat.
 
 Rank 0, or torchrun, keeps the store. If that process is stopped, requests to the store get neither
 an answer nor an error. So one thread talks to the store; another one, and the run, look at what it
@@ -30,10 +30,13 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from deepmd_muon.train.ranks.processes import identify, life_of
+
 log = logging.getLogger(__name__)
 
 STEPPING = "in its step"
 WAITING = "waiting for the others"
+SAVING = "saving"
 _GIVEN_UP = "waiting for the others in vain"
 # Work of rank 0 before the first step, such as counting neighbours, may take this long [s].
 _LONGEST_WORK = 6 * 3600.0
@@ -76,6 +79,8 @@ class _Note:
         Grows while the rank lives.
     where
         Its process and machine.
+    process
+        The name of its process, see `identify`.
     doing, step, seconds
         Its activity, the step, and how long this takes by now [s].
     written
@@ -88,6 +93,7 @@ class _Note:
 
     beat: int
     where: str
+    process: str
     doing: str
     step: int
     seconds: float
@@ -117,7 +123,7 @@ class Watch:
         How long this rank waits for the others [s].
     give_up
         Called from a thread, with the reason, when this rank has waited longer, when another rank
-        has stopped with an error while it waits, and when its work for all (`guarding`) is in vain.
+        has stopped or died while it waits, and when its work for all (`guarding`) is in vain.
     errors_come
         Whether waiting too long ends with an error anyway (gloo), so that `give_up` is the last
         resort.
@@ -147,6 +153,7 @@ class Watch:
         self._interval = min(1.0, limit / 8)
         # This rank's note.
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
+        self._process = identify(os.getpid())
         self._activity = _Activity("starting", 0, time.monotonic())
         self._beat = 0
         self._barrier = 0
@@ -156,6 +163,7 @@ class Watch:
         self._heard: dict[int, float] = {}  # when a rank's beat has changed
         self._answered = time.monotonic()  # when the last request began that was answered
         self._any_ended = False
+        self._deaths = ""  # describes ranks whose processes have ended without a word
         self._phase: _Phase | None = None  # of the main thread
         self._logged_phase: _Phase | None = None
         self._closed = threading.Event()
@@ -238,10 +246,12 @@ class Watch:
         self._watched = self._others
         answered = self._refresh()
         before = dict(self._notes)
-        if answered:
+        if answered and not self._deaths:
             time.sleep(2.5 * self._interval)
             answered = self._refresh()
         self._linger()
+        if self._deaths:
+            return f"{opening}: {self._deaths}"
         if not answered:
             return f"{opening}: {self._describe_lost_store()}"
         descriptions = []
@@ -283,6 +293,8 @@ class Watch:
         for rank in self._watched:
             if rank in self._notes and self._notes[rank].ended:
                 raise LostRankError(f"rank {rank} has ended")
+        if self._deaths:
+            raise LostRankError(self._deaths)
         waited = time.monotonic() - since
         # If this process itself has been stopped, it has to read the notes before it judges.
         silent = self._any_silent(since) and (not self._refresh() or self._any_silent(since))
@@ -303,8 +315,25 @@ class Watch:
         while not self._closed.is_set():
             self._wake.wait(self._interval)
             self._wake.clear()
+            # Before the notes are read: a rank may write its error and end at once.
+            ended = self._ended_processes()
             with contextlib.suppress(RuntimeError):  # the store has ended with its process
                 self._exchange()
+            silent_ends = [rank for rank in ended if not self._notes[rank].ended]
+            if silent_ends and not self._deaths:
+                self._wake.set()  # the others learn it now
+            if silent_ends:
+                self._deaths = "; ".join(
+                    _describe_death(rank, self._notes[rank]) for rank in silent_ends
+                )
+
+    def _ended_processes(self) -> list[int]:
+        """Return the watched ranks whose processes, on this machine, have ended."""
+        return [
+            rank
+            for rank in self._watched
+            if rank in self._notes and life_of(self._notes[rank].process) == "ended"
+        ]
 
     def _exchange(self) -> None:
         begin = time.monotonic()
@@ -313,6 +342,7 @@ class Watch:
         note = _Note(
             beat=self._beat,
             where=self._where,
+            process=self._process,
             doing=activity.doing,
             step=activity.step,
             seconds=begin - activity.since,
@@ -321,9 +351,13 @@ class Watch:
             error=self._error,
         )
         self._store.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
-        if note.error:
+        if self._deaths:
+            self._store.set("deaths", self._deaths)
+        if self._deaths or note.ended:
             self._store.set("ended", "")
         self._any_ended = self._store.check(["ended"])
+        if self._any_ended and not self._deaths and self._store.check(["deaths"]):
+            self._deaths = self._store.get("deaths").decode()
         for rank in self._watched:
             if not self._store.check([f"note{rank}"]):
                 continue
@@ -349,26 +383,64 @@ class Watch:
         while not self._closed.wait(min(0.5, self._interval)):
             phase = self._phase
             if phase is None:
-                continue
-            seconds = time.monotonic() - phase.since
-            if phase.kind != "guarding" and seconds > SILENCE and phase is not self._logged_phase:
-                self._log_wait(phase, seconds)
-            if self._is_in_vain(phase, seconds):
+                in_vain = self._hangs()
+            else:
+                in_vain = self._is_in_vain(phase)
+            if in_vain:
                 self._give_up(self.verdict())
                 return
 
-    def _is_in_vain(self, phase: _Phase, seconds: float) -> bool:
-        """Return whether this thread has to end the phase of the main thread."""
+    def _hangs(self) -> bool:
+        """Return whether the main thread seems to wait for a dead rank where it does not say so.
+
+        On a GPU, any call that needs the device waits for the exchange before it.
+        """
+        activity = self._activity
+        seconds = time.monotonic() - activity.since
+        may_hang = not self._errors_come and activity.doing != SAVING
+        return may_hang and bool(self._deaths) and seconds > self._limit / 2
+
+    def _is_in_vain(self, phase: _Phase) -> bool:
+        """Return whether this thread has to end the phase of the main thread; log a long one."""
+        seconds = time.monotonic() - phase.since
+        if phase.kind != "guarding" and seconds > SILENCE and phase is not self._logged_phase:
+            self._log_wait(phase, seconds)
         if phase.kind == "waiting":
-            if self._errors_come:
-                return seconds > self._limit + GRACE
-            return seconds > self._limit or self._any_ended
+            return self._waits_in_vain(phase.since, seconds)
         if phase.kind == "guarding":
             try:
                 self._raise_if_lost(phase.since)
             except LostRankError:
                 return True
         return False
+
+    def _waits_in_vain(self, since: float, seconds: float) -> bool:
+        """Return whether an exchange that began at `since` takes too long, or a rank is lost."""
+        if self._errors_come:
+            return seconds > self._limit + GRACE
+        # After the last exchange of a run, ranks end while others still leave it.
+        if seconds > 2 * self._interval and (self._any_ended or self._deaths):
+            return True
+        return seconds > self._limit or self._is_machine_lost(since)
+
+    def _is_machine_lost(self, since: float) -> bool:
+        """Return whether a watched rank of another machine is silent for half of the limit.
+
+        On this machine, its process is there; it is busy or stopped, and may go on.
+        """
+        for _ in range(
+            2
+        ):  # if this process itself has been stopped, it has to read the notes first
+            now = time.monotonic()
+            if not any(
+                now - max(since, self._heard.get(rank, since)) > self._limit / 2
+                and rank in self._notes
+                and life_of(self._notes[rank].process) == "unknown"
+                for rank in self._watched
+            ):
+                return False
+            self._refresh()
+        return True
 
     def _log_wait(self, phase: _Phase, seconds: float) -> None:
         """Log once whom this rank waits for; rank 1 does so only if rank 0 is silent."""
@@ -387,6 +459,10 @@ class Watch:
             seconds,
             blamed or "the others are in the same step",
         )
+
+
+def _describe_death(rank: int, note: _Note) -> str:
+    return f"rank {rank} ({note.where}) is dead: its process has ended, last seen {note.activity}"
 
 
 class _Description(NamedTuple):

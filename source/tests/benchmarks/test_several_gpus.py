@@ -37,6 +37,8 @@ def test_every_part_runs_on_two_processes(scripts, monkeypatch, tmp_path):
     monkeypatch.setitem(training_step.MODELS, "se_e2_a", SMALL)
     monkeypatch.setattr(several_gpus, "ATOMS", 24)
     monkeypatch.setattr(runs, "LIMIT", 600.0)
+    monkeypatch.setattr(several_gpus, "LIMITS", {})
+    monkeypatch.setattr(several_gpus, "OTHER_LIMIT", 900.0)
     out = tmp_path / "out.json"
     parts = ["training", "weights", "restarts", "killed", "optimizer"]
     options = ["--gpus", "1", "2", "--scale", "0.02", "--cases", "se_e2_a:f64-b1"]
@@ -63,6 +65,7 @@ def test_every_part_runs_on_two_processes(scripts, monkeypatch, tmp_path):
     killed = results["killed"]
     assert killed["others ended"] == [True]
     assert killed["named the rank"] == [True]
+    assert max(killed["after [s]"]) < 60.0
     times = results["optimizer fsdp se_e2_a"]["results"]
     assert {entry["optimizer"] for entry in times} >= {"AdamW, fused", "HybridMuon"}
     assert all(entry["disagreement"] < 1e-5 for entry in times)

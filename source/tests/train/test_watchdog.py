@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import socket
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from deepmd_muon.train.ranks import watchdog
+from deepmd_muon.train.ranks.processes import identify, life_of
 from deepmd_muon.train.ranks.watchdog import (
+    SAVING,
     STEPPING,
     WAITING,
     LostRankError,
@@ -229,6 +232,89 @@ def test_rank_0_that_dies_with_the_store_is_given_up(follower):
     assert story.endswith(
         "through which they reach each other, is dead or stopped, last seen in its step (step 4)"
     )
+
+
+@pytest.fixture
+def child():
+    """A process that can stand for a rank."""
+    process = subprocess.Popen(["sleep", str(HANG)])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def patient(ranks, process, **options):
+    """Return three watches that would wait for long; the last one's process is another."""
+    watches = ranks(3, **options)
+    for watch in watches:
+        watch._limit = HANG
+    watches[2]._process = identify(process.pid)
+    watches[2].doing(STEPPING, 7)
+    watches[2]._refresh()
+    watches[0]._refresh()
+    return watches
+
+
+def test_an_ended_process_is_told_from_one_that_runs(child):
+    identity = identify(child.pid)
+    assert life_of(identity) == "alive"
+    assert life_of("") == life_of("another-boot/pid:[1] 1 1") == "unknown"
+    machine, pid, start = identity.split()
+    assert life_of(f"{machine} {pid} {int(start) + 1}") == "ended"  # its number is used again
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended; nobody asked for it
+    assert life_of(identity) == "ended"
+    child.wait()
+    assert life_of(identity) == "ended"
+
+
+@pytest.mark.parametrize("phase", ["waiting", "guarding"])
+def test_a_rank_whose_process_has_ended_is_not_waited_for(ranks, child, phase):
+    """All others learn it, also those that do not look at that rank."""
+    reasons = queue.SimpleQueue()
+    first, second, third = patient(ranks, child, give_up=reasons.put)
+    second._give_up = reasons.put
+    with getattr(first, phase)(), second.waiting():
+        time.sleep(LIMIT)
+        assert reasons.empty()
+        third.close()
+        time.sleep(LIMIT)
+        assert reasons.empty()  # no beats, but its process is there
+        child.kill()
+        both = sorted(reasons.get(timeout=60.0) for _ in range(2))
+    place = rf"rank 2 \(process {os.getpid()} on .+\)"
+    for rank, reason_of_end in enumerate(both):
+        wanted = rf"rank {rank} has lost the others: {place} is dead: its process has ended, "
+        assert re.fullmatch(wanted + r"last seen in its step \(step 7\)", reason_of_end)
+
+
+def test_a_call_that_hangs_unmarked_is_ended_when_a_rank_has_died(ranks, child):
+    """Not while it writes a checkpoint."""
+    reasons = queue.SimpleQueue()
+    first, _, third = patient(ranks, child, give_up=reasons.put)
+    first._limit = 4 * LIMIT
+    first.doing(SAVING)
+    third.close()
+    child.kill()
+    time.sleep(3 * LIMIT)
+    assert reasons.empty()
+    first.doing(STEPPING, 8)
+    start = time.monotonic()
+    assert "rank 0 has lost the others at step 8: rank 2 (process " in reasons.get(timeout=60.0)
+    assert time.monotonic() - start > LIMIT
+
+
+def test_a_machine_that_vanishes_is_given_up_after_half_of_the_limit(ranks):
+    reasons = queue.SimpleQueue()
+    first, _, third = ranks(3, give_up=reasons.put)
+    third._process = "another-boot/pid:[1] 1 1"
+    third._refresh()
+    first._limit = 8 * LIMIT
+    with first.waiting():
+        start = time.monotonic()
+        third.close()
+        assert "rank 2 (process " in reasons.get(timeout=60.0)
+    assert 4 * LIMIT < time.monotonic() - start < 8 * LIMIT
 
 
 @pytest.mark.parametrize("errors_come", [False, True])

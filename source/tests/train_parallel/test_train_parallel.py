@@ -598,10 +598,23 @@ def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place
     assert f"stopped with {failed[1]}" in failed[0]
     assert "has been reading its batch (step 3) for" in asleep[0]
     assert "is dead or stopped: no sign of life for" in stopped[0]
-    assert "is dead or stopped: no sign of life for" in dead[0]
+    assert "is dead: its process has ended, last seen" in dead[0]
     for ends in (asleep, stopped):
         assert ends[1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0")
     assert dead[1] == "no answer"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_where_exchanges_hang_ends_the_others(place):
+    """As over NCCL, long before the limit of 60 s."""
+    job = Job(place / "die_unnoticed", content(place, 1), accident="die_unnoticed")
+    start = time.monotonic()
+    assert run_jobs(3, [job]) == [["no answer"] * 3]
+    assert time.monotonic() - start < 30.0
+    for rank in (0, 2):
+        reason = (job.folder / f"reason{rank}").read_text()
+        assert reason.startswith(f"rank {rank} has lost the others at step 3: rank 1 (process ")
+        assert "is dead: its process has ended, last seen" in reason
 
 
 def test_a_rank_that_is_stopped_before_the_first_step_ends_the_others(place):

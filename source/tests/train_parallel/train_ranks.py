@@ -239,6 +239,31 @@ stop = _in_step(1, 3, _pause)
 stop_first_stepping = _in_step(0, 3, _stop_for_good)
 
 
+def _without_errors(rank):
+    """Exchanges of a dead rank hang, as over NCCL; the reason that ends a process goes to a file."""
+    import torch.distributed as dist
+
+    from deepmd_muon.train.ranks import ranks
+
+    all_reduce, watch = dist.all_reduce, ranks.Watch
+
+    def hang(*tensors, **options):
+        try:
+            return all_reduce(*tensors, **options)
+        except RuntimeError:
+            time.sleep(PATIENCE)
+
+    def give_up(reason):
+        Path(f"reason{rank}").write_text(reason)
+        os._exit(1)
+
+    def make(**options):
+        return watch(**options | {"errors_come": False, "give_up": give_up})
+
+    undone = [_replace(dist, "all_reduce", hang), _replace(ranks, "Watch", make)]
+    return lambda: [undo() for undo in undone]
+
+
 def own_folder(rank):
     """Every rank has an input of its own."""
     os.chdir(str(rank))
@@ -413,6 +438,8 @@ def _both(first, second):
     return prepare
 
 
+# No exchange says that rank 1 has died.
+die_unnoticed = _both(_without_errors, die)
 poison_on_device, interrupt_on_device, die_on_device = (
     _both(on_device, each) for each in (poison, interrupt, die)
 )
