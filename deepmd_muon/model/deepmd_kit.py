@@ -288,7 +288,10 @@ def to_deepmd_kit(
         if isinstance(distance, Mapping):
             distance = distance.get(name, UNKNOWN_DISTANCE)
         state.update(_branch_state(branch, f"model.{name}.", distance))
-        sections[name] = {**_DEEPMD_KIT_KEYS, **thaw(branch.settings)}
+        is_hosted = isinstance(branch.settings, HostedSettings)
+        # deepmd-kit has completed the section of its own module, but for these.
+        added = {"model_branch_alias": [], "info": {}} if is_hosted else _DEEPMD_KIT_KEYS
+        sections[name] = {**added, **thaw(branch.settings)}
         prefix = f"{name}: " if multi_task else ""
         reasons += [prefix + reason for reason in ours_only(branch.settings)]
     if isinstance(model, Branches):

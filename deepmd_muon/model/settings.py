@@ -337,11 +337,11 @@ class HostedSettings(ModelSettings):
         return HostedSettings.of(section)
 
     def with_adapters_of(self, other: ModelSettings) -> HostedSettings:
-        """Return the model with the low-rank adapters of another hosted model, or without."""
-        section = {key: value for key, value in self.section.items() if key != "lora"}
-        if isinstance(other, HostedSettings) and other.section.get("lora"):
-            section["lora"] = other.section["lora"]
-        return dataclasses.replace(self, section=section)
+        """Return the model with its low-rank adapters, or with those of another if it has none."""
+        if self.section.get("lora") or not isinstance(other, HostedSettings):
+            return self
+        adapters = {key: other.section[key] for key in ("lora",) if key in other.section}
+        return dataclasses.replace(self, section={**self.section, **adapters})
 
     def with_frame_parameters(self, count: int) -> HostedSettings:
         """Return the model with fitting nets that read so many parameters of each frame."""

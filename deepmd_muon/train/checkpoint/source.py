@@ -177,7 +177,9 @@ class Source:
         present = model.state_dict()
         problems = _differences(saved, present)
         if problems and not force:
-            sel = self.settings.descriptor.neighbors().sel
+            # deepmd-kit's modules know their lists only when they are built.
+            is_hosted = isinstance(self.settings, HostedSettings)
+            sel = model.sel if is_hosted else self.settings.descriptor.neighbors().sel
             if sel != model.sel:
                 # The cause of the other differences, so it comes first.
                 problems.insert(
