@@ -23,7 +23,9 @@ from deepmd_muon.optim.groups.checks import (
     warn_unmatched_patterns,
 )
 from deepmd_muon.optim.groups.group_settings import (
+    ParamGroup,
     complete_group,
+    current_spelling,
     fold,
     group_defaults,
     settings_shown,
@@ -504,7 +506,8 @@ class HybridMuon(QuickOptimizer):
         return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        groups = [ParamGroup(current_spelling(group)) for group in state["param_groups"]]
+        super().__setstate__({**state, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds it; groups have no such setting
         self._compiled = CompiledStep()
         self._route_parameters()

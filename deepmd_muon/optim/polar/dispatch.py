@@ -107,6 +107,24 @@ def choose(batch: MatrixBatch, allowed: Collection[str] = IMPLEMENTATIONS) -> Im
     raise AssertionError("the last rule of the table fits everything")
 
 
+def choose_for(
+    count: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> Implementation:
+    """Return the implementation for `count` matrices of one shape with operands in float16."""
+    # Triton's interpreter, on a CPU, runs the kernels of an H200.
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    batch = MatrixBatch(
+        rows=min(rows, columns),
+        columns=max(rows, columns),
+        count=count,
+        dtype=dtype,
+        device="cuda",
+        capability=capability,
+        operand=torch.float16,
+    )
+    return choose(batch)
+
+
 COUNTS: Counter[tuple[str, int, int]] = Counter()
 FAILED: dict[str, str] = {}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.polar import dispatch
-from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
+from deepmd_muon.optim.polar.dispatch import choose_for
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
 from deepmd_muon.optim.polar.symmetric_launch import (
     apply_by_products,
@@ -24,6 +24,7 @@ from deepmd_muon.optim.polar.symmetric_launch import (
 )
 from deepmd_muon.optim.polar.tables import Application
 from deepmd_muon.optim.update.fused_kernels import sum_squares
+from deepmd_muon.optim.update.muon import apply_updates
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,21 +47,17 @@ class MatrixGroup(NamedTuple):
         Size of the matrices.
     schedule
         One (a, b, c) per step.
-    addresses
-        Of the blocks of the parameters, int64 (matrices,).
-    factors
-        Numbers of their factors, int64 (matrices,).
-    first_chunks, chunks
-        First chunk of each block, and its number of chunks, int64 (matrices,).
+    targets
+        Address in the parameters and number of the factor of each block, int64 (matrices, 2).
+    chunks
+        First chunk of each block, and its number of chunks, int64 (matrices, 2).
     """
 
     number: int
     rows: int
     columns: int
     schedule: Coefficients
-    addresses: Tensor
-    factors: Tensor
-    first_chunks: Tensor
+    targets: Tensor
     chunks: Tensor
 
 
@@ -68,18 +65,7 @@ def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch
     """Return whether the last product can update `count` contiguous matrices of this dtype."""
     if dtype not in _DTYPES or "symmetric" in dispatch.FAILED or not can_apply(rows, columns):
         return False
-    # Triton's interpreter, on a CPU, runs the kernels of an H200.
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    batch = MatrixBatch(
-        rows=min(rows, columns),
-        columns=max(rows, columns),
-        count=count,
-        dtype=torch.float32,
-        device="cuda",
-        capability=capability,
-        operand=torch.float16,
-    )
-    return choose(batch) == "symmetric"
+    return choose_for(count, rows, columns, torch.float32, device) == "symmetric"
 
 
 class AppliedGroups:
@@ -93,14 +79,12 @@ class AppliedGroups:
         self.groups = groups
         self.numbers = [group.number for group in groups]
         self._dtype = dtype
-        self._targets = [torch.stack([group.addresses, group.factors], dim=1) for group in groups]
-        blocks = [torch.stack([group.first_chunks, group.chunks], dim=1) for group in groups]
-        self._blocks = torch.cat(blocks)
+        self._blocks = torch.cat([group.chunks for group in groups])
         # 1 and Σ u² of each block, as `Application` has them; one launch writes all groups'.
         self._all_squares = torch.empty(
             len(self._blocks), 1, 2, dtype=torch.float64, device=self._blocks.device
         )
-        self._squares = self._all_squares.split([len(group.addresses) for group in groups])
+        self._squares = self._all_squares.split([len(group.targets) for group in groups])
         self._schedules = list(dict.fromkeys(group.schedule for group in groups))
 
     def run(
@@ -134,7 +118,7 @@ class AppliedGroups:
         for schedule in self._schedules:
             members = [i for i, group in enumerate(self.groups) if group.schedule == schedule]
             application = Application(
-                targets=[self._targets[i] for i in members],
+                targets=[self.groups[i].targets for i in members],
                 squares=[self._squares[i] for i in members],
                 dtype=self._dtype,
                 factors=factors,
@@ -145,7 +129,7 @@ class AppliedGroups:
             apply_by_products([matrices[i] for i in members], schedule, application)
         for group in self.groups:
             m, n = sorted((group.rows, group.columns))
-            dispatch.COUNTS["symmetric", m, n] += len(group.addresses)
+            dispatch.COUNTS["symmetric", m, n] += len(group.targets)
 
     def usable(
         self,
@@ -162,8 +146,7 @@ class AppliedGroups:
         """
         device = factors.device
         shapes = tuple(
-            (group.rows, group.columns, len(group.addresses), group.schedule)
-            for group in self.groups
+            (group.rows, group.columns, len(group.targets), group.schedule) for group in self.groups
         )
         key = (device, self._dtype, shapes)
         if key in _TRIED:
@@ -198,7 +181,8 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
         x = torch.cos(0.3 * i) + torch.eye(rows, columns, device=device)
         p = torch.sin(0.7 * i).to(dtype)
         (o,) = orthogonalize_by_products([x], coefficients)
-        expected = p.float() * (1.0 - lr * decay) - lr * factors.view(2, 1, 1) * o
+        expected = p.float()
+        apply_updates([expected], [factors.view(2, 1, 1) * o], lr=lr, weight_decay=decay)
 
         size = rows * columns * p.element_size()
         targets = [[p.data_ptr() + k * size, k] for k in range(2)]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.cuda import SideStream, try_record
-from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
+from deepmd_muon.optim.polar.dispatch import choose_for
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.polar.tables import AddressTable, captured_addresses
 from deepmd_muon.optim.routing.views import MatrixView
@@ -72,6 +72,11 @@ class Variant(NamedTuple):
     maximize: bool
     skip: bool
     scale: bool
+
+    @classmethod
+    def of(cls, gradient: torch.dtype, control: StepControl, *, maximize: bool) -> Variant:
+        """Return the conditions of a step."""
+        return cls(gradient, maximize, control.skip is not None, control.scale is not None)
 
 
 # ----- tables ------------------------------------------------------------------------------------
@@ -224,8 +229,7 @@ class Chunks(NamedTuple):
     """The chunks of all blocks, int64 tensors in host memory."""
 
     table: Tensor  # (chunks, ROW)
-    first_chunks: Tensor  # (blocks,)
-    counts: Tensor  # (blocks,): chunks of each block
+    of_blocks: Tensor  # (blocks, 2): first chunk and number of chunks of each block
 
 
 def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
@@ -237,7 +241,7 @@ def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
     number = torch.arange(len(table), device="cpu") - first_chunk.repeat_interleave(count)
     table[:, int(START.value)] = number * width
     assert table.shape[1] == int(ROW.value)
-    return Chunks(table, first_chunk, count)
+    return Chunks(table, torch.stack([first_chunk, count], dim=1))
 
 
 # ----- a step ------------------------------------------------------------------------------------
@@ -324,9 +328,9 @@ class FusedMuon:
         self._scalars = StepScalars(self._device)
         if self._magma:
             # One score for each block.
-            addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]
-            columns = [chunks.first_chunks, chunks.counts, torch.tensor(addresses, device="cpu")]
-            self._blocks = torch.stack(columns, dim=1).to(self._device)
+            addresses = [[x.data_ptr() + 4 * i] for x in scores for i in range(x.numel())]
+            columns = [chunks.of_blocks, torch.tensor(addresses, device="cpu")]
+            self._blocks = torch.cat(columns, dim=1).to(self._device)
             self._factors = torch.empty_like(self._scales)
 
         # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
@@ -367,17 +371,17 @@ class FusedMuon:
                 group.rows, group.columns, len(members), self._dtype, self._device
             ):
                 continue
-            addresses = [row.parameter + self._dtype.itemsize * row.offset for row in members]
+            targets = [
+                (row.parameter + self._dtype.itemsize * row.offset, row.block) for row in members
+            ]
             groups.append(
                 MatrixGroup(
                     number=number,
                     rows=group.rows,
                     columns=group.columns,
                     schedule=coefficients_of(settings.schedule_of((group.rows, group.columns))),
-                    addresses=torch.tensor(addresses, device=self._device),
-                    factors=torch.tensor(group.blocks, device=self._device),
-                    first_chunks=chunks.first_chunks[group.blocks].to(self._device),
-                    chunks=chunks.counts[group.blocks].to(self._device),
+                    targets=torch.tensor(targets, device=self._device),
+                    chunks=chunks.of_blocks[group.blocks].to(self._device),
                 )
             )
         return AppliedGroups(groups, self._dtype) if groups else None
@@ -408,21 +412,11 @@ class FusedMuon:
         """Return the groups in which one program orthogonalizes each matrix."""
         if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
             return []
-        capability = torch.cuda.get_device_capability(self._device)
-        numbers = []
-        for i, group in enumerate(self._groups):
-            batch = MatrixBatch(
-                rows=min(group.rows, group.columns),
-                columns=max(group.rows, group.columns),
-                count=len(group.blocks),
-                dtype=self._wide,
-                device="cuda",
-                capability=capability,
-                operand=torch.float16,
-            )
-            if choose(batch) == "whole":
-                numbers.append(i)
-        return numbers
+        return [
+            number
+            for number, (_, rows, columns, blocks) in enumerate(self._groups)
+            if choose_for(len(blocks), rows, columns, self._wide, self._device) == "whole"
+        ]
 
     def fits(
         self,
@@ -462,12 +456,7 @@ class FusedMuon:
             self._settings = settings
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = captured_addresses(grads) if capturing else self._gradients.of(grads)
-        variant = Variant(
-            gradient=grads[0].dtype,
-            maximize=maximize,
-            skip=control.skip is not None,
-            scale=control.scale is not None,
-        )
+        variant = Variant.of(grads[0].dtype, control, maximize=maximize)
         self._scalars.write(lr, self._settings, control)
         graph = None if capturing else self._recorded.get(variant)
         if graph is not None:

@@ -28,7 +28,7 @@ from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant, block_locations
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
@@ -123,12 +123,7 @@ class FusedStepCache:
         grad_dtype = grads[0].dtype
         if grad_dtype not in TYPES or any(g.dtype is not grad_dtype for g in grads):
             return False
-        variant = Variant(
-            gradient=grad_dtype,
-            maximize=maximize,
-            skip=control.skip is not None,
-            scale=control.scale is not None,
-        )
+        variant = Variant.of(grad_dtype, control, maximize=maximize)
         if fused is None:
             compile_kernels(tuple(views), device, dtype, variant, settings)
         if not _works(device, dtype, variant, bool(scores), settings.nesterov):
@@ -224,9 +219,10 @@ def _zero_matrices(
     settings: HybridMuonConfig,
 ) -> dict[Coefficients, list[Tensor]]:
     """Return zeros with the shapes of all directions, by schedule."""
-    counts = Counter(
-        (block.rows, block.columns) for view in views for block in block_locations(0, view)
-    )
+    counts: Counter[tuple[int, int]] = Counter()
+    for view in views:
+        for shape in view.block_shapes:
+            counts[shape] += view.batch
     matrices: dict[Coefficients, list[Tensor]] = defaultdict(list)
     for (rows, columns), count in counts.items():
         schedule = coefficients_of(settings.schedule_of((count, rows, columns)))

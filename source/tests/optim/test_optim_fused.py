@@ -533,7 +533,7 @@ def test_the_last_product_updates_large_matrices(monkeypatch):
     monkeypatch.setattr(fused, "SMALL", 0)
     monkeypatch.setattr(applied, "check", lambda *_: None)
     monkeypatch.setattr(
-        applied, "choose", lambda _: "symmetric"
+        applied, "choose_for", lambda *_: "symmetric"
     )  # rather than kernels for such small ones
     found = []
     for separately in (True, False):

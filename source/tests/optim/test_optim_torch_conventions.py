@@ -25,6 +25,7 @@ from deepmd_muon.optim import (
     InvalidSettingError,
     NonFiniteGradientError,
 )
+from deepmd_muon.optim.groups.group_settings import unfolded
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.01}
 
@@ -512,5 +513,11 @@ def test_groups_have_few_keys_and_take_every_setting_as_one():
     assert added["nesterov"]
     assert added["adam_patterns"] == ["none", "w"]
     pickled = pickle.loads(pickle.dumps(optimizer))
-    assert pickled.param_groups[1]["nesterov"]
-    assert pickled.routing == optimizer.routing
+    earlier = copy.copy(optimizer.__getstate__())  # groups with a key for each setting
+    earlier["param_groups"] = list(map(unfolded, earlier["param_groups"]))
+    unpickled = HybridMuon.__new__(HybridMuon)
+    unpickled.__setstate__(earlier)
+    for other in (pickled, unpickled):
+        assert other.param_groups[1]["nesterov"]
+        assert other.param_groups[1].keys() == added.keys()
+        assert other.routing == optimizer.routing
