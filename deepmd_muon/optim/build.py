@@ -34,7 +34,12 @@ from deepmd_muon.optim.routing.modules import (
     stacked_matrices,
     tables_and_heads,
 )
-from deepmd_muon.optim.routing.routes import RouteTable, RoutingRules, choose_route
+from deepmd_muon.optim.routing.routes import (
+    RouteTable,
+    RoutingRules,
+    canonical_name,
+    choose_route,
+)
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
@@ -161,7 +166,8 @@ def _chosen_settings(
 def _ratio_by_width(model: nn.Module, settings: Mapping[str, Any]) -> float:
     """Return the rate of AdamW's part divided by Muon's, from the width of the largest table.
 
-    The width is the last dimension: that of embeddings, and the input of an output layer. Up to
+    The width is the last dimension: that of embeddings, and the input of an output layer. Kernels,
+    whose last dimension is a length, do not count. Up to
     `_WIDTH_OF_EQUAL_RATES` both rates are best equal; beyond it, AdamW's is best proportional to
     1/width (`source/benchmarks/small_gpt_race.py --sizes`, 0.1 to 100 million weights). With the
     scaling 'match_rms', Muon's rate is one of AdamW's.
@@ -173,6 +179,7 @@ def _ratio_by_width(model: nn.Module, settings: Mapping[str, Any]) -> float:
         p.shape
         for name, p in model.named_parameters()
         if p.ndim > 1
+        and not _matches(canonical_name(name), settings["conv_patterns"])
         and choose_route(name, tuple(p.shape), rules, trainable=p.requires_grad).route == "adamw"
     ]
     if not tables:

@@ -448,19 +448,11 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
         "MuonConfig": ours,
         "MuonConfig, own rate of the head": with_rate_of_head,
         "MuonConfig, the classifier on Muon": functools.partial(ours, muon_patterns=["head.*"]),
-        "MuonConfig, the patches on AdamW": functools.partial(
-            ours, adamw_patterns=["patch_embed.*", "pos_embed", "head.*"]
-        ),
-        "MuonConfig, the first kernel on AdamW": functools.partial(
-            ours, adamw_patterns=["convs.0.*", "head.*"]
+        "MuonConfig, the first kernel on Muon": functools.partial(
+            ours, muon_patterns=["patch_embed.weight", "convs.0.weight"]
         ),
         "MuonConfig, q, k and v as one matrix": functools.partial(
             ours, splits=["*.in_proj_weight: rows 1"]
-        ),
-        "MuonConfig, the patches on AdamW, q, k and v as one matrix": functools.partial(
-            ours,
-            adamw_patterns=["patch_embed.*", "pos_embed", "head.*"],
-            splits=["*.in_proj_weight: rows 1"],
         ),
         "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
         "muon_for(model)": untouched,
@@ -514,7 +506,7 @@ def other_settings(name: str) -> list[tuple[str, tuple[float, ...]]]:
     if not TASKS[name].is_text:
         settings.append("MuonConfig, the classifier on Muon")
     if name.startswith("ViT"):
-        settings.append("MuonConfig, the patches on AdamW")
+        settings.append("MuonConfig, the first kernel on Muon")
     runs: list[tuple[str, tuple[float, ...]]]
     runs = [(setting, (0.02, rate)) for setting in settings for rate in (0.02, 0.005)]
     return [*runs, *(("MuonConfig", (lr, lr / 8)) for lr in (0.01, 0.04))]
@@ -562,25 +554,22 @@ def jobs_of_defaults() -> list[Job]:
     return ordered
 
 
-_PATCHES_ON_ADAMW = "MuonConfig, the patches on AdamW"
-_WHOLE_QKV = "MuonConfig, q, k and v as one matrix"
 # Optimizers and rates of `--vision`, by task.
 VISION: dict[str, list[tuple[str, tuple[float, ...]]]] = {
     "ViT, width 192": [
         ("muon_for(model)", ()),
+        ("MuonConfig, the first kernel on Muon", (0.02, 0.02 / 3)),
         ("MuonConfig", (0.02, 0.02)),
-        (_PATCHES_ON_ADAMW, (0.02, 0.02)),
         ("torch.optim.Muon", (0.02, 0.01)),
-        (_PATCHES_ON_ADAMW, (0.02, 0.02 / 3)),
-        (f"{_PATCHES_ON_ADAMW}, q, k and v as one matrix", (0.02, 0.01)),
-        (_WHOLE_QKV, (0.02, 0.02)),
+        ("MuonConfig, the first kernel on Muon", (0.02, 0.02)),
+        ("MuonConfig, q, k and v as one matrix", (0.02, 0.02 / 3)),
         ("MuonConfig, own rate of the head", (0.02, 0.02, 0.02 / 3)),
         ("MuonConfig, own rate of the head", (0.02, 0.02 / 3, 0.02)),
-        ("MuonConfig, decaying vectors", (0.02, 0.02)),
+        ("MuonConfig, decaying vectors", (0.02, 0.02 / 3)),
     ],
     "ConvNet": [
         ("muon_for(model)", ()),
-        ("MuonConfig, the first kernel on AdamW", (0.02, 0.02)),
+        ("MuonConfig, the first kernel on Muon", (0.02, 0.02)),
     ],
 }
 
@@ -647,7 +636,8 @@ def race_of_jobs(
     begun = time.perf_counter()
     rows: list[dict[str, Any]] = [] if known is None else json.loads(known.read_text("utf-8"))
     done = {Job(row["task"], row["optimizer"], tuple(row["rates"]), row["seed"]) for row in rows}
-    wanted = _in_turn([[job for job in jobs if job not in done] for jobs in lists])
+    in_turn = _in_turn([[job for job in jobs if job not in done] for jobs in lists])
+    wanted = list(dict.fromkeys(in_turn))
     arguments = (gpus,) if device == "cuda" and gpus > 1 else None
     pool = multiprocessing.get_context("spawn").Pool(
         processes, _take_gpu if arguments else None, arguments or ()

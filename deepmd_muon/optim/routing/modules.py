@@ -56,6 +56,7 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
       is not one of torch's own layers, if the last segment of its name says so (`tok_emb`,
       `embed.weight`).
     - Output layers (`_output_layers`).
+    - Kernels that read the model's input (`_input_kernels`).
     - Parameters added to activations: held directly by a module that is not one of torch's own
       layers, and either of shape (1, n, ...), which broadcasts over a batch, or named like a
       position or token (`pos...`, `...token`).
@@ -72,6 +73,7 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
                 shapes.add(weight.shape)
         for p, reason in _own_parameters(path, module):
             reasons.setdefault(p, reason)
+    reasons.update(dict.fromkeys(_input_kernels(model), "reads the input of the model"))
     for weight, reason in _output_layers(model, shapes):
         reasons.setdefault(weight, reason)
     return _matrices_among(model, reasons)
@@ -85,21 +87,23 @@ def _output_layers(
     No layer takes the output of a model, so no layer has an input of its width. That also holds for
     some hidden Linears, such as fused queries, keys and values. Therefore only these count:
 
-    - the last Linear, and Linears next to it in the same module, if no layer takes their widths. The
-      only matrix of a model is none of them;
+    - the last Linear, and Linears next to it in the same module, if no layer takes their widths and
+      no convolution follows. The only matrix of a model is none of them;
     - Linears with the shape of a table, if no layer takes their width or it is the last one.
     """
-    linears = [
+    layers = [
         (path.rpartition(".")[0], module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
     ]
+    linears = [(parent, layer) for parent, layer in layers if isinstance(layer, nn.Linear)]
     if not linears:
         return
     consumed = _input_widths(model)
     last_parent, last = linears[-1]
     n_matrices = sum(len(effective_shape(tuple(p.shape))) > 1 for p in model.parameters())
-    ends_with_output = last.out_features not in consumed and n_matrices > 1
+    is_last_layer = last is layers[-1][1]
+    ends_with_output = is_last_layer and last.out_features not in consumed and n_matrices > 1
     for parent, linear in linears:
         is_taken = linear.out_features in consumed
         for weight in weights_of(linear):
@@ -107,6 +111,22 @@ def _output_layers(
                 yield weight, "output layer: a Linear with the shape of a table"
             elif ends_with_output and parent == last_parent and not is_taken:
                 yield weight, "output layer: no layer takes the output of the last Linear"
+
+
+def _input_kernels(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the kernels that read the input of a model, such as those that cut images into patches.
+
+    They make more channels than they take, and take fewer than every layer registered before makes.
+    Kernels of bottlenecks, dense blocks and skip connections take no fewer.
+    """
+    widths_before: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            is_narrowest = module.in_channels < min((module.out_channels, *widths_before))
+            if module.groups == 1 and is_narrowest:
+                yield from weights_of(module)
+        widths = (getattr(module, name, None) for name in ("out_features", "out_channels"))
+        widths_before.update(width for width in widths if isinstance(width, int))
 
 
 def _matrices_among(model: nn.Module, reasons: Mapping[Tensor, str]) -> dict[str, str]:

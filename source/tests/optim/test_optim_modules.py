@@ -170,12 +170,11 @@ def test_the_last_layer_of_a_plain_net_is_its_output():
 def test_positions_and_tokens_are_added_and_not_multiplied():
     model = ViT()
     added = {"pos", "positions", "register_tokens", "queries"}
-    assert set(tables_and_heads(model)) == {*added, "last.weight"}
+    assert set(tables_and_heads(model)) == {*added, "patch.weight", "last.weight"}
     assert muon(model) == {
         *(
             "block.in_proj",
             "block.posterior",
-            "patch.weight",
             "mha.in_proj_weight",
             "mha.out_proj.weight",
         ),
@@ -183,6 +182,27 @@ def test_positions_and_tokens_are_added_and_not_multiplied():
         *("rnn.weight_ih_l0", "rnn.weight_hh_l0", "list.0", "pos_proj.weight"),
     }
     assert {route for name, route in routes(model).items() if name == "cls_token"} == {"adam"}
+
+
+def test_kernels_that_read_the_input_are_no_hidden_ones():
+    """A U-Net's first kernel, and none of its skips; both towers; no dense block or bottleneck."""
+    unet = [nn.Linear(32, 64), nn.Conv2d(4, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(96, 32, 3)]
+    unet.append(nn.Conv2d(32, 4, 3))
+    dense = [nn.Conv2d(3, 16, 7), nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 64, 1)]
+    bottleneck = [nn.Conv2d(64, 16, 1), nn.Conv2d(16, 64, 1)]
+    towers = [nn.Linear(16, 16), nn.Conv2d(3, 16, 4, 4), nn.Conv1d(1, 16, 9), nn.Conv1d(2, 8, 3)]
+    mamba = [nn.Linear(8, 32), nn.Conv1d(16, 16, 4, groups=16), nn.Conv1d(4, 8, 3, groups=2)]
+    found = [
+        {name for name in tables_and_heads(nn.Sequential(*layers)) if int(name[0]) < 4}
+        for layers in (unet, dense, bottleneck, towers, mamba)
+    ]
+    assert found == [
+        {"1.weight"},
+        {"0.weight"},
+        set(),
+        {"1.weight", "2.weight", "3.weight"},
+        set(),
+    ]
 
 
 def test_what_the_settings_declare_a_matrix_is_one():
@@ -219,7 +239,7 @@ def computed(wrap):
     torch.manual_seed(0)
     layers = (
         nn.Embedding(11, 8),
-        nn.Conv2d(4, 8, 3),
+        nn.Conv2d(8, 8, 3),
         nn.Conv2d(8, 8, 3, groups=2),
         nn.Linear(8, 8),
         nn.Linear(8, 11),
@@ -238,7 +258,7 @@ def test_weights_that_modules_compute_are_found(wrap):
             for entry in config().build(model).routing
             if math.prod(entry.shape) > 16
         ]
-        assert placements == [table, "muon 1x8x36", "muon 1x8x36 rows 4+4", "muon 1x8x8", table]
+        assert placements == [table, "muon 1x8x72", "muon 1x8x36 rows 4+4", "muon 1x8x8", table]
     assert all(
         torch.equal(x, before[key]) for key, x in model.state_dict().items()
     )  # power iterations, too
