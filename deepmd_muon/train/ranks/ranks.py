@@ -22,6 +22,7 @@ from deepmd_muon.train.ranks.rendezvous import ANSWER, Rendezvous, describe
 from deepmd_muon.train.ranks.watchdog import (
     GRACE,
     WAITING,
+    LostRankError,
     Watch,
     end_process,
     is_lost_connection,
@@ -210,8 +211,12 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
             )
         yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
-        # Rank 0 may have written files for longer than the limit.
-        watch.barrier()
+        try:
+            watch.barrier()  # rank 0 may have written files for longer than the limit
+        except LostRankError:
+            # If torchrun, which keeps the store, has been killed, the exchange below is the barrier.
+            if not (place.agent and watch.store_has_ended):
+                raise
         with watch.waiting():
             _exchange_last()
     except BaseException as error:

@@ -156,12 +156,15 @@ def _keeper(place: Place) -> str:
 def _connect(place: Place, patience: float) -> Store:
     """Make the store if this process keeps it; otherwise reach it as soon as it is there."""
     _await_address(place, patience)
+    # Before it connects, and where it accepts, torch asks for the names of addresses. A resolver
+    # whose server is silent answers after 10 s.
+    timeout = datetime.timedelta(seconds=0.75 * ANSWER)
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
             place.host,
             place.port,
             is_master=place.hosts,
-            timeout=datetime.timedelta(seconds=ANSWER / 4),  # torch tries twice
+            timeout=timeout,
             wait_for_workers=False,
             multi_tenant=not place.agent,
         )

@@ -113,6 +113,11 @@ class _Note:
 class Watch:
     """The note of this rank and its view of the others'.
 
+    Attributes
+    ----------
+    store_has_ended
+        Whether the process that keeps the store has closed the connection.
+
     Parameters
     ----------
     store
@@ -162,6 +167,7 @@ class Watch:
         self._notes: dict[int, _Note] = {}
         self._heard: dict[int, float] = {}  # when a rank's beat has changed
         self._answered = time.monotonic()  # when the last request began that was answered
+        self.store_has_ended = False  # torch does not connect again
         self._any_ended = False
         self._deaths = ""  # describes ranks whose processes have ended without a word
         self._phase: _Phase | None = None  # of the main thread
@@ -295,6 +301,8 @@ class Watch:
                 raise LostRankError(f"rank {rank} has ended")
         if self._deaths:
             raise LostRankError(self._deaths)
+        if self.store_has_ended:
+            raise LostRankError("their store has ended")
         waited = time.monotonic() - since
         # If this process itself has been stopped, it has to read the notes before it judges.
         silent = self._any_silent(since) and (not self._refresh() or self._any_silent(since))
@@ -317,8 +325,13 @@ class Watch:
             self._wake.clear()
             # Before the notes are read: a rank may write its error and end at once.
             ended = self._ended_processes()
-            with contextlib.suppress(RuntimeError):  # the store has ended with its process
-                self._exchange()
+            if not self.store_has_ended:
+                try:
+                    self._exchange()
+                except dist.DistNetworkError:
+                    self.store_has_ended = True
+                except RuntimeError:  # no answer in time
+                    pass
             silent_ends = [rank for rank in ended if not self._notes[rank].ended]
             if silent_ends and not self._deaths:
                 self._wake.set()  # the others learn it now
@@ -371,7 +384,8 @@ class Watch:
     def _refresh(self) -> bool:
         """Let the thread exchange notes now, and return whether the store has answered in time."""
         begin = time.monotonic()
-        while self._answered < begin and time.monotonic() < begin + self._patience_with_store:
+        end = begin + self._patience_with_store
+        while self._answered < begin and not self.store_has_ended and time.monotonic() < end:
             self._wake.set()
             time.sleep(0.005)
         return self._answered >= begin

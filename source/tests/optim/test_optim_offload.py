@@ -13,6 +13,7 @@ from optim_builders import assert_same
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
+from deepmd_muon.optim.polar.one_launch import _recording
 from deepmd_muon.optim.state.host_memory import DeviceBuffers, HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
@@ -299,17 +300,24 @@ class TestOnAGPU:
                 p.grad = torch.randn(p.shape, generator=generator, device="cuda")
             optimizer.step()
 
+    def memory_of_tensors(self):
+        """Bytes on the device without what a process keeps for any optimizer, and drops for any.
+
+        That is the last recorded launches of polar factors, with their results, and a workspace of
+        cuBLAS for each stream that it has run on. Both may be of earlier tests.
+        """
+        _recording.cache_clear()
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated()
+
     def test_steps_are_the_same_and_memory_is_pinned_and_bounded(self):
         made = []
         for settings in ({}, {"offload": True, "offload_bytes": 3 * 2**20}):
-            gc.collect()  # memory of tests before this one that is freed later would count
-            torch._C._cuda_clearCublasWorkspaces()
-            before = torch.cuda.memory_allocated()
+            before = self.memory_of_tensors()
             pair = self.make(workspace=3 * 2**18, **settings)
             self.train(*pair, 5)
-            # cuBLAS keeps a workspace for each stream that it has run on, also for earlier tests'.
-            torch._C._cuda_clearCublasWorkspaces()
-            made.append((pair, torch.cuda.memory_allocated() - before))
+            made.append((pair, self.memory_of_tensors() - before))
         (plain, held), (other, held_with_offload) = made
         moments, rooms = (
             12 * 2**20 + 8 * 2**20,

@@ -269,12 +269,43 @@ def answer_http(connection):
 
 @pytest.mark.parametrize("answer", [socket.socket.close, answer_http])
 def test_another_program_at_the_port_is_an_error_of_every_rank(monkeypatch, answer):
-    monkeypatch.setattr(rendezvous, "ANSWER", 1.0)
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.4)
     with listen(answer) as server:
         port = server.getsockname()[1]
         for rank in range(2):
             with pytest.raises(TrainingError, match="choose another MASTER_PORT"):
                 rendezvous.Rendezvous(Place(rank, rank, 2, "127.0.0.1", port))
+
+
+@pytest.mark.slow
+def test_a_connection_that_takes_six_seconds_is_made(monkeypatch):
+    """As where the resolver loses torch's question for a name, and asks again after five seconds."""
+    monkeypatch.setattr(rendezvous, "_await_address", lambda *_: None)
+    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = socket.create_server(("127.0.0.1", 0), backlog=0)
+    address = server.getsockname()
+    waiting = [socket.socket() for _ in range(4)]  # fill the queue of the server
+    for each in waiting:
+        each.setblocking(False)
+        each.connect_ex(address)
+
+    def copy(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+
+    def accept():
+        time.sleep(6.0)
+        with contextlib.suppress(OSError):
+            while True:
+                ends = (server.accept()[0], socket.create_connection(("127.0.0.1", keeper.port)))
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    with server:
+        met = rendezvous.Rendezvous(Place(1, 1, 2, "127.0.0.1", address[1]))
+        assert met.report("late") == {1: "late"}
 
 
 def test_a_second_process_with_the_rank_of_another_is_refused():

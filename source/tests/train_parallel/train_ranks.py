@@ -273,7 +273,7 @@ def busy_port(rank):
     """Another program listens where the ranks want to meet."""
     from deepmd_muon.train.ranks import rendezvous
 
-    patience, rendezvous.ANSWER = rendezvous.ANSWER, 2.0
+    patience, rendezvous.ANSWER = rendezvous.ANSWER, 1.0
     if rank:
 
         def undo():
