@@ -43,10 +43,9 @@ CASES = [
     ((45, 30), MatrixView(1, 45, 30)),
     ((16, 80), MatrixView(1, 16, 80)),
     ((3, 8, 24), MatrixView(3, 8, 24)),
-    ((2, 6, 50), MatrixView(2, 6, 50, "columns", (32, 10, 8))),
+    ((2, 6, 50), MatrixView(2, 6, 50, "columns", (32, 10, 8), 2)),
     ((30, 33), MatrixView(1, 30, 33, "rows", (9, 21))),
     ((24, 20), MatrixView(1, 24, 20, "rows", (16, 4, 4), 4)),
-    ((2, 6, 24), MatrixView(2, 6, 24, "columns", (16, 8), 4)),
     ((1, 90), MatrixView(1, 1, 90)),
 ]
 VIEWS = [view for _, view in CASES]
