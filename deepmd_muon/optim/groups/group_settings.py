@@ -181,6 +181,12 @@ class ParamGroup(dict[str, Any]):
             self[key] = value
         return value
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key or setting, or `default` if there is none."""
+        if key in self:
+            return self[key]
+        return unfolded(self).get(key, default)
+
 
 def unfolded(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group, present or saved, with each setting as a key.

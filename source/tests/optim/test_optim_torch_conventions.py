@@ -488,6 +488,7 @@ def test_groups_have_few_keys_and_take_every_setting_as_one():
     (group,) = optimizer.param_groups
     settings = {"nesterov": False, "splits": ["w: rows 2+1"], "muon_mode": "slice"}
     assert {key: group[key] for key in settings} == settings
+    assert (group.get("nesterov"), group.get("lr"), group.get("nesterow", 5)) == (False, 5e-4, 5)
     with pytest.raises(KeyError):
         group["nesterow"]
 
