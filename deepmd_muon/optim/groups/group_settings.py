@@ -201,7 +201,7 @@ def unfolded(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fold(group: dict[str, Any]) -> None:
-    """Move the settings of a checked group, but numbers of schedulers, from its keys to `FOLDED`."""
+    """Move the settings of a checked group to `FOLDED`, but not those that a scheduler changes."""
     defaults = _foldable_defaults()
     if FOLDED in group and defaults.keys().isdisjoint(group):
         return
@@ -337,9 +337,9 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     """Check a new group, as `check_group` does, and add the optimizer's own keys.
 
     `constructed` holds its learning rate, scheduled settings and choices of `build` as text, which
-    every kind of state dict preserves. At a load it distinguishes values that a scheduler has changed from values that
-    were constructed differently. With `capturable`, a captured step reads the learning rate from a
-    tensor on the parameters' device.
+    every kind of state dict preserves. At a load it distinguishes values that a scheduler has
+    changed from values that were constructed differently. With `capturable`, a captured step reads
+    the learning rate from a tensor on the parameters' device.
     """
     check_group(group, defaults)
     group["muon_mode"] = group["muon_mode"].lower()
