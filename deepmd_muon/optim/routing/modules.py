@@ -85,8 +85,8 @@ def _output_layers(
     No layer takes the output of a model, so no layer has an input of its width. That also holds for
     some hidden Linears, such as fused queries, keys and values. Therefore only these count:
 
-    - the last Linear, and Linears next to it in the same module, if no layer takes their widths; but
-      not the only matrix of a model;
+    - the last Linear, and Linears next to it in the same module, if no layer takes their widths. The
+      only matrix of a model is none of them;
     - Linears with the shape of a table, if no layer takes their width or it is the last one.
     """
     linears = [
