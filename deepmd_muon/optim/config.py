@@ -58,7 +58,7 @@ DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight"
 _SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
 SPLIT_PATTERN = (
     rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
-    r"(?: in (?P<groups>\d+) groups)?"
+    r"(?: in (?P<groups>[1-9]\d*) groups)?"
 )
 
 # The schedule that follows deepmd-kit 3.2.0 in its rounding, too
@@ -301,7 +301,8 @@ class MainSettings:
             "'columns' of the matrix as stored, then a number of equal parts or the sizes of the "
             "parts, in which '*' repeats and 'rest' is the remainder. Every part is "
             "orthogonalized separately. 'in 4 groups' gathers parts that are interleaved: each of 4 "
-            "groups has a quarter of every part, in this order. Examples: ``*.in_proj.matrix: columns 3``, "
+            "groups has a quarter of every part, in this order. Examples: "
+            "``*.in_proj.matrix: columns 3``, "
             "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. "
             "`build` adds the splits that the modules of its model declare; with type Muon also "
             "q, k and v of nn.MultiheadAttention."

@@ -24,6 +24,7 @@ from deepmd_muon.optim.groups.checks import (
 )
 from deepmd_muon.optim.groups.group_settings import (
     ParamGroup,
+    change,
     complete_group,
     current_spelling,
     fold,
@@ -480,12 +481,12 @@ class HybridMuon(QuickOptimizer):
         ]
         try:
             for group, values in zip(self.param_groups, choices, strict=True):
-                group.update(values)
+                change(group, values)
             self._route_parameters()
             yield
         except Exception:
             for group, values in zip(self.param_groups, former, strict=True):
-                group.update(values)
+                change(group, values)
             self._route_parameters()
             raise
         keys = sorted({key for values in choices for key in values} - {"constructed"})

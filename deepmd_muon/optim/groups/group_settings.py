@@ -149,8 +149,8 @@ SCHEDULED_SETTINGS = (
 # In `constructed` of groups that `build` makes: names of settings that it has chosen for a model,
 # and entries of `adam_patterns` and `splits`.
 CHOSEN = "chosen_by_build"
-# Key of a group for its other settings; see `ParamGroup`.
-FOLDED = "muon_settings"
+# In `constructed` of folded groups: the settings that are no keys; see `ParamGroup`.
+FOLDED = "settings"
 # Settings that are keys of every group: a step reads them, or a scheduler changes them.
 _KEYS_OF_GROUPS = ("lr", "maximize", "capturable", "momentum_warmup", *SCHEDULED_SETTINGS)
 # Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and
@@ -160,7 +160,6 @@ _KNOWN_KEYS = {
     *(field.name for field in dataclasses.fields(GroupArguments)),
     *_MORE_KEYS,
     "routes",
-    FOLDED,
 }
 # The numbers of a group that a scheduler may change; comparing them is faster than comparing
 # dataclasses.
@@ -170,9 +169,9 @@ raw_numbers = itemgetter(*SCHEDULED_SETTINGS)
 class ParamGroup(dict[str, Any]):
     """A parameter group of few keys; other settings are read and written as if they were keys.
 
-    Its key `FOLDED` holds, as text, the settings that differ from the defaults and that no
-    scheduler changes. Reading a list makes it a key, so that it may be changed in place. The next
-    step folds new keys.
+    Its key `constructed` also holds the settings that differ from the defaults and that no scheduler
+    changes. Reading a list makes it a key, so that it may be changed in place. The next step folds
+    new keys.
     """
 
     def __missing__(self, key: str) -> Any:
@@ -181,23 +180,31 @@ class ParamGroup(dict[str, Any]):
             self[key] = value
         return value
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key or setting, or `default` if there is none."""
+        if key in self:
+            return self[key]
+        return unfolded(self).get(key, default)
+
 
 def unfolded(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group, present or saved, with each setting as a key.
 
     Groups of earlier versions and of other optimizers come back as they are.
     """
-    if FOLDED not in group:
+    constructed = constructed_of(group)
+    settings = constructed.pop(FOLDED, None)
+    if settings is None:
         return dict(group)
-    settings = {**_foldable_defaults(), **json.loads(group[FOLDED]), **group}
-    del settings[FOLDED]
-    return settings
+    text = json.dumps(constructed)
+    return {**_foldable_defaults(), **settings, **group, "constructed": text}
 
 
 def fold(group: dict[str, Any]) -> None:
-    """Move the settings of a checked group, but numbers of schedulers, from its keys to `FOLDED`."""
+    """Move the settings of a checked group from its keys, but not those that a scheduler changes."""
     defaults = _foldable_defaults()
-    if FOLDED in group and defaults.keys().isdisjoint(group):
+    constructed = constructed_of(group)
+    if FOLDED in constructed and defaults.keys().isdisjoint(group):
         return
     settings = unfolded(group)
     # NumPy's numbers are numbers, too.
@@ -205,7 +212,12 @@ def fold(group: dict[str, Any]) -> None:
     differing = {key: x for key, x in json.loads(as_text).items() if x != defaults[key]}
     for key in defaults:
         group.pop(key, None)
-    group[FOLDED] = json.dumps(differing)
+    group["constructed"] = json.dumps({**constructed, FOLDED: differing})
+
+
+def change(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a group other values; its routing folds it."""
+    group.update({**unfolded(group), **values})
 
 
 @functools.cache
@@ -216,7 +228,7 @@ def _foldable_defaults() -> Mapping[str, Any]:
 
 def raw_structure(group: Mapping[str, Any]) -> tuple[int, str]:
     """Return values that differ after a change of settings that no scheduler changes."""
-    return len(group), group[FOLDED]
+    return len(group), group["constructed"]
 
 
 def checked_arguments(
@@ -331,9 +343,9 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     """Check a new group, as `check_group` does, and add the optimizer's own keys.
 
     `constructed` holds its learning rate, scheduled settings and choices of `build` as text, which
-    every kind of state dict preserves. At a load it distinguishes values that a scheduler has changed from values that
-    were constructed differently. With `capturable`, a captured step reads the learning rate from a
-    tensor on the parameters' device.
+    every kind of state dict preserves. At a load it distinguishes values that a scheduler has
+    changed from values that were constructed differently. With `capturable`, a captured step reads
+    the learning rate from a tensor on the parameters' device.
     """
     check_group(group, defaults)
     group["muon_mode"] = group["muon_mode"].lower()
@@ -354,7 +366,9 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
 
 def constructed_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with which a group was constructed; none for a group that lacks them."""
-    constructed: dict[str, Any] = json.loads(group.get("constructed", "{}"))
+    if "constructed" not in group:
+        return {}
+    constructed: dict[str, Any] = json.loads(group["constructed"])
     return constructed
 
 

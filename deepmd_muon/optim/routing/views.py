@@ -19,7 +19,7 @@ Axis = Literal["rows", "columns"]
 _REST = -1
 _VIEW_FORM = re.compile(
     r"(?P<batch>\d+)x(?P<rows>\d+)x(?P<columns>\d+)"
-    r"(?: (?P<axis>rows|columns) (?P<sizes>\d+(?:\+\d+)*)(?: in (?P<groups>\d+) groups)?)?"
+    r"(?: (?P<axis>rows|columns) (?P<sizes>\d+(?:\+\d+)*)(?: in (?P<groups>[1-9]\d*) groups)?)?"
 )
 
 
@@ -227,7 +227,7 @@ class FusedSplit:
             raise InvalidShapeError(
                 f"{name}: {length} {self.axis} of view {view} cannot be split into {self.words}"
             )
-        if self.groups < 1 or any(size % self.groups for size in sizes):
+        if any(size % self.groups for size in sizes):
             raise InvalidShapeError(
                 f"{name}: parts of {'+'.join(map(str, sizes))} {self.axis} cannot be spread over "
                 f"{self.groups} groups evenly"

@@ -25,6 +25,7 @@ from deepmd_muon.optim.groups.group_settings import as_tuple, current_spelling, 
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.modules import ATTENTION_SPLIT, is_computed_from
 from deepmd_muon.optim.routing.routes import (
+    ROUTES,
     Route,
     RouteEntry,
     RouteTable,
@@ -32,6 +33,7 @@ from deepmd_muon.optim.routing.routes import (
     canonical_name,
     choose_route,
 )
+from deepmd_muon.optim.routing.views import matrix_view
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.registry import matrix_rules, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
@@ -158,6 +160,7 @@ def _read_own(
     Its keys of parameters are numbers, or names if torch.distributed wrote it.
     """
     present = {entry.name: (entry, group) for group in groups for _, entry in group.routed}
+    saved_groups = [_with_shapes(group, present) for group in saved_groups]
     table = RouteTable.from_groups(saved_groups)
     keys = _keys_by_name(saved_groups, table)
     parameters = {}
@@ -182,6 +185,25 @@ def _read_own(
     return parameters
 
 
+def _with_shapes(
+    group: Mapping[str, Any], present: Mapping[str, tuple[RouteEntry, Group]]
+) -> Mapping[str, Any]:
+    """Complete routes of an earlier version from which torch has dropped shapes and views.
+
+    torch.distributed.checkpoint loads only the keys that today's groups have. Shapes and views of
+    the state are then those of the present parameters.
+    """
+    routes = list(group["routes"])
+    names = map(canonical_name, group.get("param_names", ()))
+    for i, (name, route) in enumerate(zip(names, routes, strict=False)):
+        if route in ROUTES and name in present:
+            entry = present[name][0]
+            view = entry.view or matrix_view(entry.shape, "slice")
+            saved = dataclasses.replace(entry, route=route, view=view if route == "muon" else None)
+            routes[i] = saved.text
+    return {**group, "routes": routes}
+
+
 def _keys_by_name(
     saved_groups: Sequence[Mapping[str, Any]], table: RouteTable
 ) -> dict[str, int | str]:
@@ -202,8 +224,8 @@ def _keys_by_name(
 
 def _saved_rules(group: Mapping[str, Any]) -> tuple[MatrixRule, ...]:
     """Return the known rules that were on in a saved group; none if its settings are invalid."""
-    if "adam_betas" not in group:
-        return ()  # state of replaced parameters, in this process (`replaced.move_state`)
+    if "nesterov" not in group:  # the settings are unknown, as in `replaced.move_state`
+        return ()
     names = [name for name in group.get("rules", ()) if not unknown_rules([name])]
     try:
         return matrix_rules(group_settings({**vars(HybridMuonConfig()), **group, "rules": names}))

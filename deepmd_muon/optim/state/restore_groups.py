@@ -78,7 +78,8 @@ def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     values = {key: saved[key] for key in keys if _as_list(saved[key]) != _as_list(group[key])}
     if values:
         constructed[CHOSEN] = [key for key in chosen_now if key not in found_since]
-        constructed |= {key: values[key] for key in ("adam_lr_ratio",) if key in values}
+        if "adam_lr_ratio" in values:
+            constructed["adam_lr_ratio"] = values["adam_lr_ratio"]
         values["constructed"] = json.dumps(constructed)
     return values
 

@@ -253,8 +253,8 @@ def in_deepmd_kits_order(
     It lists the parameters of deepmd-kit's model (`parameter_order`) by its names, empty ones
     included, because deepmd-kit loads by position. HybridMuon's Adam state gets the powers of the
     decays from which deepmd-kit corrects its bias, and its group the setting `lr_adjust`. This
-    package reads by name (`in_own_names`) and
-    ignores both. Each setting is a key of the group. State of several groups, or without names, comes back as it is.
+    package reads by name (`in_own_names`) and ignores both. Each setting is a key of the group.
+    State of several groups, or without names, comes back as it is.
     """
     groups = state_dict["param_groups"]
     state = state_dict["state"]

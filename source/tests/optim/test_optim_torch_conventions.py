@@ -488,6 +488,7 @@ def test_groups_have_few_keys_and_take_every_setting_as_one():
     (group,) = optimizer.param_groups
     settings = {"nesterov": False, "splits": ["w: rows 2+1"], "muon_mode": "slice"}
     assert {key: group[key] for key in settings} == settings
+    assert (group.get("nesterov"), group.get("lr"), group.get("nesterow", 5)) == (False, 5e-4, 5)
     with pytest.raises(KeyError):
         group["nesterow"]
 
@@ -498,7 +499,7 @@ def test_groups_have_few_keys_and_take_every_setting_as_one():
 
     step()
     keys = {"params", "param_names", "lr", "momentum", "weight_decay", "adam_betas", "routes"}
-    keys |= {"maximize", "capturable", "momentum_warmup", "constructed", "muon_settings"}
+    keys |= {"maximize", "capturable", "momentum_warmup", "constructed"}
     keys |= {"lr_adjust_coeff", "adam_lr_ratio", "adam_eps", "adam_weight_decay"}
     assert group.keys() == optimizer.state_dict()["param_groups"][0].keys() == keys
     step()
