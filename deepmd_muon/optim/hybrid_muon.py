@@ -65,6 +65,7 @@ _PICKLED = (
     "on_nonfinite",
     "alternates",
     "agreed_skip",
+    "agreed_gradients",
 )
 
 
@@ -103,6 +104,11 @@ class HybridMuon(QuickOptimizer):
     agreed_skip : bool
         Set this to True if `found_inf` is the same on all ranks; steps on several ranks then do not
         compare it.
+    agreed_gradients : bool
+        Set this to True if gradients exist for the same parameters on all ranks in every step, with
+        the same settings. Ranks then compare neither after the first step. Some may then replay a
+        captured step while others step eagerly, as when each captures the shapes of its batches:
+        captured steps compare neither, and the collectives of all ranks must be the same.
 
     Raises
     ------
@@ -122,7 +128,7 @@ class HybridMuon(QuickOptimizer):
     """
 
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
-    alternates = agreed_skip = False
+    alternates = agreed_skip = agreed_gradients = False
     _host_memory: HostMemory | None = None
     _sharded: ShardedStep | None = None
     _routing = Routing(())
@@ -405,7 +411,13 @@ class HybridMuon(QuickOptimizer):
         # torch.amp.GradScaler sets these two attributes during the call.
         scale = getattr(self, "grad_scale", None)
         skip = getattr(self, "found_inf", None)
-        control = compiled.decide(self.on_nonfinite, scale, skip, agreed=self.agreed_skip)
+        control = compiled.decide(
+            self.on_nonfinite,
+            scale,
+            skip,
+            agreed=self.agreed_skip,
+            same_gradients=self.agreed_gradients,
+        )
         compiled.run(self.state, self._host_memory, self.workspace, control)
         if self._clipper is not None and logits:
             self._clipper(logits, control.skip)

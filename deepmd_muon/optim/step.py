@@ -232,11 +232,13 @@ class CompiledStep:
         skip: Tensor | None,
         *,
         agreed: bool = False,
+        same_gradients: bool = False,
     ) -> StepControl:
         """Decide on the device, identically on all ranks, whether this step is skipped.
 
         `scale` and `skip` are those of a gradient scaler. With `agreed`, `skip` is the same on all
-        ranks, so they do not compare it.
+        ranks, so they do not compare it. With `same_gradients` they do not compare which gradients
+        exist either.
 
         Raises
         ------
@@ -246,7 +248,7 @@ class CompiledStep:
         """
         if on_nonfinite == "ignore" and (self.sharded is None or agreed):
             if self.sharded is not None:
-                self.sharded.agree(None)
+                self.sharded.agree(None, same_gradients=same_gradients)
             return StepControl(skip, scale)
         # In the same order on all ranks.
         routed = [parameter for group in self._groups for parameter in group.routed]
@@ -263,7 +265,7 @@ class CompiledStep:
                 if skip is not None:
                     flags = torch.maximum(skip.to(flags.device), flags)
         if self.sharded is not None:
-            flags = self.sharded.agree(flags)
+            flags = self.sharded.agree(flags, same_gradients=same_gradients)
         if flags is None or not flags.numel():
             return StepControl(None, scale)
         if names_wanted and flags.any():

@@ -365,12 +365,14 @@ class GradientPresence:
         self._presence: list[list[bool]] | None = None  # gradients in the present tables
         self._pending = False  # whether a result has not been read yet
 
-    def compare(self, flags: Tensor | None = None) -> Tensor | None:
+    def compare(
+        self, flags: Tensor | None = None, *, only_flags: bool = False
+    ) -> Tensor | None:
         """Raise the error of the previous comparison, and start a comparison of the gradients.
 
         `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their
-        maximum over ranks. During the capture of a CUDA graph only they are reduced: replays use
-        the same gradients.
+        maximum over ranks. With `only_flags`, and during the capture of a CUDA graph, only they are
+        reduced: replays use the same gradients.
 
         Raises
         ------
@@ -378,15 +380,17 @@ class GradientPresence:
             On all ranks of the group, including those that do not hold the parameter.
         """
         capturing = is_capturing()
+        with_tables = not (only_flags or capturing)
         if not capturing:
             self.raise_deferred()
+        if with_tables:
             self._fill_tables()
         compare_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         self._n_steps += 1
         for comparison in self._comparisons:
             table = None
             has_entries = comparison.names or (compare_settings and comparison.labels)
-            if has_entries and not capturing:
+            if has_entries and with_tables:
                 table = comparison.table
             operands = [x for x in (table, flags) if x is not None]
             if not operands:

@@ -208,8 +208,10 @@ class ShardedStep:
         groups, _ = self._prepared
         self._columns.watch(groups)
 
-    def agree(self, flags: Tensor | None) -> Tensor | None:
+    def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
         """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
+
+        With `same_gradients` only the first step compares gradients and settings.
 
         Raises
         ------
@@ -245,7 +247,7 @@ class ShardedStep:
             self._presence = self._compare_presence()
         if flags is not None:
             flags = flags.to(self._device).reshape(-1)
-        return self._presence.compare(flags)
+        return self._presence.compare(flags, only_flags=same_gradients)
 
     def _compare_plans(self) -> None:
         """Make the process groups of the plan, and raise the errors of all ranks."""

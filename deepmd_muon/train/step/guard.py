@@ -193,6 +193,10 @@ class DeviceGuard(Guard):
         optimizer.found_inf = self.skip  # type: ignore[attr-defined]
         if hasattr(optimizer, "agreed_skip"):
             optimizer.agreed_skip = True  # from the loss and norm of all ranks
+        if hasattr(optimizer, "agreed_gradients"):
+            # The mean over all ranks gives each of them the same gradients. Each rank captures the
+            # shapes of its own batches, so that one may step eagerly while another replays.
+            optimizer.agreed_gradients = True
         self._record = torch.zeros(len(_Record._fields), dtype=torch.float64, device=device)
         self._origins: list[tuple[Origin, Callable[[Origin], list[FrameLoss]]]] = []
         self._begun: int | None = None

@@ -256,6 +256,22 @@ def captured_layouts():
         twins.step(captured=True)
 
 
+def some_ranks_capture():
+    """Ranks that replay a recorded step and ranks that step eagerly meet in the same collectives.
+
+    That happens where each rank records the shapes of its own batches.
+    """
+    for name, mesh, placements in layouts():
+        twins = Twins([*SHAPES["even"], (24,)], mesh_of(mesh), placements)
+        twins.optimizers[1].agreed_skip = twins.optimizers[1].agreed_gradients = True
+        for step in range(4):
+            twins.step(captured=step > 0 and (dist.get_rank() + step) % 2 == 0)
+        try:
+            twins.assert_equal()
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
 def small_buckets():
     """One block a bucket, one after the other and with several under way."""
     ranks = dist.get_world_size()
@@ -460,6 +476,7 @@ def counted_collectives():
 CASES = [
     ("every layout", every_layout),
     ("captured layouts", captured_layouts),
+    ("some ranks capture", some_ranks_capture),
     ("small buckets", small_buckets),
     ("repeated work", repeated_work),
     ("views and settings", views_and_settings),
