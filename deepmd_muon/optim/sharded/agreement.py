@@ -365,9 +365,7 @@ class GradientPresence:
         self._presence: list[list[bool]] | None = None  # gradients in the present tables
         self._pending = False  # whether a result has not been read yet
 
-    def compare(
-        self, flags: Tensor | None = None, *, only_flags: bool = False
-    ) -> Tensor | None:
+    def compare(self, flags: Tensor | None = None, *, only_flags: bool = False) -> Tensor | None:
         """Raise the error of the previous comparison, and start a comparison of the gradients.
 
         `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their

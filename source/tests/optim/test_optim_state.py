@@ -325,7 +325,9 @@ def test_copies_keep_flags_and_take_new_groups():
     optimizer.workspace = 100
     for clone in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         other = clone(optimizer)
-        assert other.alternates and other.agreed_skip and other.agreed_gradients
+        assert other.alternates
+        assert other.agreed_skip
+        assert other.agreed_gradients
         assert other.workspace == 100
         assert other.defaults == optimizer.defaults
         other.add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]})
