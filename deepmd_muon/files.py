@@ -7,28 +7,19 @@ temporary one.
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import io
-import logging
 import os
-import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
-log = logging.getLogger(__name__)
-
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Age at which a temporary file is taken for that of a killed process if locks cannot tell [s].
-_ABANDONED = 86_400.0
 
 # Files of a system of data, besides those in its sets.
 _SYSTEM_FILES = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
@@ -146,16 +137,15 @@ def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file; rename it to `path` at the end of the `with` block.
 
     Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be
-    guessed, and has the same ending. Files that killed processes began to write for `path` are
-    removed. With `new`, fail if `path` exists.
+    guessed, and has the same ending. With `new`, fail if `path` exists.
     """
     if is_special(path):
         raise WriteError(
             errno.EINVAL, "it is a device or FIFO; give the name of a regular file", str(path)
         )
-    remove_abandoned(path)
     with writing(path):
-        temporary, handle = _locked_file(path)
+        temporary = hidden_name(path)
+        os.close(os.open(temporary, _NEW, 0o666))
     try:
         yield temporary
         with writing(path):
@@ -164,45 +154,6 @@ def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
         with suppress(OSError):  # caused by the same disk; the first error counts
             temporary.unlink(missing_ok=True)
         raise
-    finally:
-        with suppress(OSError):  # nothing was written through this handle
-            os.close(handle)
-
-
-def _locked_file(path: Path) -> tuple[Path, int]:
-    """Make an empty file beside `path`.
-
-    Return it and a handle with a lock, which the system releases after a kill.
-    """
-    while True:
-        temporary = hidden_name(path)
-        handle = os.open(temporary, _NEW, 0o666)
-        _lock(handle)
-        if _is_at(handle, temporary):
-            return temporary, handle
-        os.close(handle)  # `remove_abandoned` of another process came between file and lock
-
-
-def _lock(handle: int) -> bool | None:
-    """Lock an open file or folder; return whether it was free.
-
-    Return None if the file system has no such locks.
-    """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    """Return whether a path leads to an open file."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _publish(temporary: Path, path: Path, *, new: bool) -> None:
@@ -227,8 +178,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder; rename it to `path` at the end of the `with` block.
 
     If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken
-    for all; the next call removes the rest. `path` must be absent or an empty folder. The writers
-    of the files sync them.
+    for all. `path` must be absent or an empty folder. The writers of the files sync them.
 
     Raises
     ------
@@ -236,10 +186,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         When the folder cannot be made or renamed.
     """
     final = Path(os.path.realpath(path))
-    remove_abandoned(final)
     with writing(path):
         final.parent.mkdir(parents=True, exist_ok=True)
-        aside, handle = _locked_folder(final)
+        aside = hidden_name(final)
+        aside.mkdir()
     try:
         yield aside
         with writing(path):
@@ -247,52 +197,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)  # errors have the same cause; the first one counts
         raise
-    finally:
-        os.close(handle)
-
-
-def _locked_folder(path: Path) -> tuple[Path, int]:
-    """Make an empty folder beside `path`; return it and a handle with a lock."""
-    while True:
-        aside = hidden_name(path)
-        aside.mkdir()
-        try:
-            handle = os.open(aside, _FOLDER)
-        except FileNotFoundError:  # `remove_abandoned` of another process came between
-            continue
-        _lock(handle)
-        if _is_at(handle, aside):
-            return aside, handle
-        os.close(handle)
-
-
-def remove_abandoned(path: Path) -> None:
-    """Remove temporary files and folders of `path` that killed processes left behind.
-
-    A living process holds a lock on its file. If the file system has no locks, age decides.
-    """
-    for leftover in leftovers_of(path):
-        with suppress(OSError):  # another process has just renamed or removed it, or it is not ours
-            flags = _FOLDER if leftover.is_dir() else os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-            handle = os.open(leftover, flags | os.O_CLOEXEC)
-            try:
-                free = _lock(handle)
-                if free is None:
-                    free = time.time() - _newest(leftover) > _ABANDONED
-                if not free or not _is_at(handle, leftover):
-                    continue
-                if leftover.is_dir():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink()
-                log.info("removed %s, which a killed process had begun to write", leftover)
-            finally:
-                os.close(handle)
-
-
-def _newest(path: Path) -> float:
-    """Return when a file, or anything in a folder, was last changed [s]."""
-    return max(place.lstat().st_mtime for place in (path, *path.rglob("*")))
 
 
 @contextmanager
@@ -341,15 +245,6 @@ def hidden_name(path: Path) -> Path:
     if not path.name:  # "." or "/"
         raise WriteError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     return path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
-
-
-def leftovers_of(path: Path) -> list[Path]:
-    """Return the temporary files of processes that are writing `path` or were killed."""
-    pattern = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
-    try:
-        return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []
 
 
 def is_special(path: Path) -> bool:

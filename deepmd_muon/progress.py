@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-def tracked(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+def tracked(
+    items: Iterable[Item], what: str, total: int, done: int = 0
+) -> Generator[Item, None, None]:
     """Yield items, and show how many of `total` are done if stderr is a terminal.
 
-    Log lines appear above the bar, which disappears at the end.
+    `done` were done before. Log lines appear above the bar, which disappears at the end.
     """
     if not sys.stderr.isatty():
         yield from items
@@ -23,12 +25,19 @@ def tracked(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
         MofNCompleteColumn,
         Progress,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(what, total=total, completed=done)
         for item in items:
             yield item
             progress.advance(task)

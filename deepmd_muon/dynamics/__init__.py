@@ -1,4 +1,4 @@
-"""Molecular dynamics and relaxations of many structures at once, on CPU and GPU.
+"""Molecular dynamics of many structures at once, on CPU and GPU.
 
 One force call evaluates all structures.
 """
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepmd_muon.dynamics.forces import ForceField
     from deepmd_muon.dynamics.integrators import Barostat, Langevin, Lost, Snapshot, simulate
-    from deepmd_muon.dynamics.relaxation import Relaxed, relax
     from deepmd_muon.dynamics.systems import Systems
 
 _MODULES = {
@@ -18,10 +17,8 @@ _MODULES = {
     "ForceField": "forces",
     "Langevin": "integrators",
     "Lost": "integrators",
-    "Relaxed": "relaxation",
     "Snapshot": "integrators",
     "Systems": "systems",
-    "relax": "relaxation",
     "simulate": "integrators",
 }
 __all__ = [
@@ -29,10 +26,8 @@ __all__ = [
     "ForceField",
     "Langevin",
     "Lost",
-    "Relaxed",
     "Snapshot",
     "Systems",
-    "relax",
     "simulate",
 ]
 

@@ -39,11 +39,6 @@ class Forces:
         """Energy, force and virial."""
         return self.energy, self.force, self.virial
 
-    @property
-    def largest(self) -> Tensor:
-        """The largest force on an atom of each structure `(nsystems,)` [eV/Å]."""
-        return self.force.square().sum(-1).amax(1).sqrt()
-
     def clone(self) -> Forces:
         """Return a copy."""
         return Forces(*(x.clone() for x in self.tensors))

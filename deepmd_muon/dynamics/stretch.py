@@ -27,7 +27,7 @@ class Stretch:
         Launches one step: it calls `force_field.launch`, and waits for nothing.
     valid_steps
         One of `state`, int64 `(1,)`, 0 at the start. Steps count in it the valid steps before the
-        first that fails. None if no step can fail.
+        first that fails.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Stretch:
         force_field: ForceField,
         state: Sequence[Tensor],
         step: Callable[[], None],
-        valid_steps: Tensor | None = None,
+        valid_steps: Tensor,
     ) -> None:
         self._force_field = force_field
         self._state = state
@@ -57,7 +57,7 @@ class Stretch:
             for _ in range(steps):
                 self._replayed()
             # Reading the number waits for the device.
-            valid = steps if self._valid_steps is None else int(self._valid_steps)
+            valid = int(self._valid_steps)
             if valid < steps:
                 # Steps after a failure may have led anywhere: repeat only those before it.
                 self._undo()

@@ -408,7 +408,7 @@ class Resident:
 
         At constant energy the total energy is compared with its start, under a thermostat the temperature.
         """
-        from deepmd_muon.dynamics import ForceField, Langevin, Systems, relax, simulate
+        from deepmd_muon.dynamics import ForceField, Langevin, Systems, simulate
 
         device, options = self.predictor.device, self.options
         systems = Systems.from_frames(frames, self.predictor.type_map, device)
@@ -442,9 +442,6 @@ class Resident:
                 f"{kelvin[0]:.0f} to {kelvin[-1]:.0f} K, {force_field.lists_built} lists built",
                 flush=True,
             )
-        begun = self.now()
-        relaxed = relax(force_field, systems, fmax=1e-3, steps=options.repeats)
-        found.append(("FIRE", 1e3 * (self.now() - begun) / max(1, int(relaxed.steps.max()))))
         return found
 
     def now(self) -> float:

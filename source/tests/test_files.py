@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import stat
-import threading
 from pathlib import Path
 
 import h5py
@@ -161,54 +160,13 @@ def begin_folder(end):
 
 
 @pytest.mark.parametrize("begin", [begin_file, begin_folder])
-@pytest.mark.parametrize("complete", [begin_file, begin_folder])
-def test_the_next_writer_removes_what_a_killed_one_left(begin, complete, caplog):
+def test_a_killed_writer_leaves_a_hidden_file_and_the_next_one_completes(begin):
     in_killed_process(begin)
     (leftover,) = hidden()
-    Path(leftover.replace("out", "other")).touch()  # of another file: it stays
-    with caplog.at_level(logging.INFO):
-        complete(lambda: None)
-    assert leftover in caplog.text
-    assert hidden() == [leftover.replace("out", "other")]
+    assert not Path("out.pth").exists()
+    begin(lambda: None)
+    assert hidden() == [leftover]
     assert Path("out.pth").exists()
-
-
-@pytest.mark.parametrize("begin", [begin_file, begin_folder])
-def test_what_another_process_is_writing_stays(begin):
-    alive = threading.Event()
-    done = threading.Event()
-
-    def wait():
-        alive.set()
-        assert done.wait(60)
-
-    writer = threading.Thread(target=begin, args=(wait,))
-    writer.start()
-    try:
-        assert alive.wait(60)
-        (before,) = hidden()
-        files.remove_abandoned(Path("out.pth"))
-        assert hidden() == [before]
-    finally:
-        done.set()
-        writer.join()
-    assert hidden() == []
-    assert Path("out.pth").exists()
-
-
-@pytest.mark.parametrize("begin", [begin_file, begin_folder])
-def test_without_locks_the_age_decides(begin, monkeypatch):
-    def refuse(handle, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
-    in_killed_process(begin)
-    begin_file(lambda: None)
-    (leftover,) = hidden()
-    for path in (Path(leftover), *Path(leftover).rglob("*")):
-        os.utime(path, (0, 0))
-    begin_file(lambda: None)
-    assert hidden() == []
 
 
 def test_links_under_a_temporary_name_are_not_followed():

@@ -1,19 +1,14 @@
-"""Log lines of a run in DeePMD's form, and a progress line for terminals."""
+"""Log lines of a run in DeePMD's form."""
 
 from __future__ import annotations
 
 import datetime
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from deepmd_muon.train.validation.columns import branch_of
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -172,39 +167,3 @@ class ConsoleReport:
             excluded = self._last_step - self._start_step - self._timed_steps
             average = self._timed_seconds / self._timed_steps
             log.info(f"average training time: {average:.4f} s/batch ({excluded} batches excluded)")
-
-
-class ProgressLine:
-    """A bar with steps, elapsed and remaining time below the log lines of a terminal."""
-
-    def __init__(self, num_steps: int, start_step: int, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("training", total=num_steps, completed=start_step)
-        progress.start()
-
-    @classmethod
-    def on_terminal(cls, num_steps: int, start_step: int = 0) -> ProgressLine | None:
-        """Return a started line when stderr is a terminal; None in pipes and log files."""
-        if not sys.stderr.isatty():
-            return None
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        return cls(
-            num_steps, start_step, Progress(*columns, console=Console(stderr=True), transient=True)
-        )
-
-    def advance(self, step: int) -> None:
-        """Show that the 1-based `step` is done, on a screen refreshed ten times a second."""
-        self._progress.update(self._task, completed=step)
-
-    def close(self) -> None:
-        """Remove the line from the screen."""
-        self._progress.stop()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
+from deepmd_muon.progress import tracked
+from deepmd_muon.train.report.console import ConsoleReport
 from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
 from deepmd_muon.train.report.trackers import TensorBoardReport, WandbReport
@@ -47,14 +48,19 @@ def _due(report: Report, step: int) -> bool:
 
 
 class Reports:
-    """All reports of a run; each gets the steps that its frequency asks for."""
+    """All reports of a run; each gets the steps that its frequency asks for.
+
+    `progress` is the bar on a terminal: each item that is taken moves it by a step.
+    """
 
     def __init__(
-        self, reports: Sequence[Report] = (), progress: ProgressLine | None = None
+        self,
+        reports: Sequence[Report] = (),
+        progress: Generator[object, None, None] | None = None,
     ) -> None:
         self._reports = tuple(reports)
         self._progress = progress
-        self._advancing = [x for x in (*self._reports, progress) if hasattr(x, "advance")]
+        self._consoles = [x for x in self._reports if isinstance(x, ConsoleReport)]
 
     def due(self, step: int) -> bool:
         """Return whether any report wants the training metrics of the 1-based `step`."""
@@ -65,9 +71,11 @@ class Reports:
         return any(_due(report, step) for report in self._reports if report.validates)
 
     def advance(self, step: int) -> None:
-        """Move the progress line and end long silences of the log."""
-        for report in self._advancing:
-            report.advance(step)  # type: ignore[union-attr]
+        """Move the bar and end long silences of the log."""
+        if self._progress is not None:
+            next(self._progress, None)
+        for console in self._consoles:
+            console.advance(step)
 
     def step(self, step: int, lr: float, train: Metrics, valid: Metrics | None = None) -> None:
         """Hand the metrics of the 1-based `step`, whose update used `lr`, to the reports.
@@ -160,4 +168,7 @@ def open_reports(
         )
     if training.wandb:
         reports.append(WandbReport(training.wandb_project, training.disp_freq))
-    return Reports(reports, ProgressLine.on_terminal(num_steps, start_step))
+    steps = range(start_step, num_steps)
+    progress = tracked(steps, "training", total=num_steps, done=start_step)
+    next(progress, None)  # shows the bar before the first step is done
+    return Reports(reports, progress)

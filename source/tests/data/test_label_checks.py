@@ -53,17 +53,6 @@ def test_good_data_raise_no_suspicion():
     assert suspicions(open_systems([str(WATER.parent)])) == []
 
 
-def test_cells_of_a_system_are_inverted_together(monkeypatch):
-    """For the shortest distances, for near frames and for pairs; never frame by frame."""
-    (system,) = open_systems(str(COPPER / "triclinic8"))
-    shapes, invert = [], np.linalg.inv
-    monkeypatch.setattr(np.linalg, "inv", lambda a: shapes.append(np.shape(a)) or invert(a))
-    suspicions([system])
-    assert shapes[0] == (20, 3, 3)
-    assert {len(shape) for shape in shapes} == {3}
-    assert len(shapes) <= 7
-
-
 def test_threads_say_the_same_in_the_same_order(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for k in range(8):

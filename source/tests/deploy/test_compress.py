@@ -15,7 +15,6 @@ from deepmd_muon.deploy.compress import compress, restored
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.deploy.program import Program
-from deepmd_muon.files import hidden_name
 from deepmd_muon.infer import DeepPotCalculator, Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.errors import ModelError
@@ -215,7 +214,6 @@ def test_commands_write_the_same_potential(
 ):
     model, folder = saved
     monkeypatch.chdir(folder)
-    hidden_name(tmp_path / "c.pth").write_bytes(b"left by a command that was killed")
     with caplog.at_level(logging.INFO):
         assert main(["--pt", *words.split(), "-o", str(tmp_path / "c.pth")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["c.pth"]

@@ -11,7 +11,7 @@ from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.frozen_archive import MANIFEST, WEIGHTS, weights_of
 from deepmd_muon.data import NeighborError
 from deepmd_muon.deploy.freeze import freeze
-from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
+from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, simulate
 from deepmd_muon.dynamics.integrators import _Run
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.device_call import DeviceCall
@@ -181,12 +181,6 @@ def test_dynamics_on_the_device_are_those_of_the_host(force_fields, frames, case
             other.systems.velocity, one.systems.velocity, rtol=0.0, atol=1e-8
         )
         torch.testing.assert_close(other.forces.energy, one.forces.energy, rtol=0.0, atol=1e-7)
-
-
-def test_relaxations_on_the_device_are_those_of_the_host(force_fields, frames):
-    host, device = ends_of(force_fields, frames, lambda f, s: relax(f, s, fmax=0.02, steps=40))
-    assert device.steps.tolist() == host.steps.tolist()
-    torch.testing.assert_close(device.systems.coord, host.systems.coord, rtol=0.0, atol=1e-6)
 
 
 def test_lost_structures_are_those_of_the_host(force_fields, frames, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from dynamics_models import build
 
 from deepmd_muon.deploy.freeze import freeze
-from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
+from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, simulate
 from deepmd_muon.dynamics.forces import Forces
 from deepmd_muon.dynamics.integrators import GIGAPASCAL
 from deepmd_muon.dynamics.systems import BOLTZMANN, DynamicsError
@@ -139,17 +139,6 @@ def test_numbers_without_a_meaning_heat_and_press_nothing(frames, generator):
     barostat = Barostat(float("nan"), 300.0)
     with pytest.raises(DynamicsError, match="pressure"):
         next(simulate(force_field, systems, 1, 0.5, thermostat=Langevin(300.0), barostat=barostat))
-
-
-def test_relaxation_ends_at_small_forces(frames):
-    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
-    systems = Systems.from_frames(frames, ("O", "H"))
-    first = force_field(systems.coord, systems.box, systems.atype)
-    threshold = 0.5 * float(first.force.square().sum(-1).amax(1).sqrt().min())
-    relaxed = relax(force_field, systems, fmax=threshold, steps=1000)
-    assert (relaxed.largest <= threshold).all()
-    assert (relaxed.forces.energy < first.energy).all()
-    assert relaxed.systems.coord[2, 12:].equal(systems.coord[2, 12:])
 
 
 def test_mistakes_have_their_error(frames):

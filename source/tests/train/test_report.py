@@ -1,4 +1,5 @@
 import datetime
+import io
 import json
 import logging
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepmd_muon.progress import tracked
 from deepmd_muon.train.report import (
     JsonLinesFile,
     LearningCurveFile,
@@ -19,7 +21,7 @@ from deepmd_muon.train.report import (
     open_reports,
     set_up_logging,
 )
-from deepmd_muon.train.report.console import ConsoleReport, ProgressLine, metrics_line, timing_line
+from deepmd_muon.train.report.console import ConsoleReport, metrics_line, timing_line
 from deepmd_muon.train.report.divergence import Divergence
 
 TRAIN = {"rmse": 20.1, "rmse_f": 0.635, "rmse_e": 0.0112}
@@ -256,22 +258,24 @@ def test_each_report_gets_its_own_steps():
     assert display.closed
 
 
-def test_no_progress_line_in_a_pipe():
-    assert ProgressLine.on_terminal(10) is None
+class Terminal(io.StringIO):
+    """A terminal that remembers everything shown on it."""
+
+    def isatty(self):
+        return True
 
 
-def test_progress_line_moves_on_a_terminal(capsys):
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress
-
-    console = Console(file=sys.stdout, force_terminal=True, width=60)
-    line = ProgressLine(40, 10, Progress(MofNCompleteColumn(), console=console, transient=True))
-    line.advance(30)
-    line._progress.refresh()
-    line.close()
-    shown = capsys.readouterr().out
-    assert "10/40" in shown
-    assert "30/40" in shown
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_bar_moves_on_a_terminal_and_not_in_a_pipe(monkeypatch, stream):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream())
+    reports = Reports(progress=tracked(range(10, 12), "training", total=40, done=10))
+    for step in (10, 11, 12):
+        reports.advance(step)
+    reports.close()
+    shown = sys.stderr.getvalue()
+    assert ("10/40" in shown and "12/40" in shown) == (stream is Terminal)
+    assert bool(shown) == (stream is Terminal)
 
 
 def test_log_goes_to_stderr_and_file(tmp_path, capsys):
