@@ -14,7 +14,6 @@ import make_water_large as large
 import race
 import sampling
 from ase.calculators.calculator import Calculator, all_changes
-from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from make_data import FlexibleSPC, lattice_of_molecules
 from results import read
@@ -42,49 +41,6 @@ def test_a_large_set_begins_with_the_small_one(module):
     ]
     for name, count in frames[0].items():
         assert frames[1][name] == count * (module.LARGER if name.startswith("train/") else 1)
-
-
-def test_further_alloys_have_their_atoms_in_other_places():
-    plans = [
-        plan for plan in make_alloys.plans(3) if plan.part == "train" and "surface" in plan.name
-    ]
-    assert len(plans) == 9
-    for first, second in ((0, 3), (3, 6), (0, 6)):
-        ours, theirs = plans[first].atoms, plans[second].atoms
-        assert ours.symbols.get_chemical_formula() == theirs.symbols.get_chemical_formula()
-        assert sorted(map(tuple, ours.positions)) == sorted(map(tuple, theirs.positions))
-        assert (ours.positions != theirs.positions).any(axis=1).sum() > 16
-
-
-def test_trajectories_of_a_name_become_one_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "CHECKSUMS", tmp_path / "checksums")
-    atoms = make_alloys.alloy({"Cu": 16, "Ag": 16}, np.random.default_rng(1))
-    plans = [
-        sampling.Trajectory(part, "a", atoms, 500.0, 2, 1, 1) for part in ("train", "test", "train")
-    ]
-    given = {"mover": make_alloys.LennardJones, "labeller": EMT, "time_step": 4.0, "seed": 3}
-    sampling.make(tmp_path / "set", plans, ("Cu", "Ag"), **given, workers=2)
-    for part, numbers in (("train", (0, 2)), ("test", (1,))):
-        expected = []
-        for number in numbers:
-            rng = np.random.default_rng([3, number])
-            expected += sampling.sample(plans[number], make_alloys.LennardJones(), 4.0, rng)
-        system = sampling.labelled(expected, ("Cu", "Ag"), EMT)
-        for name, array in system.arrays().items():
-            found = np.load(tmp_path / "set" / part / "a" / "set.000" / f"{name}.npy")
-            np.testing.assert_array_equal(found, array)
-    assert sampling.write_checksums(tmp_path / "set") == (
-        "set: 14 files as published, 0 differ, 0 missing, 0 others"
-    )
-
-
-def test_systems_of_other_atoms_stay_apart():
-    cells = [
-        make_alloys.alloy(content, np.random.default_rng(1)) for content in ({"Cu": 32}, {"Ag": 32})
-    ]
-    systems = [sampling.labelled([atoms], ("Cu", "Ag"), EMT) for atoms in cells]
-    with pytest.raises(ValueError, match="different atoms"):
-        sampling.concatenated(systems)
 
 
 def test_contacts_are_distances_between_molecules():
