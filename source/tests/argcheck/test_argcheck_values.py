@@ -58,20 +58,13 @@ def test_water_example(water):
     assert water["model"]["_comment"] == " that's all", "the caller's dict was changed"
 
 
-def test_the_sharded_step_has_a_section_of_its_own(water, problems):
+def test_the_sharded_step_has_a_section_of_its_own(water):
     water["optimizer"] = {
         "type": "HybridMuon",
         "sharded": {"return_dtype": "float16", "_why": "slow network"},
     }
     section = normalize(water).normalized["optimizer"]["sharded"]
     assert section == {**dataclasses.asdict(ShardedSettings()), "return_dtype": "float16"}
-    water["optimizer"]["sharded"] = {"slots": 0, "slot": 2, "gather_dtype": "float16", "state": 1}
-    assert problems(water) == {
-        "optimizer/sharded/slots": "must be >= 1; found 0",
-        "optimizer/sharded/slot": "is not a known key; did you mean 'slots'?",
-        "optimizer/sharded/gather_dtype": "must be one of 'full', 'bfloat16'; found 'float16'",
-        "optimizer/sharded/state": "must be one of 'replicated', 'sharded'; found 1",
-    }
     water["optimizer"] = {
         "type": "HybridMuon",
         "offload": True,
@@ -79,26 +72,6 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
     }
     settings = normalize(water).settings.optimizer
     assert (settings.offload, settings.sharded.replication) == (True, "spread")
-    water["optimizer"] = {"type": "Adam", "sharded": {}}
-    wanted = " or ".join(f"optimizer/sharded with type {name!r}" for name in ("HybridMuon", "Muon"))
-    wanted = f"is not a known key; did you mean {wanted}?"
-    assert problems(water) == {"optimizer/sharded": wanted}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "product"),
-    [
-        ({"type": "HybridMuon", "weight_decay": 1e6}, "1000"),
-        ({"type": "HybridMuon", "weight_decay": 1000}, "1"),
-        ({"type": "AdamW", "weight_decay": 2500}, "2.5"),
-        ({"type": "Muon", "weight_decay": 200, "adam_lr_ratio": 10}, "2"),
-    ],
-)
-def test_a_decay_that_turns_weights_around_is_refused(water, problems, optimizer, product):
-    water["optimizer"] = optimizer
-    (message,) = problems(water).values()
-    assert "must be below 1" in message
-    assert message.endswith(f"found {product}")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +159,7 @@ def test_optimizers(water, section, kind):
     assert normalize(water).settings.optimizer == dataclasses.replace(kind, **scale)
 
 
-def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water, problems):
+def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water):
     water["optimizer"] = {"type": "HybridMuon", "muon_mode": "Slice", "lr_adjust_coeff": 0.3}
     water["model"]["descriptor"]["activation_function"] = "TanH"
     water["model"]["fitting_net"]["activation_function"] = "None"
@@ -197,20 +170,11 @@ def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water, proble
     assert (
         HybridMuonConfig(muon_mode="2D").muon_mode == MuonConfig(muon_mode="2D").muon_mode == "2d"
     )
-    water["optimizer"]["muon_mode"], water["optimizer"]["vector_route"] = "Cube", "AdamW"
-    assert problems(water) == {
-        "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found 'Cube'",
-        "optimizer/vector_route": "must be one of 'adam', 'adamw'; found 'AdamW'; did you mean 'adamw'?",
-    }
 
 
 @pytest.mark.parametrize("key", ["schedule", "large_schedule"])
 @pytest.mark.parametrize("kind", [HybridMuonConfig, MuonConfig])
-def test_a_schedule_needs_a_step(water, problems, kind, key):
-    water["optimizer"] = {"type": kind.__name__.removesuffix("Config"), key: []}
-    assert problems(water) == {
-        f"optimizer/{key}": "must have at least one element; found an empty list"
-    }
+def test_a_schedule_needs_a_step(kind, key):
     with pytest.raises(InvalidSettingError, match=f"{key}: must have at least one element"):
         kind(**{key: ()})
 

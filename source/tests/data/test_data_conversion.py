@@ -196,10 +196,6 @@ def test_wrong_units_are_suspected(frames, tmp_path, scale, force, energy, word)
         assert word in found[0]
 
 
-def test_the_examples_raise_no_suspicion():
-    assert suspicions(open_systems(str(EXAMPLES))) == []
-
-
 @pytest.mark.parametrize("form", ["npy", "lmdb"])
 @pytest.mark.parametrize("last", [0, 3, 5])
 def test_a_killed_conversion_leaves_nothing_that_is_taken_as_whole(tmp_path, form, last):

@@ -127,6 +127,10 @@ def through_candidates(atoms, order, frame, form, cell, short):
             assert stale.tolist() == [expected] * nframes
             refer(reference, built, coord, stale)
             renew(candidates, now._replace(cells=cells), order, frame, stale, reach)
+        coord = atoms.coord.view(nframes, -1, 3).clone()
+        coord[0, 0, 0] += 0.9 * skin
+        mark_stale(stale, candidates.needed.clone(), coord, reference, (0.5 * skin) ** 2)
+        assert stale.tolist() == [1] + [0] * (nframes - 1)
         found = lay_out(candidates, atoms, order, frame, form, [short])
         assert built.tolist() == [1] * nframes
         needed = candidates.needed.tolist()
@@ -140,7 +144,7 @@ def through_candidates(atoms, order, frame, form, cell, short):
 def compare(cell, by_type, sel, rcut, device):
     structures = [
         structure(cell, natoms, seed)
-        for seed, natoms in enumerate([5, 1, 9 if cell == "tiny" else 20])
+        for seed, natoms in enumerate([5, 1, 6 if cell == "tiny" else 13])
     ]
     atoms, order, frame = on_device(structures, cell, rcut, device)
     box = CELLS[cell]

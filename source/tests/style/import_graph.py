@@ -2,7 +2,7 @@
 
 Usage: python import_graph.py [PACKAGE]
 
-prints the number of files, imports and circles, and the imports that run upwards.
+prints the number of files and imports, a circle if there is one, and the imports that run upwards.
 
 import-linter does not replace it: it counts a name that an `__init__` re-exports as an import of
 that `__init__`, does not see imports as strings, and looks for circles between packages, not files.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,35 +110,16 @@ def imports_of(package: Path) -> dict[tuple[str, str], int]:
     return edges
 
 
-def circles_of(edges: Mapping[tuple[str, str], int]) -> list[list[str]]:
-    """Return the sets of files that import each other, directly or not (Tarjan's strongly connected components)."""
-    following: dict[str, set[str]] = defaultdict(set)
+def circle_of(edges: Mapping[tuple[str, str], int]) -> list[str]:
+    """Return files of which each imports the next, and the last the first; empty if there are none."""
+    sorter: TopologicalSorter[str] = TopologicalSorter()
     for importer, imported in edges:
-        following[importer].add(imported)
-        following[imported] |= set()
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    circles: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = lowest[name] = len(index)
-        stack.append(name)
-        for other in following[name]:
-            if other not in index:
-                visit(other)
-            if other in stack:
-                lowest[name] = min(lowest[name], lowest[other])
-        if lowest[name] == index[name]:
-            members = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(members) > 1:
-                circles.append(sorted(members))
-
-    for name in sorted(following):
-        if name not in index:
-            visit(name)
-    return circles
+        sorter.add(importer, imported)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
 
 
 def layer_of(module: str, layers: Sequence[str]) -> int:
@@ -165,6 +146,6 @@ if __name__ == "__main__":
     chosen = Path(sys.argv[1]) if len(sys.argv) > 1 else PACKAGE
     all_edges = imports_of(chosen)
     print(len(modules_of(chosen)), "files,", len(all_edges), "imports")
-    for circle in circles_of(all_edges):
-        print(f"a circle of {len(circle)} files: {', '.join(circle)}")
+    if circle := circle_of(all_edges):
+        print("a circle:", " imports ".join(circle))
     print(*upward(all_edges, LAYERS), sep="\n")
