@@ -159,8 +159,11 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         module = Anything(spec.name)
         if spec.name == "mendeleev":  # statistics sort the elements of the data
-            numbers = {"H": 1, "O": 8}
-            module.element = lambda symbol: types.SimpleNamespace(atomic_number=numbers[symbol])
+            from ase.data import atomic_numbers
+
+            module.element = lambda symbol: types.SimpleNamespace(
+                atomic_number=atomic_numbers[symbol]
+            )
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
