@@ -20,6 +20,10 @@ _INTRODUCTION = (
     "reported at once. A whole number may be written as 1e6. Lengths are in Å, energies in eV.",
     "`dp train` writes the input with every default filled in to out.json. Training from out.json "
     "is equivalent to training from the input.",
+    "For energy models of deepmd-kit that this package does not compute itself, such as DPA-4 and "
+    "DPA-2, `model` has the keys of the installed deepmd-kit, which checks them. A table says "
+    "[which part computes what](deepmd-kit-models.md#which-part-computes-what). All other sections "
+    "are those of this page.",
 )
 _SEVERAL = (
     "A section `model` with `model_dict` describes several models, one for each branch, that are "

@@ -5,11 +5,13 @@ Inputs that request them can go to deepmd-kit instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Key
+from deepmd_muon.setting import did_you_mean, nearest_of
 
 # Names of deepmd-kit's kinds, aliases included. A kind that this package or a plugin registers does
 # not count.
@@ -85,16 +87,55 @@ def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
     features = {path: what for path, what in KEYS.items() if _value(data, path)}
     for path, names in TYPES.items():
         kind = _value(data, f"{path}/type")
-        section = schema
-        for name in path.split("/"):
-            section = section.keys[name]
-        ours = {*section.kinds, *section.variants.alias} if section.variants else set()
-        if kind in names and kind not in ours:
+        if kind in names and kind not in _own_kinds(path, schema):
             features[f"{path}/type"] = f"the {path.rpartition('/')[2].replace('_', ' ')} {kind!r}"
     return [
         Problem(path, f"deepmd-kit has {what}, this package does not", what)
         for path, what in features.items()
     ]
+
+
+def with_unknown_models(
+    problems: list[Problem], data: Mapping[str, Any], schema: Key
+) -> list[Problem]:
+    """Return the problems of an input; those of a model of unknown kind become a single one.
+
+    Arguments are as in `only_in_deepmd_kit`.
+    """
+    for path in ("model", "model/descriptor"):
+        kind = _value(data, f"{path}/type")
+        ours = _own_kinds(path, schema) or {"standard"}
+        names = {*ours, *TYPES[path]}
+        if not isinstance(kind, str) or kind in names:
+            continue
+        near = nearest_of(kind, sorted(names))
+        near_ours = nearest_of(kind, sorted(ours))
+        # If one of ours is as near, the problems that it has are known, too.
+        if near is None or near_ours is None or _likeness(kind, near_ours) < _likeness(kind, near):
+            what = path.rpartition("/")[2]
+            unknown = Problem(
+                f"{path}/type",
+                f"there is no {what} {kind!r}: this package has {_listed(ours)}, and deepmd-kit "
+                f"adds {_listed(names - ours)}{did_you_mean(near)}",
+            )
+            return [unknown, *(p for p in problems if not p.path.startswith("model/"))]
+    return problems
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _own_kinds(path: str, schema: Key) -> set[str]:
+    """Return the kinds of a section that this package or a plugin has, aliases included."""
+    section = schema
+    for name in path.split("/"):
+        section = section.keys[name]
+    return {*section.kinds, *section.variants.alias} if section.variants else set()
+
+
+def _listed(kinds: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(kinds)))
 
 
 def _value(data: Any, path: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_muon.argcheck.check import Checked, check
-from deepmd_muon.argcheck.elsewhere import only_in_deepmd_kit
+from deepmd_muon.argcheck.elsewhere import only_in_deepmd_kit, with_unknown_models
 from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.argcheck.hosted import can_host, host
@@ -216,6 +216,8 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     problems = in_file(elsewhere)  # if there are any, they are the only ones to report
     if not elsewhere:
         problems = [*upgraded.problems, *in_file(expanded.located(checked.problems))]
+        if not multi_task:
+            problems = with_unknown_models(problems, expanded.data, tree(Settings))
     if problems and all(problem.elsewhere for problem in problems):
         raise DeepmdKitOnlyError(problems, source)
     settings = checked.settings

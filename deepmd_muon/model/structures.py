@@ -104,6 +104,8 @@ class Structures:
         columns, if the model embeds them.
     aparam
         Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None.
+    edges
+        Bound of the neighbours of all atoms together, on the host; None for the number of slots.
     """
 
     coord: torch.Tensor
@@ -120,6 +122,7 @@ class Structures:
     inner: np.ndarray
     fparam: torch.Tensor | None = None
     aparam: torch.Tensor | None = None
+    edges: int | None = None
 
     @property
     def nframes(self) -> int:

@@ -33,8 +33,8 @@ class Layout(NamedTuple):
     place
         Where the sorted atoms of `Structures` are `(nreal,)`; None if they are all atoms, in order.
     slots
-        Flat numbers of the slots of `neighbor` that may hold one `(nslots,)`; None for all. Batches
-        that a graph can hold have none.
+        Flat numbers of the slots of `neighbor` that may hold one `(nslots,)`; None for all. In a
+        batch that a graph can hold, their number is `Structures.edges`.
     """
 
     atype: Tensor
@@ -108,7 +108,25 @@ def _single_frame(structures: Structures, edges: Tensor) -> Layout:
 
 
 def _used_slots(structures: Structures, place: Tensor | None = None) -> Tensor | None:
-    """Return `Layout.slots`, which the host knows of batches that it made."""
+    """Return `Layout.slots`: those that the host knows, or as many as can have a neighbour."""
+    width = structures.neighbor.shape[1]
+    slots = _bounded_slots(structures) if structures.edges else _filled_slots(structures)
+    if slots is None or place is None:
+        return slots
+    atom = slots.div(width, rounding_mode="floor")
+    return place.index_select(0, atom) * width + slots % width
+
+
+def _bounded_slots(structures: Structures) -> Tensor | None:
+    """Return the slots with a neighbour, then empty ones; on the device, for a fixed number."""
+    is_empty = structures.neighbor.flatten() < 0
+    if structures.edges is None or structures.edges >= len(is_empty):
+        return None
+    return is_empty.to(torch.uint8).sort(stable=True).indices[: structures.edges]
+
+
+def _filled_slots(structures: Structures) -> Tensor | None:
+    """Return the slots that may have a neighbour in a batch which the host made."""
     n_used = structures.filled.sum(axis=0)
     n_slots = structures.neighbor.numel()
     if len(structures.sections) > 1 or n_used.sum() == n_slots:
@@ -119,11 +137,7 @@ def _used_slots(structures: Structures, place: Tensor | None = None) -> Tensor |
     # Slots of an atom are consecutive, from `atom · width` on.
     first_used = np.cumsum(n_used) - n_used
     skipped = np.repeat(np.arange(len(n_used)) * width - first_used, n_used)
-    slots = torch.from_numpy(skipped + np.arange(len(skipped))).to(structures.neighbor.device)
-    if place is None:
-        return slots
-    atom = slots.div(width, rounding_mode="floor")
-    return place.index_select(0, atom) * width + slots % width
+    return torch.from_numpy(skipped + np.arange(len(skipped))).to(structures.neighbor.device)
 
 
 def nearest_first(layout: Layout, rcut: float, *, sort: bool) -> Layout:

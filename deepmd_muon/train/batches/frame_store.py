@@ -77,6 +77,9 @@ class FrameStore:
     max_neighbors
         Largest number of neighbours of an atom, so far, in frames of a composition: of each type,
         of all types, and within each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
+    max_edges
+        Largest number of neighbours of all atoms together, so far, in a frame of a composition
+        `(ncompositions,)`.
     missing
         The last slot.
     coord, atype
@@ -126,6 +129,7 @@ class FrameStore:
         self.type_counts = np.zeros((0, ntypes), dtype=np.int64)
         self.periodic = np.zeros(0, dtype=bool)
         self.max_neighbors = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
+        self.max_edges = np.zeros(0, dtype=np.int64)
         self._compositions: dict[tuple[bytes, bool], int] = {}
 
         # The tensors.
@@ -283,6 +287,7 @@ class FrameStore:
         """Count the neighbours of a chunk and record them by composition; waits for the count."""
         ntypes = self._cache.ntypes
         max_neighbors = np.zeros((len(chunk.numbers), self.max_neighbors.shape[1]), dtype=np.int64)
+        n_edges = np.zeros(len(chunk.numbers), dtype=np.int64)
         least_square = np.full(len(chunk.numbers), np.inf)
         # Frames of similar sizes together, by powers of two: each is padded to the largest.
         sizes = np.frexp(chunk.natoms)[1]
@@ -290,6 +295,7 @@ class FrameStore:
             rows = np.flatnonzero(sizes == size)
             counted = self._count_rows(chunk, packed, rows)
             max_neighbors[rows] = counted.max_neighbors
+            n_edges[rows] = counted.n_edges
             least_square[rows] = counted.least_square
         same_place = np.flatnonzero(least_square < SAME_PLACE**2)
         if len(same_place):
@@ -303,7 +309,7 @@ class FrameStore:
                 f"{self._cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
                 "look at the positions, or use a smaller cut-off"
             )
-        self._record(chunk, max_neighbors)
+        self._record(chunk, max_neighbors, n_edges)
 
     def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
         """Count the neighbours of some frames of a chunk."""
@@ -337,11 +343,16 @@ class FrameStore:
         index = owner.unsqueeze(1).expand_as(counts)
         max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
         max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
+        n_edges = counts.new_zeros(len(rows)).index_add(0, owner, counts[:, self._cache.ntypes])
         least_square = nearest.new_full((len(rows),), torch.inf)
         least_square = least_square.scatter_reduce(0, owner, nearest, "amin")
-        return _Counted(max_neighbors.cpu().numpy(), least_square.cpu().numpy())
+        return _Counted(
+            max_neighbors=max_neighbors.cpu().numpy(),
+            n_edges=n_edges.cpu().numpy(),
+            least_square=least_square.cpu().numpy(),
+        )
 
-    def _record(self, chunk: Chunk, max_neighbors: np.ndarray) -> None:
+    def _record(self, chunk: Chunk, max_neighbors: np.ndarray, n_edges: np.ndarray) -> None:
         """Record composition, size and neighbours of frames."""
         rows = np.concatenate([chunk.counts, chunk.periodic[:, None]], axis=1)
         unique, inverse = np.unique(rows, axis=0, return_inverse=True)
@@ -359,10 +370,12 @@ class FrameStore:
         self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
         none = np.zeros((len(new), self.max_neighbors.shape[1]), dtype=np.int64)
         self.max_neighbors = np.concatenate([self.max_neighbors, none])
+        self.max_edges = np.concatenate([self.max_edges, none[:, 0]])
         composition = numbers[inverse.reshape(-1)]
         self.composition[chunk.numbers] = composition
         self.natoms[chunk.numbers] = chunk.natoms
         np.maximum.at(self.max_neighbors, composition, max_neighbors)
+        np.maximum.at(self.max_edges, composition, n_edges)
 
     def _frame(self, number: int) -> tuple[System, int]:
         """Return the system of a frame, and its number there."""
@@ -379,6 +392,7 @@ class _Counted(NamedTuple):
     """Neighbours of some frames."""
 
     max_neighbors: np.ndarray  # of an atom, as a row of `FrameStore.max_neighbors`; (nrows, …)
+    n_edges: np.ndarray  # neighbours of all atoms together; (nrows,)
     least_square: np.ndarray  # squared distance of the nearest two atoms [Å²]; (nrows,)
 
 

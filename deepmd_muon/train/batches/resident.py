@@ -64,6 +64,8 @@ _SYSTEM_COST = 1024
 #: From so many atoms in a frame on, the device's search over all pairs is slower than the host's
 #: search.
 MOST_ATOMS = 20_000
+# Room for the neighbours of all atoms together is a multiple of this.
+_EDGE_STEP = 256
 # Least room for neighbours of an atom in the search, as a power of two.
 _LEAST_CAPACITY = 4
 # What `FrameStore` keeps of a frame; a batch gathered on the device would lack anything else.
@@ -309,7 +311,14 @@ class ResidentBatches:
             partial=frozenset(name for name in labels if not present[name].all()),
             composition=int(compositions[0]) if len(compositions) == 1 else None,
             capacity=1 << max(_LEAST_CAPACITY, int(max_neighbors[ntypes] - 1).bit_length()),
+            edges=self._room_for_edges(int((store.max_edges[compositions] * n_frames).sum())),
         )
+
+    def _room_for_edges(self, number: int) -> int:
+        """Return the room for the neighbours of all atoms; 0 if the model reads lists alone."""
+        if self._loader.cache.by_type or self._limits[0] < MOST_NEIGHBORS:
+            return 0
+        return -(-number // _EDGE_STEP) * _EDGE_STEP
 
 
 def _round_up(numbers: np.ndarray, step: int) -> np.ndarray:
@@ -482,6 +491,7 @@ class Gathering:
             type_counts=shape.counts,
             filled=self._filled,
             inner=self._inner,
+            edges=shape.edges or None,
             fparam=fparam,
             aparam=aparam,
         )

@@ -36,6 +36,8 @@ class Shape:
         The composition of all frames, if they have the same and fill the shape; else None.
     capacity
         Neighbours of an atom that the search sorts, before `sel` cuts them.
+    edges
+        Neighbours of all atoms together; 0 if the model does not ask.
     """
 
     frames: int
@@ -48,6 +50,7 @@ class Shape:
     partial: frozenset[str] = frozenset()
     composition: int | None = None
     capacity: int = 16
+    edges: int = 0
 
     @cached_property
     def _hash(self) -> int:
@@ -65,7 +68,7 @@ class Shape:
     @property
     def numbers(self) -> tuple[int, ...]:
         """All sizes in a row."""
-        return (self.frames, self.natoms, *self.counts, *self.widths, *self.inner)
+        return (self.frames, self.natoms, *self.counts, *self.widths, *self.inner, self.edges)
 
     def holds(self, other: Shape) -> bool:
         """Return whether batches of another shape fit in."""
@@ -78,7 +81,8 @@ class Shape:
 
     def _differs_in_neighbors(self, other: Shape) -> bool:
         """Return whether another shape differs in room for neighbours at most."""
-        return replace(other, widths=self.widths, inner=self.inner, capacity=self.capacity) == self
+        neighbors = ("widths", "inner", "capacity", "edges")
+        return replace(other, **{name: getattr(self, name) for name in neighbors}) == self
 
     def joined(self, other: Shape) -> Shape:
         """Return the least shape that holds both."""
@@ -98,6 +102,7 @@ class Shape:
             partial=partial,
             composition=self.composition if self._differs_in_neighbors(other) else None,
             capacity=max(self.capacity, other.capacity),
+            edges=max(self.edges, other.edges),
         )
 
 
@@ -161,7 +166,7 @@ def merge(weights: dict[Shape, int], max_shapes: int) -> list[Shape]:
     weight = np.array([weights[shape] for shape in shapes], dtype=np.float64)
     cost = np.array([shape.cost for shape in shapes])
     numbers = np.array([shape.numbers for shape in shapes], dtype=np.int64)
-    # Columns of `numbers`: frames, natoms, counts, widths, inner.
+    # Columns of `numbers`: frames, natoms, counts, widths, inner, edges.
     first_width = 2 + len(shapes[0].counts)
     first_inner = first_width + len(shapes[0].widths)
     alive = np.ones(len(shapes), dtype=bool)
@@ -175,7 +180,7 @@ def merge(weights: dict[Shape, int], max_shapes: int) -> list[Shape]:
         joined = np.maximum(numbers[k], numbers[candidates])
         atoms = joined[:, 2:first_width].sum(1)
         columns = joined[:, first_width:first_inner].sum(1)
-        angles = (joined[:, first_inner:].astype(np.float64) ** 2).sum(1)
+        angles = (joined[:, first_inner:-1].astype(np.float64) ** 2).sum(1)
         joined_cost = atoms * (1.0 + columns + angles)  # see `Shape.cost`
         extra = joined_cost * (weight[k] + weight[candidates])
         extra = extra - cost[k] * weight[k] - cost[candidates] * weight[candidates]

@@ -55,6 +55,26 @@ def test_without_deepmd_kit_the_model_is_named(monkeypatch):
         normalize(whole(DPA4))
 
 
+@pytest.mark.parametrize(
+    ("change", "path", "known"),
+    [
+        ({"type": "dpa44"}, "model/type", "dpa4"),
+        ({"type": "standard", "descriptor": {"type": "dpa22"}}, "model/descriptor/type", "dpa2"),
+    ],
+)
+def test_an_unknown_model_is_one_problem_beside_those_of_other_sections(change, path, known):
+    content = whole(DPA4 | change)
+    with pytest.raises(InputError) as caught:
+        normalize(content)
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert repr(known) in problem.message
+    content["training"]["numb_steps"] = "many"
+    with pytest.raises(InputError) as caught:
+        normalize(content)
+    assert {problem.path for problem in caught.value.problems} == {path, "training/numb_steps"}
+
+
 def test_a_malformed_branch_beside_a_model_of_deepmd_kit_is_answered():
     branches = {"model_dict": {"first": DPA4, "second": "first"}}
     with pytest.raises(InputError, match="dpa4"):

@@ -314,6 +314,28 @@ def test_lists_with_a_skin_in_any_order_change_nothing(name):
             assert_near(output[key], expected[key])
 
 
+@pytest.mark.parametrize("name", ["dpa4", "dpa4 with frame parameters"])
+def test_a_bound_of_all_edges_changes_nothing(name):
+    """Batches on a device have one, so that steps leave out most empty slots."""
+    section = copy.deepcopy(SECTIONS["dpa4"])
+    if name != "dpa4":
+        section["fitting_net"]["numb_fparam"] = 1
+    model = build(section)
+    frames = random_frames(model, periodic=True)
+    structures = structures_of(model, frames)
+    if name != "dpa4":
+        fparam = torch.arange(structures.nframes, dtype=torch.float64)[:, None]
+        structures = dataclasses.replace(structures, fparam=fparam)
+    n_edges = int((structures.neighbor >= 0).sum())
+    assert n_edges + 3 < structures.neighbor.numel()
+    expected = model(structures)
+    output = model(dataclasses.replace(structures, edges=n_edges + 3))
+    for key in ("energy", "force", "virial"):
+        assert_near(output[key], expected[key])
+    for bounded, plain in zip(gradient(model, output), gradient(model, expected), strict=True):
+        assert_near(bounded, plain)
+
+
 def test_names_and_statistics_are_deepmd_kits():
     """Names of tensors, and mean, deviation and bias from a sample."""
     model = build(SECTIONS["dpa2"])

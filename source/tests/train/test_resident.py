@@ -12,6 +12,7 @@ import torch
 from deepmd_muon.data import DataLoader, NeighborCache, NeighborError, open_systems
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.loss import build_loss
+from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
 from deepmd_muon.train.batches import frame_store, shapes
 from deepmd_muon.train.batches import resident as resident_module
 from deepmd_muon.train.batches.batch import to_device
@@ -102,6 +103,21 @@ def is_enough(case, way):
     if batch_size == "mixed:3":
         return most == 3
     return name == "se_e2_a" and way == "at once" and (batch_size, most) in ((2, 1), ("mix:30", 16))
+
+
+@pytest.mark.parametrize("way", ["at once", "passing"], indirect=True)
+def test_batches_have_room_for_all_edges(systems, way):
+    """A model that reads whole lists without sections gets their bound."""
+    cache = NeighborCache(4.0, (MOST_NEIGHBORS,), False, ntypes=3)
+    batches = ResidentBatches(DataLoader(systems, "mixed:3", seed=5, cache=cache), CPU, way)
+    rooms = []
+    for _ in range(12):
+        structures = batches.next().read().structures
+        n_edges = int((structures.neighbor >= 0).sum())
+        assert 0 < n_edges <= structures.edges
+        rooms.append(structures.neighbor.numel() - structures.edges)
+    batches.close()
+    assert max(rooms) > 0
 
 
 @pytest.mark.parametrize(
