@@ -57,15 +57,15 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
       `embed.weight`).
     - The output layer: an nn.Linear with the shape of a table, if it is the model's last one or no
       module takes its output; and every nn.Linear named `head` or `lm_head`.
-    - Kernels that read the model's input (`_input_kernels`).
     - Parameters added to activations: held directly by a module that is not one of torch's own
       layers, and either of shape (1, n, ...), which broadcasts over a batch, or named like a
       position or token (`pos...`, `...token`).
+    - Kernels that read the model's input (`_input_kernels`).
 
     The model may be wrapped by FSDP, DDP or torch.compile. Parameters with fewer than two
     dimensions above 1 are not listed.
     """
-    reasons: dict[Tensor, str] = {}
+    reasons = dict.fromkeys(_input_kernels(model), "reads the input of the model")
     shapes = set()
     linears: list[tuple[str, nn.Linear]] = []
     for path, module in model.named_modules():
@@ -77,7 +77,6 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
             linears.append((path, module))
         for p, reason in _own_parameters(path, module):
             reasons.setdefault(p, reason)
-    reasons.update(dict.fromkeys(_input_kernels(model), "reads the input of the model"))
     consumed = _input_widths(model)
     for path, linear in linears:
         is_last = linear is linears[-1][1]
@@ -87,22 +86,6 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
             elif weight.shape in shapes and (is_last or weight.shape[0] not in consumed):
                 reasons.setdefault(weight, "output layer: a Linear with the shape of a table")
     return _matrices_among(model, reasons)
-
-
-def _input_kernels(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the kernels that read the input of a model, such as those that cut images into patches.
-
-    They make more channels than they take, and take fewer than every layer registered before makes.
-    Kernels of bottlenecks, dense blocks and skip connections take no fewer.
-    """
-    widths_before: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, nn.modules.conv._ConvNd):
-            is_narrowest = module.in_channels < min((module.out_channels, *widths_before))
-            if module.groups == 1 and is_narrowest:
-                yield from weights_of(module)
-        widths = (getattr(module, name, None) for name in ("out_features", "out_channels"))
-        widths_before.update(width for width in widths if isinstance(width, int))
 
 
 def _matrices_among(model: nn.Module, reasons: Mapping[Tensor, str]) -> dict[str, str]:
@@ -143,6 +126,29 @@ def stacked_matrices(model: nn.Module) -> dict[str, str]:
         if is_stack and name not in kernels:
             stacks[name] = f"{shape[0]} matrices"
     return stacks
+
+
+def shapes_of_tables(model: nn.Module) -> set[tuple[int, ...]]:
+    """Return the shapes of tables, found by module or by name; positions and tokens are none."""
+    reasons = tables_and_heads(model)
+    names = {name for name, reason in reasons.items() if reason.startswith("table of ")}
+    return {tuple(p.shape) for name, p in model.named_parameters() if canonical_name(name) in names}
+
+
+def _input_kernels(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the kernels that read the input of a model, such as those that cut images into patches.
+
+    They make more channels than they take, and take fewer than every layer registered before makes.
+    Kernels of bottlenecks, dense blocks and skip connections take no fewer.
+    """
+    widths_before: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            is_narrowest = module.in_channels < min((module.out_channels, *widths_before))
+            if module.groups == 1 and is_narrowest:
+                yield from weights_of(module)
+        widths = (getattr(module, name, None) for name in ("out_features", "out_channels"))
+        widths_before.update(width for width in widths if isinstance(width, int))
 
 
 def declared_routes(model: nn.Module) -> dict[str, Route]:
