@@ -21,7 +21,7 @@ import multiprocessing.connection
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,8 +141,20 @@ def answer(running: Running, seconds: float) -> Any:
     return "not ready in time"
 
 
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of times [ms] by task and optimizer (Markdown)."""
+    names = list(dict.fromkeys(row["optimizer"] for row in rows))
+    times = {(row["task"], row["optimizer"]): row for row in rows}
+    lines = [f"| task | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        cells = [times.get((task, name), {}).get("ms") for name in names]
+        shown = ("–" if ms is None else f"{ms:.2f}" for ms in cells)
+        lines.append(f"| {task} | {' | '.join(shown)} |")
+    return lines
+
+
 def main() -> None:
-    """Time all cases, and write and print a row of each."""
+    """Time all cases; write a row of each, and print them as a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -172,7 +184,7 @@ def main() -> None:
         name = each.case.optimizer + (", captured" if each.case.is_captured else "")
         rows.append({"task": each.case.task, "optimizer": name, key: result})
         arguments.out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
-        print(*rows[-1].values(), sep=" | ", flush=True)
+    print(*table(rows), sep="\n")
     for each in all_running:
         each.process.kill()
         each.process.join()
