@@ -90,8 +90,8 @@ class MuonConfig(Advanced, MuonSettings, MuonBuildable):
         above=0.0,
         doc=(
             "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null: "
-            "`build` takes 64 divided by the width of the largest table, at most 1, and 1 with the "
-            "scaling 'match_rms'; `dp train` takes 1."
+            "`build` takes 64 divided by the width of the largest table of embeddings, at most 1, "
+            "and 1 without one or with the scaling 'match_rms'; `dp train` takes 1."
         ),
     )
     adam_betas: tuple[float, float] = setting(

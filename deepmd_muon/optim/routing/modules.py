@@ -56,15 +56,15 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
       is not one of torch's own layers, if the last segment of its name says so (`tok_emb`,
       `embed.weight`).
     - Output layers (`_output_layers`).
-    - Kernels that read the model's input (`_input_kernels`).
     - Parameters added to activations: held directly by a module that is not one of torch's own
       layers, and either of shape (1, n, ...), which broadcasts over a batch, or named like a
       position or token (`pos...`, `...token`).
+    - Kernels that read the model's input (`_input_kernels`).
 
     The model may be wrapped by FSDP, DDP or torch.compile. Parameters with fewer than two
     dimensions above 1 are not listed.
     """
-    reasons: dict[Tensor, str] = {}
+    reasons = dict.fromkeys(_input_kernels(model), "reads the input of the model")
     shapes = set()
     for path, module in model.named_modules():
         if hasattr(module, "num_embeddings"):
@@ -73,7 +73,6 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
                 shapes.add(weight.shape)
         for p, reason in _own_parameters(path, module):
             reasons.setdefault(p, reason)
-    reasons.update(dict.fromkeys(_input_kernels(model), "reads the input of the model"))
     for weight, reason in _output_layers(model, shapes):
         reasons.setdefault(weight, reason)
     return _matrices_among(model, reasons)
@@ -111,22 +110,6 @@ def _output_layers(
                 yield weight, "output layer: a Linear with the shape of a table"
             elif ends_with_output and parent == last_parent and not is_taken:
                 yield weight, "output layer: no layer takes the output of the last Linear"
-
-
-def _input_kernels(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the kernels that read the input of a model, such as those that cut images into patches.
-
-    They make more channels than they take, and take fewer than every layer registered before makes.
-    Kernels of bottlenecks, dense blocks and skip connections take no fewer.
-    """
-    widths_before: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, nn.modules.conv._ConvNd):
-            is_narrowest = module.in_channels < min((module.out_channels, *widths_before))
-            if module.groups == 1 and is_narrowest:
-                yield from weights_of(module)
-        widths = (getattr(module, name, None) for name in ("out_features", "out_channels"))
-        widths_before.update(width for width in widths if isinstance(width, int))
 
 
 def _matrices_among(model: nn.Module, reasons: Mapping[Tensor, str]) -> dict[str, str]:
@@ -167,6 +150,29 @@ def stacked_matrices(model: nn.Module) -> dict[str, str]:
         if is_stack and name not in kernels:
             stacks[name] = f"{shape[0]} matrices"
     return stacks
+
+
+def shapes_of_tables(model: nn.Module) -> set[tuple[int, ...]]:
+    """Return the shapes of tables, found by module or by name; positions and tokens are none."""
+    reasons = tables_and_heads(model)
+    names = {name for name, reason in reasons.items() if reason.startswith("table of ")}
+    return {tuple(p.shape) for name, p in model.named_parameters() if canonical_name(name) in names}
+
+
+def _input_kernels(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the kernels that read the input of a model, such as those that cut images into patches.
+
+    They make more channels than they take, and take fewer than every layer registered before makes.
+    Kernels of bottlenecks, dense blocks and skip connections take no fewer.
+    """
+    widths_before: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            is_narrowest = module.in_channels < min((module.out_channels, *widths_before))
+            if module.groups == 1 and is_narrowest:
+                yield from weights_of(module)
+        widths = (getattr(module, name, None) for name in ("out_features", "out_channels"))
+        widths_before.update(width for width in widths if isinstance(width, int))
 
 
 def declared_routes(model: nn.Module) -> dict[str, Route]:

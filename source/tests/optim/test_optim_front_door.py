@@ -103,6 +103,14 @@ def test_rate_of_adamw_falls_with_the_width_of_tables(width, settings, ratio):
     assert optimizer.param_groups[0]["adam_lr_ratio"] == ratio
 
 
+def test_positions_and_classifiers_do_not_lower_the_rate_of_adamw():
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256), nn.Linear(256, 7))
+    model.register_parameter("pos_embed", nn.Parameter(torch.ones(1, 17, 256)))
+    optimizer = muon_for(model, adamw_patterns=["pos_embed", "2.weight"])
+    assert [entry.route for entry in optimizer.routing].count("adamw") == 2
+    assert optimizer.param_groups[0]["adam_lr_ratio"] == 1.0
+
+
 def test_restart_keeps_the_rate_of_its_checkpoint(caplog):
     model = gpt_like(256)
     earlier = MuonConfig(adam_lr_ratio=1.0).build(model)
