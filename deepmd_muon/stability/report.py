@@ -96,7 +96,9 @@ def _events(model: ModelCheck) -> Iterator[str]:
         event = min(model.dynamics.departures, key=lambda departure: departure.time)
         in_data = "no data"
         if math.isfinite(event.shortest):
-            in_data = f"{event.shortest:.2f} Å is the shortest in the data"
+            in_data = "no frame has this distance"
+            if event.distance < event.shortest:
+                in_data = f"{event.shortest:.2f} Å is the shortest in the data"
         yield (
             f"  first departure from the data: copy {event.copy} after {event.time:.3f} ps, "
             f"{event.pair} (atoms {event.atoms[0]} and {event.atoms[1]}) at {event.distance:.2f} "

@@ -44,6 +44,7 @@ def unread_words(systems: Sequence[System], read: Collection[str]) -> list[str]:
 
 def _listed(counts: Counter[str]) -> str:
     text = ", ".join(
-        f"{value} in {count} frames" for value, count in counts.most_common(_MAX_LISTED)
+        f"{value} in {count} frame{'s' * (count > 1)}"
+        for value, count in (+counts).most_common(_MAX_LISTED)
     )
     return f"{text}, …" if len(counts) > _MAX_LISTED else text

@@ -6,6 +6,7 @@ programs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SAME_PLACE = 1e-6
 # `with_ghosts` wraps atoms into their cell if they see each other over more cells than this.
 _MOST_CELLS = 100
+_VESIN_IMPORT = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,10 @@ def _check(
 
 
 def _vesin(rcut: float, *, full: bool) -> Vesin:
-    # vesin imports torch if it is installed; only those who build neighbour lists pay for that.
-    from vesin import NeighborList as Vesin
+    # vesin imports torch if it is installed; only those who build neighbour lists pay for that. The
+    # first import fails in some threads when several start it.
+    with _VESIN_IMPORT:
+        from vesin import NeighborList as Vesin
 
     # One thread: a frame takes milliseconds, and the order of pairs, which decides ties, stays the
     # same.

@@ -410,15 +410,16 @@ def test_charges_in_headers_that_nothing_reads_are_named(capsys):
     random = np.random.default_rng(3)
     frames = [
         frame(random, ["H", "H", "O"]).replace("energy=", f"{words} time={number} energy=")
-        for number, words in enumerate(["charge=0 spin=1", "charge=-1 spin=1", "spin=1"] * 4)
+        for number, words in enumerate(["charge=0 spin=1", "charge=-1 spin=2", "spin=1"] * 4)
     ]
     Path("all.xyz").write_text("".join(frames))
     assert main(["init", "all.xyz", "--steps", "3"]) == 0
-    (warning,) = (
+    charge, spin = (
         line for line in capsys.readouterr().out.splitlines() if "headers of frames" in line
     )
-    assert "charge (" in warning
+    assert "charge (" in charge
     assert {"0 in 4 frames", "-1 in 4 frames", "none in 4 frames"} <= set(
-        warning.split("(")[1].split(")")[0].split(", ")
+        charge.split("(")[1].split(")")[0].split(", ")
     )
-    assert "--frame-parameters charge" in warning
+    assert "--frame-parameters charge" in charge
+    assert "spin (1 in 8 frames, 2 in 4 frames)" in spin

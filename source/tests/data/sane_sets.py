@@ -410,6 +410,33 @@ def _without_stress(frames: Sequence[Atoms], calculator: Any, names: Sequence[st
     return SaneSystem(types, list(names), arrays)
 
 
+def formic_acid() -> list[SaneSystem]:
+    """A molecule of springs: with C and O in another order, a pair potential explains all forces."""
+    springs = {(0, 1): 30.0, (1, 2): 90.0, (1, 4): 30.0, (0, 3): 47.0, (0, 2): 5.0}  # [eV/Å²]
+    atoms = molecule("HCOOH")
+    lengths = atoms.get_all_distances()
+    random = np.random.default_rng(40)
+    rows: dict[str, list[Any]] = {"coord": [], "energy": [], "force": []}
+    for _ in range(FRAMES):
+        coord = atoms.positions + random.normal(0.0, 0.06, (5, 3))
+        energy = 0.0
+        force = np.zeros((5, 3))
+        for (i, j), strength in springs.items():
+            vector = coord[j] - coord[i]
+            length = np.linalg.norm(vector)
+            stretch = length - lengths[i, j]
+            energy += 0.5 * strength * stretch**2
+            force[i] += strength * stretch * vector / length
+            force[j] -= strength * stretch * vector / length
+        rows["coord"].append(coord.ravel())
+        rows["energy"].append(energy)
+        rows["force"].append(force.ravel())
+    names = ["H", "C", "O"]
+    types = [names.index(symbol) for symbol in atoms.symbols]
+    arrays = {name: np.array(values) for name, values in rows.items()}
+    return [SaneSystem(types, names, arrays, periodic=False)]
+
+
 def charged_frames() -> list[SaneSystem]:
     """Frames of two charges, with their charge as frame parameter: energies differ by electron volts."""
     system = labelled(rattled(alloy(26), 0.1, 27), EMT(), ["Cu", "Au"])
@@ -488,6 +515,7 @@ FAST: dict[str, Callable[[], list[SaneSystem]]] = {
         single_frames,
         mixed_types,
         molecules,
+        formic_acid,
         dimer_scan,
         frames_that_hardly_move,
         relaxed_glass,
