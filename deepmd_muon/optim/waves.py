@@ -71,7 +71,10 @@ def waves_of(
         holders = [holder for _, holder in wave]
         states = [holder.complete(state[holder.p], rules) for holder in holders]
         keys = state_tensors(route, rules, params[0].dtype)
-        offloaded = [(holder.p, key) for holder in holders for key in keys if key in ALL_MOMENTS]
+        transfer_batch = None
+        if memory is not None:
+            moments = [(holder.p, key) for holder in holders for key in keys if key in ALL_MOMENTS]
+            transfer_batch = memory.transfer_batch(state, moments)  # replaces them in `states`
         yield Wave(
             group=group,
             route=route,
@@ -79,7 +82,7 @@ def waves_of(
             params=params,
             views=[holder.entry.view for holder in holders if holder.entry.view is not None],
             state={key: [local_of(values[key]) for values in states] for key in keys},
-            transfer_batch=None if memory is None else memory.transfer_batch(state, offloaded),
+            transfer_batch=transfer_batch,
             holders=holders,
         )
 

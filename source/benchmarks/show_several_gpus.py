@@ -1,6 +1,6 @@
-"""Print the tables of doc/benchmarks/several_gpus.md and draw its picture, from the results of `several_gpus.py`.
+"""Print the tables of doc/benchmarks/several_gpus.md and draw its picture, from results of `several_gpus.py`.
 
-python source/benchmarks/show_several_gpus.py doc/benchmarks/raw/FILE.json --picture doc/images/weak_scaling.png
+python source/benchmarks/show_several_gpus.py doc/benchmarks/raw/FILE.json … --picture doc/images/weak_scaling.png
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,16 @@ def title(case: str) -> str:
     return f"{NAMES[kind]} float{precision[1:]}, batch {frames}"
 
 
+def read(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the results of several calls, each with its card."""
+    results = []
+    for path in paths:
+        content = json.loads(path.read_text())
+        card = re.sub(r".*NVIDIA (\w+).*", r"\1", content["machine"])
+        results += [{"card": card, **entry} for entry in content["results"]]
+    return {"results": results}
+
+
 def entries(content: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
     """Return the results of a part by the rest of their names."""
     return {
@@ -55,6 +67,13 @@ def widths_of(content: dict[str, Any]) -> list[int]:
         if " GPUs, stage" in key
     }
     return sorted(found)
+
+
+def named(content: dict[str, Any], case: str) -> str:
+    """Return the title of a case, with its card if there are several."""
+    cards = {entry.get("card") for entry in content["results"]}
+    card = entries(content, "training")[case].get("card")
+    return title(case) if len(cards) == 1 else f"{title(case)}, {card}"
 
 
 def training_table(content: dict[str, Any]) -> str:
@@ -76,7 +95,7 @@ def training_table(content: dict[str, Any]) -> str:
             share = waiting.get(f"{case} stage {stage}", {}).get("share")
             rows.append(
                 [
-                    title(case),
+                    named(content, case),
                     str(stage),
                     span(single),
                     *("–" if t is None else f"{t['ms']:.3g} ({t['ratio']:.2f})" for t in times),
@@ -140,7 +159,7 @@ def draw(content: dict[str, Any], file: Path) -> None:
         for stage, line in ((0, "-o"), (1, "--s")):
             steps = {width: entry.get(f"{width} GPUs, stage {stage}") for width in widths}
             shares = {width: 100 / step["ratio"] for width, step in steps.items() if step}
-            label = title(case) if stage == 0 else None
+            label = named(content, case) if stage == 0 else None
             axes.plot(
                 [1, *shares], [100, *shares.values()], line, color=f"C{number}", label=label, ms=4
             )
@@ -161,10 +180,10 @@ def draw(content: dict[str, Any], file: Path) -> None:
 def main() -> None:
     """Print the tables; draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    content = json.loads(options.results.read_text())
+    content = read(options.results)
     print(f"{training_table(content)}\n\n{optimizer_table(content)}")
     if options.picture:
         draw(content, options.picture)

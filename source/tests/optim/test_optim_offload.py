@@ -15,7 +15,7 @@ from torch import nn
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
 from deepmd_muon.optim.polar.one_launch import _recording
 from deepmd_muon.optim.state.host_memory import DeviceBuffers, HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import ALL_MOMENTS
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, StateHolder
 
 SHAPES = {
     "a.weight": (12, 20),
@@ -260,6 +260,24 @@ def test_memory_is_released_when_moments_are_offloaded_and_restored():
     ]
     optimizer.offload(False)
     assert not any(slab() is not None for slab in slabs)
+
+
+def test_no_moment_stays_where_the_first_step_created_it(monkeypatch):
+    """On a GPU that would be the device, and offloading would save nothing."""
+    created = []
+    full = StateHolder.full
+
+    def create(holder, tensor):
+        value = full(holder, tensor)
+        if tensor.extent == "parameter":
+            created.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(StateHolder, "full", create)
+    model, optimizer = make(offload=True)
+    train(model, optimizer, 2)
+    assert len(created) == 9
+    assert not any(moment() is not None for moment in created)
 
 
 def test_routes_may_change_and_parameters_be_added():
