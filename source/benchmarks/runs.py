@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import importlib
 import itertools
 import json
 import math
 import os
+import random
 import runpy
 import selectors
+import signal
 import socket
 import statistics
 import subprocess
@@ -220,9 +223,19 @@ class Team:
         ends = self.ends(LIMIT if limit is None else limit)
         failed = [rank for rank, end in enumerate(ends) if end.status != 0]
         if failed:
+            self._dump_stacks()
             self.close()
             what = {rank: ends[rank].status for rank in failed}
-            raise RunError(f"{job.folder.name}: ends {what}: {job.log(failed[0])[-1500:]}")
+            logs = "\n".join(f"rank {rank}: {job.log(rank)[-2500:]}" for rank in failed)
+            raise RunError(f"{job.folder.name}: ends {what}: {logs}")
+
+    def _dump_stacks(self) -> None:
+        """Let the processes that still run write what their threads do to their logs."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGUSR1)
+        if running:
+            time.sleep(0.5)
 
     def close(self) -> None:
         """End the processes."""
@@ -235,9 +248,11 @@ class Team:
 
 
 def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """Return a port that nobody uses, below those that connections of other ranks get."""
+    while True:
+        with socket.socket() as listening, contextlib.suppress(OSError):
+            listening.bind(("127.0.0.1", random.randrange(15000, 30000)))
+            return int(listening.getsockname()[1])
 
 
 # ----- a process of a team -----------------------------------------------------------------------
@@ -258,6 +273,7 @@ def work() -> None:
         with open(f"log.{os.environ['RANK']}", "w") as log:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
+        faulthandler.register(signal.SIGUSR1)  # writes stacks of all threads to stderr
         status = run_program(order["words"], deepmd_kit=order["deepmd_kit"])
         sys.stdout.flush()
         print(status, file=answers, flush=True)

@@ -159,6 +159,8 @@ def draw(content: dict[str, Any], file: Path) -> None:
         for stage, line in ((0, "-o"), (1, "--s")):
             steps = {width: entry.get(f"{width} GPUs, stage {stage}") for width in widths}
             shares = {width: 100 / step["ratio"] for width, step in steps.items() if step}
+            if not shares:
+                continue
             label = named(content, case) if stage == 0 else None
             axes.plot(
                 [1, *shares], [100, *shares.values()], line, color=f"C{number}", label=label, ms=4

@@ -22,6 +22,7 @@ the test half, of the mean of the weights after each of the last tenth of the st
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import csv
@@ -688,30 +689,39 @@ def table_of_sizes(rows: Sequence[dict[str, object]]) -> list[str]:
 
 
 class Best(NamedTuple):
-    """Held-out loss over the seeds of an optimizer at its best rate of AdamW's part (or its only one)."""
+    """Held-out losses, one a seed, of an optimizer at its best rate of AdamW's part (or only one)."""
 
-    mean: float
-    spread: float
+    losses: list[float]
     rate: float | None
-    seeds: int
 
     def __str__(self) -> str:
-        rate = "" if self.rate is None else f" ({self.rate:g})"
-        return f"{self.mean:.4f} ± {self.spread:.4f}{rate}"
+        mean = f"{statistics.mean(self.losses):.4f}"
+        notes = [] if self.rate is None else [f"{self.rate:g}"]
+        if len(self.losses) < len(SEEDS):
+            notes.append(f"{len(self.losses)} seed" + "s" * (len(self.losses) > 1))
+        else:
+            mean += f" ± {statistics.stdev(self.losses):.4f}"
+        return f"{mean} ({', '.join(notes)})" if notes else mean
 
 
 def best_of(rows: Sequence[dict[str, Any]]) -> Best:
-    """Return the best rate of an optimizer's runs of one task; rates with fewer seeds do not count."""
-    by_rate: dict[float | None, list[float]] = {}
+    """Return the losses at the best rate of an optimizer's runs of one task.
+
+    Rates are compared on the seeds that at least half of them have; rates without one are left out.
+    """
+    by_rate: dict[float | None, dict[int, float]] = {}
     for row in rows:
-        rate = row["rates"][-1] if row["rates"] else None
-        by_rate.setdefault(rate, []).append((row["validation"] + row["test"]) / 2)
-    most = max(map(len, by_rate.values()))
-    return min(
-        Best(statistics.mean(each), statistics.stdev(each) if most > 1 else 0.0, rate, most)
-        for rate, each in by_rate.items()
-        if len(each) == most
-    )
+        losses = by_rate.setdefault(row["rates"][-1] if row["rates"] else None, {})
+        losses[row["seed"]] = (row["validation"] + row["test"]) / 2
+    counts = collections.Counter(seed for losses in by_rate.values() for seed in losses)
+    seeds = [seed for seed, count in counts.items() if count >= len(by_rate) / 2]
+    means = {
+        rate: statistics.mean(losses[seed] for seed in seeds)
+        for rate, losses in by_rate.items()
+        if losses.keys() >= set(seeds)
+    }
+    best = min(means, key=means.__getitem__)
+    return Best(list(by_rate[best].values()), best)
 
 
 def table_of_defaults(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -727,7 +737,9 @@ def table_of_defaults(rows: Sequence[dict[str, Any]]) -> list[str]:
         }
         if not results:
             continue
-        least = min(results.values())
+        most = max(len(best.losses) for best in results.values())
+        complete = [best for best in results.values() if len(best.losses) == most]
+        least = min(complete, key=lambda best: statistics.mean(best.losses))
         cells = [
             f"**{result}**" if result is least else str(result or "–")
             for result in map(results.get, names)

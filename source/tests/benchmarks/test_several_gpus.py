@@ -125,9 +125,10 @@ def test_tables_show_ratios_goals_and_what_did_not_run(scripts, tmp_path):
 
 
 def test_the_page_shows_what_was_measured(scripts):
-    from show_several_gpus import training_table
+    from show_several_gpus import read, training_table
 
     folder = TOP / "doc" / "benchmarks"
-    content = json.loads((folder / "raw" / "several_gpus_h100x4_2026-11-28.json").read_text())
+    cards = ("h100x4", "h200x4")
+    content = read([folder / "raw" / f"several_gpus_{card}_2026-11-28.json" for card in cards])
     page = (folder / "several_gpus.md").read_text(encoding="utf-8")
     assert training_table(content) in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from pathlib import Path
@@ -192,3 +193,18 @@ def test_rates_that_an_optimizer_fills_follow_the_schedule(small_gpt_race):
     # Three steps of warm-up, and a linear decay from the first step on.
     wanted = [0.5 * min((k + 1) / 3, 1.0) * (1 - k / 60) for k in range(5)]
     assert rates == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_page_of_any_model_has_the_tables_of_its_runs(small_gpt_race):
+    import optimizer_step_times
+
+    page = (TOP / "doc" / "benchmarks" / "any_model.md").read_text(encoding="utf-8")
+    raw = TOP / "doc" / "benchmarks" / "raw"
+    runs = [
+        run
+        for path in sorted(raw.glob("any_model_[!t]*.json"))
+        for run in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    times = json.loads((raw / "any_model_times_h200_2026-11-28.json").read_text(encoding="utf-8"))
+    assert "\n".join(small_gpt_race.table_of_defaults(runs)) in page
+    assert "\n".join(optimizer_step_times.table(times)) in page

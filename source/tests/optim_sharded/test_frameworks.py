@@ -185,7 +185,7 @@ def test_timm():
     assert kinds["pos_embed"] == kinds["head.weight"] == "adamw"
     assert kinds["cls_token"] == kinds["norm.weight"] == "adam"
     assert views(optimizer)["blocks.0.attn.qkv.weight"] == "1x576x192 rows 192+192+192"
-    assert kinds["patch_embed.proj.weight"] == "muon"
+    assert kinds["patch_embed.proj.weight"] == "adamw"
     assert found["loss"] < 0.1
     found = run(
         "### Groups of layers", model=found["model"], CosineLRScheduler=found["CosineLRScheduler"]
