@@ -21,10 +21,12 @@ PAGES = (
     "doc/start.html",
     "doc/tutorials/own-data.html",
     "doc/input-reference.html",
+    "doc/molecules.html",
+    "doc/mace-nequip.html",
     "doc/stability.html",
     "doc/benchmarks/race.html",
 )
-WIDTHS = (390, 768, 1400)
+WIDTHS = (390, 820, 1400)
 # It opens each page in frames of each width and lists everything that is wider than its place.
 HARNESS = """<!doctype html><pre id="found"></pre><script>
 const jobs = %s, found = [];
