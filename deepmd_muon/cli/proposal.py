@@ -422,13 +422,15 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
     written = bool(data.to_write)
     yield Choice(
         "training/training_data",
-        f"{n_training} frames",
+        f"{n_training} frame{'s' * (n_training != 1)}",
         _origin(data.training_paths, written=written),
     )
     reason = _reason_of_split(wishes, data.shares)
     if n_validation:
         reason += f" {_origin(data.validation_paths, written=written)}"
-    yield Choice("training/validation_data", f"{n_validation} frames", reason)
+    yield Choice(
+        "training/validation_data", f"{n_validation} frame{'s' * (n_validation != 1)}", reason
+    )
 
 
 def _sel(kind: str, data: Data) -> int | str:

@@ -63,9 +63,21 @@ def vasp6(folder):
 
 
 def cp2k(folder):
-    """Write a trajectory in CP2K's files and units."""
+    """Write a trajectory in CP2K's files and units, with the cell in the input."""
+    return cp2k_run(folder, [1.0] * NFRAMES)
+
+
+def cp2k_npt(folder):
+    """Write a trajectory of cells that vary, each on a line of CP2K's file of cells."""
+    return cp2k_run(folder, np.linspace(0.99, 1.02, NFRAMES))
+
+
+def cp2k_run(folder, scales):
+    """Write positions, forces, energies, the input, and cells if they are scaled; return the energies."""
     folder.mkdir()
     frames = crystals()
+    for atoms, scale in zip(frames, scales, strict=True):
+        atoms.set_cell(scale * atoms.cell, scale_atoms=True)
     for name in ("pos", "frc"):
         with (folder / f"copper-{name}-1.xyz").open("w") as file:
             for step, atoms in enumerate(frames):
@@ -77,7 +89,17 @@ def cp2k(folder):
                 file.writelines(f" Cu {x:.10f} {y:.10f} {z:.10f}\n" for x, y, z in rows)
     vectors = zip("ABC", frames[0].cell[:], strict=True)
     lines = "\n".join(f"  {axis} {' '.join(map(str, vector))}" for axis, vector in vectors)
-    (folder / "md.inp").write_text(f"&SUBSYS\n &CELL\n{lines}\n &END CELL\n&END SUBSYS\n")
+    ensemble = "NVT" if len(set(scales)) == 1 else "NPT_I"
+    (folder / "md.inp").write_text(
+        f"&MOTION\n &MD\n  ENSEMBLE {ensemble}\n &END MD\n&END MOTION\n"
+        f"&SUBSYS\n &CELL\n{lines}\n &END CELL\n&END SUBSYS\n"
+    )
+    if ensemble == "NPT_I":
+        cells = [
+            f"{step} {step}.0 {' '.join(f'{x:.10f}' for x in atoms.cell[:].ravel())} {atoms.cell.volume:.10f}"
+            for step, atoms in enumerate(frames)
+        ]
+        (folder / "copper-1.cell").write_text("\n".join(["# Step Time [fs] Ax [Angstrom]", *cells]))
     return [atoms.get_potential_energy() for atoms in frames], []
 
 
@@ -100,7 +122,7 @@ def mace(folder):
     return energies, ["--frame-parameters", "total_charge"]
 
 
-@pytest.mark.parametrize("write_files", [vasp5, vasp6, cp2k, mace])
+@pytest.mark.parametrize("write_files", [vasp5, vasp6, cp2k, cp2k_npt, mace])
 def test_from_files_of_a_program_to_a_report(tmp_path, monkeypatch, capsys, write_files):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DEVICE", "cpu")

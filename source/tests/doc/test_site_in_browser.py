@@ -1,4 +1,4 @@
-"""Pages in a real browser, at the widths of a phone, a tablet and a screen: nothing scrolls sideways.
+"""Pages in a real browser, as wide as a phone, a tablet and screens: nothing scrolls sideways.
 
 Code and wide tables may scroll in their own frame on a phone. Commands never do.
 """
@@ -21,10 +21,12 @@ PAGES = (
     "doc/start.html",
     "doc/tutorials/own-data.html",
     "doc/input-reference.html",
+    "doc/molecules.html",
+    "doc/mace-nequip.html",
     "doc/stability.html",
     "doc/benchmarks/race.html",
 )
-WIDTHS = (390, 768, 1400)
+WIDTHS = (390, 820, 1024, 1400)
 # It opens each page in frames of each width and lists everything that is wider than its place.
 HARNESS = """<!doctype html><pre id="found"></pre><script>
 const jobs = %s, found = [];
