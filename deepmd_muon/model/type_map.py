@@ -134,8 +134,8 @@ def _list_names(names: Sequence[str]) -> str:
     return f"{', '.join(listed)} and {len(names) - len(listed)} more types"
 
 
-def check_move(move: TypeMove, settings: ModelSettings) -> None:
-    """Refuse another type map for a model that cannot have one.
+def check_move(move: TypeMove, settings: ModelSettings, checkpoint: str = "the checkpoint") -> None:
+    """Refuse another type map for the model of a checkpoint if that cannot have one.
 
     Raises
     ------
@@ -157,8 +157,8 @@ def check_move(move: TypeMove, settings: ModelSettings) -> None:
         if getattr(settings_class, "one_fitting_net", False)
     ]
     raise ModelError(
-        f"model/type_map: {what} cannot {change}, because {why}. Keep the type_map of the "
-        f"checkpoint, {list(move.saved)} (types that the data lack do no harm), or train a new "
+        f"model/type_map: {what} cannot {change}, because {why}. Keep the type_map of "
+        f"{checkpoint}, {list(move.saved)} (types that the data lack do no harm), or train a new "
         f"model with a descriptor that takes new types later: {', '.join(able)}"
     )
 

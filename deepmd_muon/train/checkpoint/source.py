@@ -102,7 +102,8 @@ class Source:
     def check_type_map(self, present: Collection[str]) -> None:
         """Refuse another type map for a model that cannot have one; see `check_move`."""
         if self.settings.type_map != tuple(present):
-            check_move(TypeMove(self.settings.type_map, tuple(present)), self.settings)
+            move = TypeMove(self.settings.type_map, tuple(present))
+            check_move(move, self.settings, checkpoint=str(self.path))
 
     def has_statistics(self, type_map: Collection[str]) -> bool:
         """Return whether it holds all statistics of the data that a model of these types needs."""
