@@ -76,10 +76,12 @@ def test_forces_with_dispersion_are_slopes_of_the_energy(run, capsys):
 
 
 def test_plumed_writes_the_distance_it_restrains(run):
+    from ase import units
+
     if not os.environ.get("PLUMED_KERNEL"):
         pytest.fail("set PLUMED_KERNEL to libplumedKernel.so of a PLUMED installation")
     run("biased.py")
     rows = np.loadtxt("COLVAR")
     assert len(rows) >= 10
     assert rows[0, 1] == pytest.approx(3.61 / np.sqrt(2), abs=0.05)
-    np.testing.assert_allclose(np.diff(rows[:, 0]), 0.01, rtol=1e-3)  # 5 steps of 2 fs [ps]
+    np.testing.assert_allclose(np.diff(rows[:, 0]), 10 * units.fs, rtol=1e-3)  # 5 steps of 2 fs
