@@ -35,7 +35,6 @@ TABLE = {
     "default": "default",
     "adamw": "AdamW",
     "first_c4.32_r1": "first layer",
-    "fitting_c1.44_r10": "fitting net, coefficient 1.44, ratio 10",
 }
 #: Seeds that a row of that table has.
 SEEDS = 8
@@ -130,32 +129,33 @@ def lengths_table(potentials: Sequence[Potential]) -> list[str]:
             if rows[1] is None or steps == LONG:
                 continue
             cells = " | ".join(
-                f"{shown((row.test, row.test_error))} | {row.runs_blown_up} of {row.runs}"
-                if row
-                else "– | –"
+                f"{row.test:.4f} | {row.runs_blown_up} of {row.runs}" if row else "– | –"
                 for row in rows
             )
             lines.append(f"| {name} | {steps:,} | {cells} |")
     return lines
 
 
-def set_table(potentials: Sequence[Potential], name: str) -> list[str]:
-    """Return what a set's potentials of `TABLE` did after `LONG` steps, as Markdown."""
+def sets_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return what each set's potentials of `TABLE` did after `LONG` steps, as Markdown."""
     lines = [
-        f"| {name} | test [eV/Å] | out of distribution [eV/Å] | runs blown up | potentials | departures a ps |",
+        "| set | setting | test [eV/Å] | out of distribution | runs (potentials) blown up | departures a ps |",
         "|" + "---|" * 6,
     ]
-    for setting, label in TABLE.items():
-        rows = [point.row for point in points_of(potentials, name, setting)]
-        lines += [
-            f"| {label} | "
-            f"{shown((row.test, row.test_error))} | "
-            f"{shown((row.out_of_distribution, row.out_of_distribution_error))} | "
-            f"{row.runs_blown_up} | {row.potentials_blown_up} | "
-            f"{shown((row.departures_per_ps, row.departures_error), 3)} |"
-            for row in rows
-            if (row.steps, row.seeds) == (LONG, SEEDS)
-        ]
+    for name in SETS:
+        label_of_set = f"{name} "
+        for setting, label in TABLE.items():
+            for row in (point.row for point in points_of(potentials, name, setting)):
+                if (row.steps, row.seeds) != (LONG, SEEDS):
+                    continue
+                blown = str(row.runs_blown_up)
+                if row.potentials_blown_up:
+                    blown += f" ({row.potentials_blown_up})"
+                lines.append(
+                    f"| {label_of_set}| {label} | {shown((row.test, row.test_error))} | "
+                    f"{row.out_of_distribution:.4f} | {blown} | {row.departures_per_ps:.2f} |"
+                )
+                label_of_set = ""
     return lines
 
 
@@ -289,11 +289,9 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="file that gets the picture")
     args = parser.parse_args()
     potentials, _ = read_results(args.results)
-    tables = (frontier_table, lengths_table, routes_table)
+    tables = (frontier_table, sets_table, lengths_table, routes_table)
     for table in [make(potentials) for make in tables]:
         print("\n".join(table), end="\n\n")
-    for name in SETS:
-        print("\n".join(set_table(potentials, name)), end="\n\n")
     if args.picture:
         draw(potentials, args.picture)
 

@@ -318,9 +318,11 @@ def try_chain(folder: Path, ranks: int, kills: list[Kill], undisturbed: Referenc
     kept = sorted(path.name for path in run.glob("model.ckpt-*.pt"))
     if len(kept) > KEPT:
         raise KillError(f"more than {KEPT} are kept: {kept}")
-    leftovers = [path.name for path in run.iterdir() if path.name.startswith(".")]
-    if leftovers:
-        raise KillError(f"left over: {leftovers}")
+    # A kill leaves at most the small file that was being written; restarts remove checkpoints.
+    hidden = [path.name for path in run.iterdir() if path.name.startswith(".")]
+    checkpoints = [name for name in hidden if name.startswith(".model")]
+    if checkpoints or len(hidden) > len(kills):
+        raise KillError(f"left over: {hidden}")
     return steps[:-1]
 
 
