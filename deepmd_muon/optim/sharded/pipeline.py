@@ -27,7 +27,8 @@ on their way.
 
 All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or
 disjoint (the plan refuses others), larger domains come first, and the order within a domain follows
-from the plan alone.
+from the plan alone. Whether the next gather may start must therefore never depend on this rank's
+own messages, which have other lengths on other ranks.
 
 A parameter without a gradient
 ------------------------------

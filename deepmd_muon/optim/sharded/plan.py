@@ -1,8 +1,12 @@
 """The plan of which rank orthogonalizes which matrix, and of the messages.
 
-A plan consists of plain values that are identical on every rank; the glossary of this package has
-its words. Some jobs stay on one rank. The others form buckets; each bucket takes one all-to-all to
-the owners and one back.
+A plan consists of plain values; the glossary of this package has its words. Each rank plans the
+parameters that it has. So a domain is identical on all of its ranks, but plans may have different
+domains: of four ranks, two may share a further domain. What all ranks of a domain must do alike
+has to follow from this domain and those before it, which all of them have.
+
+Some jobs stay on one rank. The others form buckets; each bucket takes one all-to-all to the owners
+and one back.
 
 Owners are chosen longest processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969):
 blocks of all shapes, in decreasing order of work, go to the rank with the least work so far; in a
@@ -329,7 +333,7 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The step of all parameters of the Muon route."""
+    """The step of this rank's parameters of the Muon route."""
 
     parameters: tuple[PlannedParameter, ...]  # in the optimizer's order
     settings: ShardedSettings
