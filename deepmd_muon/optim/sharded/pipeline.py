@@ -295,7 +295,7 @@ class Pipeline:
             messages=messages,
             bucket=number,
             group=process_group,
-            dtype=_FULL_PRECISION[domain.itemsize],
+            full_dtype=_FULL_PRECISION[domain.itemsize],
             device=self.device,
         )
         return Bucket(
@@ -343,7 +343,7 @@ class Pipeline:
     def _allocate_workspace(self) -> Tensor:
         """Return memory for the matrices of one bucket; only one is orthogonalized at a time."""
         words = [
-            bucket.elements * bucket.exchange.dtype.itemsize // _WORKSPACE_WORD + 1
+            bucket.elements * bucket.exchange.full_dtype.itemsize // _WORKSPACE_WORD + 1
             for bucket in self.packing_order
         ]
         return self._float64(max(words, default=0))
