@@ -80,7 +80,7 @@ class Side:
         chosen = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
         self.wire_dtype = _NARROW_DTYPES.get(chosen, full_dtype)
         self.planes = domain.planes(leg)
-        header_words = domain.header(leg)
+        header_words = domain.header_words(leg)
         leg_messages = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in leg_messages]
         self.words = sum(self.splits)
