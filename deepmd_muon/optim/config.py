@@ -219,8 +219,9 @@ class ShardedSettings:
         128 * 2**20,
         minimum=1,
         doc=(
-            "Bound on the bytes that one rank receives or sends in one exchange; a larger matrix "
-            "goes alone."
+            "Bound on the bytes of the matrices that one rank orthogonalizes in one exchange, in "
+            "full precision; a larger matrix goes alone. Inputs of rules come on top, and ranks "
+            "that hold most of the elements may send more."
         ),
     )
     slots: int = setting(

@@ -64,7 +64,7 @@ class UpdateList:
     positions
         Positions in `Bucket.applying`.
     targets, updates
-        Views of the parameters, and of the buffer that their updates arrive in.
+        Views of the parameters, and of the buffer that their updates arrive in, in the wire type.
     masters
         Views of the float32 master weights of 16-bit parameters; empty without them.
     """
@@ -112,7 +112,7 @@ class Bucket:
     stacks
         The matrices that this rank orthogonalizes.
     elements
-        The elements of these matrices and of their inputs.
+        Number of elements of these matrices and of their inputs.
     matrices, inputs
         These matrices as tensors, (count, rows, columns) each, and their inputs; set by `bind`.
     update_lists
@@ -188,9 +188,8 @@ class Bucket:
         for j in self.exchange.messages.owned:
             job = self.exchange.messages.jobs[j]
             shapes = self._plan.parameters[job.parameter].view.block_shapes
-            shape = shapes[
-                job.block % len(shapes)
-            ]  # of a part; the parts of all matrices are alike
+            # The parts of all matrices are alike.
+            shape = shapes[job.block % len(shapes)]
             jobs_by_kind.setdefault((groups[job.parameter], shape), []).append(j)
         return [
             Stack(group=group, shape=shape, jobs=tuple(members))
@@ -274,7 +273,7 @@ class Bucket:
 
     def _bind_matrices(self, workspace: Tensor) -> None:
         """Create matrices and inputs in the workspace, and the views of the owners' buffer."""
-        flat = workspace.view(self.exchange.dtype)
+        flat = workspace.view(self.exchange.full_dtype)
         start = 0
         planes: list[list[Tensor]] = []
         for _ in ("direction", *self.asked):

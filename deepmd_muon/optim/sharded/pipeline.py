@@ -27,7 +27,8 @@ on their way.
 
 All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or
 disjoint (the plan refuses others), larger domains come first, and the order within a domain follows
-from the plan alone.
+from the plan alone. Whether the next gather may start must therefore never depend on this rank's
+own messages, which have other lengths on other ranks.
 
 A parameter without a gradient
 ------------------------------
@@ -171,7 +172,11 @@ def _by_group_and_dtype(
 
 
 class BufferSlot(NamedTuple):
-    """Buffers that several buckets use in turn: the longest that any of them needs, float64."""
+    """Buffers that several buckets use in turn, float64, as long as the longest of them needs.
+
+    Pieces of this rank's own parameters are in `holders`, those of the blocks that it owns in
+    `owners`; each bucket uses both from its gather until its updates have been applied.
+    """
 
     holders: Tensor
     owners: Tensor
@@ -188,6 +193,9 @@ class Pipeline:
     ----------
     travelling, staying
         The buckets exchanged between ranks, and portions of the blocks that stay on this rank.
+    n_slots, n_first
+        Number of buckets that may be in flight, and of those whose gathers start at once: the
+        constructor of `PipelineStep` packs them, before the portions.
     packing_order
         All of these in the order in which they are packed.
     momentum_updates
@@ -223,7 +231,8 @@ class Pipeline:
             self.travelling += self._travelling_buckets(domain, process_group)
             self.staying += self._staying_buckets(domain)
 
-        # The first gathers start before local blocks are computed, to overlap with them.
+        # The first gathers start before local blocks are computed, to overlap with them. As many
+        # start as `PipelineStep._start_gathers` finds room for when nothing is in flight.
         self.n_slots = plan.settings.slots
         self.n_first = min(self.n_slots, len(self.travelling))
         self.packing_order = [
@@ -286,7 +295,7 @@ class Pipeline:
             messages=messages,
             bucket=number,
             group=process_group,
-            dtype=_FULL_PRECISION[domain.itemsize],
+            full_dtype=_FULL_PRECISION[domain.itemsize],
             device=self.device,
         )
         return Bucket(
@@ -310,7 +319,11 @@ class Pipeline:
         return advanced
 
     def _allocate_slots(self) -> list[BufferSlot]:
-        """Share buffers: travelling buckets take turns; portions, one at a time, have their own."""
+        """Share buffers: travelling buckets take turns; portions, one at a time, have their own.
+
+        Buckets start and end in one order. So when fewer than `n_slots` are in flight, the buffers
+        of the next one are free: bucket k has those of bucket k − `n_slots`.
+        """
         in_turns = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
         slots = []
         for buckets in (*in_turns, self.staying):
@@ -330,7 +343,7 @@ class Pipeline:
     def _allocate_workspace(self) -> Tensor:
         """Return memory for the matrices of one bucket; only one is orthogonalized at a time."""
         words = [
-            bucket.elements * bucket.exchange.dtype.itemsize // _WORKSPACE_WORD + 1
+            bucket.elements * bucket.exchange.full_dtype.itemsize // _WORKSPACE_WORD + 1
             for bucket in self.packing_order
         ]
         return self._float64(max(words, default=0))
@@ -529,7 +542,10 @@ class PipelineStep:
             self._apply(InFlight(bucket, back))
 
     def _start_gathers(self) -> None:
-        """Pack further buckets and start their gathers while slots are free."""
+        """Pack further buckets and start their gathers while slots are free.
+
+        Only the number of buckets decides, which is the same on all ranks of a domain.
+        """
         n_slots = self._pipeline.n_slots
         while self._waiting and len(self._gathering) + len(self._returning) < n_slots:
             bucket = self._waiting.popleft()

@@ -1,8 +1,12 @@
 """The plan of which rank orthogonalizes which matrix, and of the messages.
 
-A plan consists of plain values that are identical on every rank; the glossary of this package has
-its words. Some jobs stay on one rank. The others form buckets; each bucket takes one all-to-all to
-the owners and one back.
+A plan consists of plain values; the glossary of this package has its words. Each rank plans the
+parameters that it has. So a domain is identical on all of its ranks, but plans may have different
+domains: of four ranks, two may share a further domain. What all ranks of a domain must do alike
+has to follow from this domain and those before it, which all of them have.
+
+Some jobs stay on one rank. The others form buckets; each bucket takes one all-to-all to the owners
+and one back.
 
 Owners are chosen longest processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969):
 blocks of all shapes, in decreasing order of work, go to the rank with the least work so far; in a
@@ -230,9 +234,9 @@ class Domain:
         Number of exchanges.
     work
         Floating-point operations of each rank.
-    gathered
-        Bytes of the momenta of one rank, if all ranks gather them before the step; see
-        `RepeatedMuon`.
+    gathered_bytes
+        Bytes of the momenta of one rank, if all ranks gather them before the step (see
+        `RepeatedMuon`); else 0.
     """
 
     ranks: tuple[int, ...]
@@ -243,9 +247,9 @@ class Domain:
     jobs: tuple[Job, ...]
     buckets: int
     work: Mapping[int, int]
-    gathered: int = 0
+    gathered_bytes: int = 0
 
-    def header(self, leg: Leg) -> int:
+    def header_words(self, leg: Leg) -> int:
         """Return the header's words per piece.
 
         They are presence, the rules' state per block, and (gather only) their sums.
@@ -267,9 +271,11 @@ class Domain:
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
         itemsize = self.itemsize if dtype == "full" else NARROW
         element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
-        return WORD * (pieces * self.header(leg) + lines + element_words)
+        return WORD * (pieces * self.header_words(leg) + lines + element_words)
 
-    def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
+    def bytes_of_messages(
+        self, leg: Leg, settings: ShardedSettings
+    ) -> dict[tuple[int, int, int], int]:
         """Return the bytes of every message of one leg, by bucket, sender and receiver.
 
         Messages of a rank to itself are left out.
@@ -296,9 +302,9 @@ class Domain:
 
     def sent(self, settings: ShardedSettings) -> dict[int, int]:
         """Return the bytes that leave each rank in one step."""
-        sent = dict.fromkeys(self.ranks, self.gathered * (len(self.ranks) - 1))
+        sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
         for leg in LEGS:
-            for (_, sender, _), size in self.messages(leg, settings).items():
+            for (_, sender, _), size in self.bytes_of_messages(leg, settings).items():
                 sent[sender] += size
         return sent
 
@@ -318,7 +324,7 @@ class Domain:
     def seconds(self, settings: ShardedSettings) -> float:
         """Predict the time of one step, without overlap [s]."""
         n_collectives = sum(len(buckets) for buckets in self.exchanges().values())
-        if self.gathered:
+        if self.gathered_bytes:
             n_collectives += 1
         return (
             max(self.work.values()) / FLOPS_PER_SECOND
@@ -329,7 +335,7 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The step of all parameters of the Muon route."""
+    """The step of this rank's parameters of the Muon route."""
 
     parameters: tuple[PlannedParameter, ...]  # in the optimizer's order
     settings: ShardedSettings
@@ -340,7 +346,7 @@ class Plan:
         return [
             f"plan version {VERSION}",
             str(self.settings),
-            f"ranks {domain.ranks}, spread {domain.spread}, gathered {domain.gathered}",
+            f"ranks {domain.ranks}, spread {domain.spread}, gathered {domain.gathered_bytes}",
             *(str(self.parameters[i]) for i in domain.parameters),
             *(
                 f"{self.parameters[job.parameter].name} block {job.block}: owner {job.owner}, "
@@ -396,7 +402,7 @@ def make_plan(
     settings = settings or ShardedSettings()
     _refuse_overlaps(parameters)
     domains = _domains(parameters, settings, may_gather=True)
-    if len({bool(domain.gathered) for domain in domains}) > 1:
+    if len({bool(domain.gathered_bytes) for domain in domains}) > 1:
         # The momenta of all domains are gathered, or none.
         domains = _domains(parameters, settings, may_gather=False)
     return Plan(tuple(parameters), settings, tuple(domains))
@@ -553,11 +559,11 @@ def _domain(
     first.
     """
     blocks: list[_PlannedBlock] = []
-    gathered = 0
+    gathered_bytes = 0
     for i in positions:
         p = parameters[i]
         if p.state_layout is not None and not spread and len(ranks) > 1:
-            gathered += _largest_part(p.shape, p.state_layout) * itemsize
+            gathered_bytes += _largest_part(p.shape, p.state_layout) * itemsize
             p = dataclasses.replace(p, state_layout=None)
         blocks += _blocks_of(p, i, itemsize)
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
@@ -570,6 +576,9 @@ def _domain(
         for owner, sources, destinations in assignments:
             bucket = None
             if any(rank != owner for rank in (*sources, *destinations)):
+                # Whole blocks in full precision: without headers and the inputs of rules, which can
+                # make an exchange larger than `bucket_bytes`. The bound is on what one owner
+                # handles; a rank that holds most of the elements may send more.
                 returned = sum(destinations.values()) * itemsize
                 load = max(block.size, returned)
                 bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
@@ -597,7 +606,7 @@ def _domain(
         jobs=tuple(jobs),
         buckets=1 + max((last.bucket for last in filling.values()), default=-1),
         work={rank: balance.loads[rank] - loads[rank] for rank in ranks},
-        gathered=gathered,
+        gathered_bytes=gathered_bytes,
     )
 
 
@@ -664,7 +673,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     replicas = ""
     if any(len(p.layout.replicas()) > 1 for p in parameters):
         replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
-    momenta = ", 1 for the momenta" if domain.gathered else ""
+    momenta = ", 1 for the momenta" if domain.gathered_bytes else ""
     return (
         f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "
         f"{'; '.join(layouts)}{replicas}; {n_staying} jobs stay, "

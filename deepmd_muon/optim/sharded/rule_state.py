@@ -87,7 +87,7 @@ class RuleState:
         self._jobs = exchange.messages.jobs
         self.keys = carried(rules).blocks
         self._dtypes = {
-            key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()
+            key: tensor.dtype_for(exchange.full_dtype) for key, tensor in tensors_of(rules).items()
         }
         self._single_values = {key for key, tensor in carried(rules).lines if tensor.along is None}
         self._place_of_job = place_of_job

@@ -132,7 +132,7 @@ class ShardedStep:
             any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
             or any(domain.buckets for domain in self.plan.domains)
         )
-        self.gathers = any(domain.gathered for domain in self.plan.domains)
+        self.gathers = any(domain.gathered_bytes for domain in self.plan.domains)
         self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
 
         # Of `prepare` and `agree`.

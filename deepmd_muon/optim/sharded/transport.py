@@ -1,8 +1,12 @@
 """The exchange of one bucket: an all-to-all to the owners, and another one back.
 
 A message is a row of 8-byte words: a header per piece (presence, the rules' state per block and
-sums), the rules' state per row or column, then all elements in the type of messages. Buffers are
-float64 tensors; the elements are views of them, so that one collective carries everything.
+sums), the rules' state per row or column, then all elements in the wire type. Buffers are float64
+tensors; the elements are views of them, so that one collective carries everything.
+
+The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded to it when they are
+copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
+buffer, and `apply_updates` widens them.
 
 Buckets take turns with a fixed number of buffers (the setting `slots`), so that views of them are
 created once. On GPUs collectives run on a high-priority stream and overlap with the work that the
@@ -26,7 +30,7 @@ from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
 from deepmd_muon.optim.torch_hooks import Phase, in_phase, phase
 
 _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Payload(NamedTuple):
@@ -40,12 +44,12 @@ class Payload(NamedTuple):
 class Side:
     """All messages that a rank sends to its peers, or receives from them, in one leg.
 
-    All lists have one entry for each piece, in the order of the messages.
+    All lists but `splits` have one entry for each piece, in the order of the messages.
 
     Attributes
     ----------
-    dtype
-        Element type on the wire.
+    wire_dtype
+        Element type on the wire: `full_dtype` unless the settings name a narrower one.
     planes
         Number of planes: directions, then the inputs that rules request.
     splits
@@ -68,15 +72,15 @@ class Side:
         domain: Domain,
         leg: Leg,
         messages: RankMessages,
-        wide: torch.dtype,
+        full_dtype: torch.dtype,
         device: torch.device,
         *,
         sending: bool,
     ) -> None:
-        wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-        self.dtype = _DTYPES.get(wire, wide)
+        chosen = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.wire_dtype = _NARROW_DTYPES.get(chosen, full_dtype)
         self.planes = domain.planes(leg)
-        header_words = domain.header(leg)
+        header_words = domain.header_words(leg)
         leg_messages = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in leg_messages]
         self.words = sum(self.splits)
@@ -91,7 +95,7 @@ class Side:
             header_positions += range(message_start, headers_end)
             line_bounds = list(itertools.accumulate(message.lines, initial=headers_end))
             self.lines += itertools.pairwise(line_bounds)
-            element = line_bounds[-1] * WORD // self.dtype.itemsize
+            element = line_bounds[-1] * WORD // self.wire_dtype.itemsize
             for job, elements in zip(message.jobs, message.elements, strict=True):
                 self.payloads.append(Payload(job, element, elements))
                 element += self.planes * elements
@@ -101,7 +105,7 @@ class Side:
 
     def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
-        flat = buffer.view(self.dtype)
+        flat = buffer.view(self.wire_dtype)
         views = []
         for payload in self.payloads:
             start = payload.start + plane * payload.elements
@@ -153,8 +157,21 @@ class CollectiveStream:
 class Exchange:
     """One bucket of one domain on one rank; without `bucket`, a portion of jobs that stay on it.
 
-    `group` is the process group of the domain's ranks in ascending order; `dtype` is that of
-    full-precision elements.
+    `group` is the process group of the domain's ranks in ascending order.
+
+    Attributes
+    ----------
+    messages
+        The pieces in each message.
+    full_dtype
+        Element type of matrices and updates outside messages, float32 or float64.
+    outward, inward
+        By leg: what this rank sends, and what it receives. In the gather it sends as a holder and
+        receives as an owner; in the return, the other way round.
+    words
+        Lengths of the holders' and of the owners' buffer.
+    sent, received
+        By leg: the parts of these two buffers that the collective reads and writes; set by `bind`.
     """
 
     def __init__(
@@ -164,16 +181,18 @@ class Exchange:
         messages: RankMessages,
         bucket: int | None,
         group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
+        full_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.messages = messages
-        self.dtype = dtype
+        self.full_dtype = full_dtype
         self._group = group
         crossing = domain.exchanges()
         self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
 
-        make = functools.partial(Side, plan, domain, messages=messages, wide=dtype, device=device)
+        make = functools.partial(
+            Side, plan, domain, messages=messages, full_dtype=full_dtype, device=device
+        )
         self.outward = {leg: make(leg, sending=True) for leg in LEGS}
         self.inward = {leg: make(leg, sending=False) for leg in LEGS}
         # Lengths of the two buffers, each used by both legs.

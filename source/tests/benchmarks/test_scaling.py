@@ -70,7 +70,7 @@ def test_the_plan_shares_or_repeats_the_orthogonalizations(scaling, monkeypatch)
     free = scaling.Network(gpus=64, bandwidth=math.inf, delay=0.0, peer=0.0)
     step = make_step(scaling, network=free, several={2: {0: 1e-3 + 1e-15}})
     plan = scaling.plan_of(scaling._input(step.case), 4, 1)
-    assert plan.domains[0].gathered
+    assert plan.domains[0].gathered_bytes
     assert step.optimizer(4, 1) == pytest.approx(2e-4, rel=1e-6)
     plan = make_plan(plan.parameters, dataclasses.replace(plan.settings, replication="spread"))
     monkeypatch.setattr(scaling, "plan_of", lambda *_: plan)

@@ -135,7 +135,7 @@ def cut_state():
         exact = tolerance == 0.0 and world != 3
         for replication in ("spread", "repeat"):
             replicas = Replicas(shapes, mesh_of((world,)), {"replication": replication}, **settings)
-            assert bool(replicas.optimizers[1].plan.domains[0].gathered) == (
+            assert bool(replicas.optimizers[1].plan.domains[0].gathered_bytes) == (
                 replication == "repeat"
             )
             for _ in range(3):
@@ -304,7 +304,7 @@ def cut_state_collectives():
         replicas.step()
     (domain,) = replicas.optimizers[1].plan.domains
     assert not calls
-    assert gathers[1:] == [domain.gathered // 4, gathers[0]]
+    assert gathers[1:] == [domain.gathered_bytes // 4, gathers[0]]
     assert domain.sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
 
 

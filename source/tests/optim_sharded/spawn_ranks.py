@@ -69,6 +69,13 @@ def run_cases(world, cases, device="cpu"):
 
     On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case ends the run, since
     its collectives may be out of step.
+
+    One case alone, from this folder with PYTHONPATH=.. and `python -c`::
+
+        from sharded_cases import CASES
+        from spawn_ranks import run_cases
+
+        print(run_cases(2, [case for case in CASES if case[0] == "small buckets"]))
     """
     results = forked.context().SimpleQueue()
     arguments = world, free_port(), cases, results, device

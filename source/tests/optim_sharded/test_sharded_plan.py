@@ -131,14 +131,14 @@ def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
     ]
     told = ShardedSettings(state="sharded")
     (domain,) = make_plan(small, told).domains
-    assert (domain.spread, domain.buckets, domain.gathered) == (
+    assert (domain.spread, domain.buckets, domain.gathered_bytes) == (
         False,
         0,
         4 * (6 * 16 + 10 * 2),
     )  # ceil(7 / 4) = 2
     assert {job.owner for job in domain.jobs} == {0, 1, 2, 3}
     assert all(job.sources == {job.owner: n} for job in domain.jobs for n in job.sources.values())
-    assert domain.sent(told) == dict.fromkeys(range(4), 3 * domain.gathered)
+    assert domain.sent(told) == dict.fromkeys(range(4), 3 * domain.gathered_bytes)
     plan = make_plan(small, told)
     assert "1 for the momenta" in plan.describe()
     # Work that takes longer than the bytes is shared, and so is what cannot be gathered.
@@ -155,7 +155,7 @@ def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
         ([cut("a", (24, 16), range(1))], {}),
     ):
         domains = make_plan(params, dataclasses.replace(told, **settings)).domains
-        assert all(domain.spread and not domain.gathered for domain in domains), settings
+        assert all(domain.spread and not domain.gathered_bytes for domain in domains), settings
 
 
 @given(parameters())
@@ -274,7 +274,9 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
         sent = dict.fromkeys(domain.ranks, 0)
         for leg in LEGS:
             planes = 1 + any(rule.inputs for rule in domain.rules) if leg == "gather" else 1
-            for (bucket, sender, receiver), size in domain.messages(leg, plan.settings).items():
+            for (bucket, sender, receiver), size in domain.bytes_of_messages(
+                leg, plan.settings
+            ).items():
                 holder, owner = (sender, receiver) if leg == "gather" else (receiver, sender)
                 pieces = [
                     job
@@ -284,7 +286,7 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
                 elements = sum(job.holders(leg)[holder] for job in pieces)
                 lines = sum(job.lines.get(holder, 0) for job in pieces)
                 words = (
-                    len(pieces) * domain.header(leg)
+                    len(pieces) * domain.header_words(leg)
                     + lines
                     + -(-elements * planes * domain.itemsize // 8)
                 )
