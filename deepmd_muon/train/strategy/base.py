@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import signal
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +23,11 @@ from deepmd_muon.optim.other_configs import MuonConfig
 from deepmd_muon.optim.routing.routes import adamw_patterns_of
 from deepmd_muon.setting import InvalidSettingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
+from deepmd_muon.train.process.signals import SIGNALS
 from deepmd_muon.train.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Signals that end a run after its step; the ranks agree on them.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # Settings that are patterns on names of parameters. Those of `splits` only begin with one, and are
 # not translated.

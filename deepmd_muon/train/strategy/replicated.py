@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.process.signals import SIGNALS
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.strategy.base import SIGNALS, Reduced, SeveralRanks
+from deepmd_muon.train.strategy.base import Reduced, SeveralRanks
 from deepmd_muon.train.strategy.gradient_sum import GradientSum, Mean
 
 
