@@ -191,6 +191,10 @@ class LateRequests:
     Every rank reads the sum of the same step after the same step. So all of them end together, and
     none waits for a step that has just been launched.
 
+    A request that comes while the host reads batch n, or launches step n, goes to the device after
+    step n. Step n + 1 sums it, and every rank reads it after step n + 1 + `STEPS`. No step
+    follows.
+
     Attributes
     ----------
     of_this_rank, summed
