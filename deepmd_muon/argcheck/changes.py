@@ -25,7 +25,8 @@ _NOT_PHYSICS = (
     "rcond",
     "set_davg_zero",
 )
-_TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/", "training/numb_")
+# Beginnings of the keys that decide which steps a run takes; a change of others is no warning.
+_STEERING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/", "training/numb_")
 
 
 def check_model_section(
@@ -76,7 +77,7 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
         for key, change in changes.items()
         if not key.startswith(("model/", "replay")) and key not in left_out
     }
-    important = [change for key, change in changes.items() if key.startswith(_TRAINING)]
+    important = [change for key, change in changes.items() if key.startswith(_STEERING)]
     if important:
         log.warning("since %s was written: %s", path, "; ".join(important))
     for change in changes.values():

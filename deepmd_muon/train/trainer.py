@@ -194,7 +194,7 @@ class Trainer:
     # ----- the run -------------------------------------------------------------------------------
 
     def run(self, begun: float | None = None) -> int:
-        """Train until the last step.
+        """Train until the last step, the early stop of validation, or a signal.
 
         Parameters
         ----------
@@ -235,6 +235,7 @@ class Trainer:
             except Exception:
                 self._rescue()
                 raise
+        # A signal that came too late to be agreed on counts on the ranks that received it alone.
         stop_signal = self.strategy.stop_signal or signals.number
         if stop_signal is not None:
             log.warning(
@@ -330,6 +331,8 @@ class Trainer:
             stratified=isinstance(self._order, StratifiedOrder),
         )
         warned_of_neighbors = False
+        # Ranks sum gradients in every step, so all must leave the loop after the same one. These
+        # three values are equal on all of them.
         while (
             self.step < self.num_steps
             and self.strategy.stop_signal is None
@@ -377,7 +380,10 @@ class Trainer:
         self._divergence.add(row)
 
     def _stops_early(self) -> bool:
-        """Return, and log, whether no trained branch has had a new best within its patience."""
+        """Return, and log, whether no trained branch has had a new best within its patience.
+
+        Equal on all ranks, which measure validation errors together.
+        """
         if not self._trained_branches <= self.validation.stopped:
             return False
         log.info(

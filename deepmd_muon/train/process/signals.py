@@ -10,7 +10,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: Signals that end a run after its step. The ranks of a run agree on them in this order.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
@@ -42,7 +43,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         try:
-            for caught in _SIGNALS:
+            for caught in SIGNALS:
                 self._previous[caught] = signal.signal(caught, self._receive)
         except ValueError:  # only the main thread may handle signals
             self._previous.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import signal
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +23,11 @@ from deepmd_muon.optim.other_configs import MuonConfig
 from deepmd_muon.optim.routing.routes import adamw_patterns_of
 from deepmd_muon.setting import InvalidSettingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
+from deepmd_muon.train.process.signals import SIGNALS
 from deepmd_muon.train.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Signals that end a run after its step; the ranks agree on them.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # Settings that are patterns on names of parameters. Those of `splits` only begin with one, and are
 # not translated.
@@ -77,8 +74,9 @@ class Strategy(ABC):
     Attributes
     ----------
     stop_signal
-        Number of the signal that ends the run after this step, the same on all ranks; None to go
-        on.
+        Number of the signal that ends the run after this step; None to go on. The training loop
+        reads it before each step. `request_stop` on one rank sets it on all ranks after the same
+        step, in `reduce` or `launched`; a single process sets it at once.
     cuts_parameters
         Whether a rank holds only a part of each parameter between steps.
     reads_on_host
@@ -134,7 +132,10 @@ class Strategy(ABC):
         """Ask for the end of the run because this process received a signal."""
 
     def launched(self) -> None:  # noqa: B027 (a single process has nothing to agree on)
-        """Do what several ranks do on the host after every step that waits for nothing."""
+        """Do what several ranks do on the host after a step of `DeviceStepper`.
+
+        Such a step waits for nothing, so what it has summed is still on its way to the host.
+        """
 
     def reshard(self) -> None:  # noqa: B027 (nothing to do if parameters are never gathered)
         """Free parameters that a forward-only pass has gathered."""
@@ -177,7 +178,10 @@ class SeveralRanks(Strategy):
         return torch.stack([loss, *requests])
 
     def _agree(self, counts: Sequence[float]) -> None:
-        """Take the number of ranks that have received each signal; the first one wins."""
+        """Take the number of ranks that have received each signal, in the order of `SIGNALS`.
+
+        If ranks have received different signals, the run ends by the first of `SIGNALS`.
+        """
         received = [number for number, count in zip(SIGNALS, counts, strict=True) if count]
         self.stop_signal = int(received[0]) if received else None
 

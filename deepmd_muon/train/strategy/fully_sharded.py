@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.process.signals import SIGNALS
 from deepmd_muon.train.ranks.ranks import Ranks, local_part
-from deepmd_muon.train.strategy.base import SIGNALS, Reduced, SeveralRanks
+from deepmd_muon.train.strategy.base import Reduced, SeveralRanks
 
 
 def sharding_mesh(ranks: Ranks, replicate_degree: int = 1) -> DeviceMesh:

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.process.signals import SIGNALS
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.strategy.base import SIGNALS, Reduced, SeveralRanks
+from deepmd_muon.train.strategy.base import Reduced, SeveralRanks
 from deepmd_muon.train.strategy.gradient_sum import GradientSum, Mean
 
 
@@ -189,6 +190,10 @@ class LateRequests:
 
     Every rank reads the sum of the same step after the same step. So all of them end together, and
     none waits for a step that has just been launched.
+
+    A request that comes while the host reads batch n, or launches step n, goes to the device after
+    step n. Step n + 1 sums it, and every rank reads it after step n + 1 + `STEPS`. No step
+    follows.
 
     Attributes
     ----------

@@ -38,7 +38,7 @@ _OF_BRANCHES = "full_validation_of_branches"
 class Validation:
     """Measures the errors of every branch with validation data; a collective.
 
-    `now` notes the run's activity and step.
+    `note` tells the run's other ranks the activity and the step, see `Trainer._note`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Validation:
         branches: Mapping[str, RunBranch],
         num_steps: int,
         strategy: Strategy,
-        now: Callable[[str, int], None],
+        note: Callable[[str, int], None],
     ) -> None:
         self._run_input = run_input
         self._branches = {
@@ -56,7 +56,7 @@ class Validation:
         self._num_steps = num_steps
         self._strategy = strategy
         self._ranks = strategy.ranks
-        self._now = now
+        self._note = note
         settings = run_input.settings
         self._full = {
             name: FullValidation(
@@ -197,5 +197,5 @@ class Validation:
     def _announced(self, batches: Iterable[T], step: int = 0) -> Iterator[T]:
         """Note every batch as an activity: all together may take longer than ranks wait."""
         for batch in batches:
-            self._now("validating", step)
+            self._note("validating", step)
             yield batch

@@ -35,7 +35,10 @@ PATIENCE = 900.0
 class Job:
     """One training on all ranks.
 
-    `accident` names a function of this module that prepares it on every rank; `launcher` whose variables are set.
+    `options` go to `deepmd_muon.train.run`; `launcher` is the program whose variables are set.
+
+    `accident` names a function of this module. Every rank calls it with its number before the run. It replaces what
+    the accident needs, often with `_replace` or `_in_step`, and returns a function that puts it back, or None.
     """
 
     folder: Path
