@@ -273,8 +273,12 @@ class Nodes(FourPasses):
     def _common(self, x: Tensor) -> dict[str, Any]:
         """Return the arguments that all element-wise kernels on matrices like x share."""
         assert self.activation.formula is not None
-        constants = self.activation.formula.constants
-        return {"count": x.numel(), "width": x.shape[1], "block": BLOCK, **constants}
+        return {
+            "count": x.numel(),
+            "width": x.shape[1],
+            "block": BLOCK,
+            **self.activation.formula.kernel_arguments,
+        }
 
     def _tile(self, moment: Tensor) -> dict[str, int]:
         """Return the sizes of the symmetrization, which are known when its kernels are compiled."""
@@ -334,7 +338,7 @@ def value_kernel(
     count,  # atoms·n
     width,  # n
     alpha: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -346,7 +350,7 @@ def value_kernel(
         total += rho * tl.load(messages[k] + index, mask, 0.0)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        f, _, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        f, _, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         total += rho * f
     tl.store(x_new + index, total, mask)
 
@@ -360,7 +364,7 @@ def adjoint_kernel(
     step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -372,7 +376,7 @@ def adjoint_kernel(
         tl.store(message_bars[k] + index, rho * y_bar_value, mask)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         tl.store(h_bar[k] + index, rho * slope * y_bar_value, mask)
 
 
@@ -387,7 +391,7 @@ def tangent_kernel(
     count,  # atoms·n
     width,  # n
     alpha: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -399,7 +403,7 @@ def tangent_kernel(
         total += rho * tl.load(message_dots[k] + index, mask, 0.0)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         total += rho * slope * tl.load(h_dot[k] + index, mask, 0.0)
     tl.store(x_new_dot + index, total, mask)
 
@@ -417,7 +421,7 @@ def gradient_kernel(
     step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     with_forces: tl.constexpr,
     block: tl.constexpr,
@@ -440,7 +444,7 @@ def gradient_kernel(
         tl.store(terms[4 + k] + index, rho_term, mask)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         h_term = slope * y_hat_value
         rho_term = f * y_hat_value
         if with_forces:
