@@ -219,7 +219,8 @@ class Nodes(FourPasses):
         (y_hat,) = cotangents
         n_messages = len(nodes.messages)
         message_hats = tuple(torch.empty_like(message) for message in nodes.messages)
-        # ĥ₀, ĥ₁, then for each ρ the terms of its gradient, atom by atom; summed below.
+        # ĥ₀, ĥ₁, then for each ρ the terms of its gradient, atom by atom: one tensor, so that one
+        # sum below gives the gradients of biases and of ρ.
         terms = y_hat.new_empty(2 + len(nodes.step_sizes), *y_hat.shape)
         if adjoint is None or tangent is None:
             # The kernel reads none of these; Triton wants pointers all the same.
@@ -229,7 +230,8 @@ class Nodes(FourPasses):
             h_dot = tangent.h_self_dot, tangent.h_symmetric_dot
             message_dots = tangent.message_dots
         gradient_kernel[self._grid(y_hat)](
-            terms=tuple(terms),
+            h_hat=tuple(terms[:2]),
+            rho_terms=tuple(terms[2:]),
             message_hats=message_hats,
             y_hat=y_hat,
             y_bar=y_bar,
@@ -410,7 +412,8 @@ def tangent_kernel(
 
 @triton.jit
 def gradient_kernel(
-    terms,  # (4 + K) × (atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
+    h_hat,  # 2 × (atoms, n), written
+    rho_terms,  # (2 + K) × (atoms, n), written: the gradient of each ρ before the sum over atoms
     message_hats,  # K × (atoms, n), written
     y_hat,  # (atoms, n)
     y_bar,  # (atoms, n); read only with forces, as are all dots
@@ -441,7 +444,7 @@ def gradient_kernel(
         rho_term = tl.load(messages[k] + index, mask, 0.0) * y_hat_value
         if with_forces:
             rho_term += tl.load(message_dots[k] + index, mask, 0.0) * y_bar_value
-        tl.store(terms[4 + k] + index, rho_term, mask)
+        tl.store(rho_terms[2 + k] + index, rho_term, mask)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
         f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
@@ -451,8 +454,8 @@ def gradient_kernel(
             h_dot_y_bar = tl.load(h_dot[k] + index, mask, 0.0) * y_bar_value
             h_term += bend * h_dot_y_bar
             rho_term += slope * h_dot_y_bar
-        tl.store(terms[k] + index, rho * h_term, mask)
-        tl.store(terms[2 + k] + index, rho_term, mask)
+        tl.store(h_hat[k] + index, rho * h_term, mask)
+        tl.store(rho_terms[k] + index, rho_term, mask)
 
 
 # ----- symmetrization: a program computes one atom -----------------------------------------------
