@@ -19,7 +19,10 @@ DEVICE = torch.device("cpu" if INTERPRETING else "cuda")
 
 
 def on_each_backend(test):
-    """Run a test in the interpreter's process, and on a GPU with `pytest -m gpu`."""
+    """Run a test in the interpreter's process, and on a GPU with `pytest -m gpu`.
+
+    Plain pytest leaves it out. One test in the interpreter: CONTRIBUTING.md, "Add a kernel".
+    """
     if INTERPRETING:
         return test
     return pytest.mark.gpu(

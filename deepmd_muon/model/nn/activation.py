@@ -27,6 +27,10 @@ _Function = Callable[[torch.Tensor], torch.Tensor]
 class Formula(NamedTuple):
     """The function as kernels compute it (`layer_kernels.curve`).
 
+    The one switch of all kernels that apply an activation: an `Activation` with a formula may take
+    the kernels of layers and of DPA-3, one without takes torch's operations everywhere. A new kind
+    therefore needs f, f′ and f″ in `curve`, precise enough for the kernels in float32.
+
     Attributes
     ----------
     kind
@@ -41,10 +45,10 @@ class Formula(NamedTuple):
     start: float = 0.0
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """The members as arguments of kernels; compile-time constants keep double precision."""
-        kind, *curve_of = self
-        return {"curve_of": tuple(curve_of), "kind": kind}
+    def kernel_arguments(self) -> dict[str, Any]:
+        """What kernels pass to `curve`; compile-time constants keep double precision."""
+        constants = self.threshold, self.rate, self.start
+        return {"curve_constants": constants, "kind": self.kind}
 
 
 @dataclass(frozen=True)

@@ -39,22 +39,24 @@ def tanh(x):
 
 
 @triton.jit
-def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
+def curve(h, kind: tl.constexpr, curve_constants: tl.constexpr):
     """Return f(h), f′(h) and f″(h).
 
-    `curve_of` are threshold, rate and start of an `activation.Formula`.
-    The compiler drops the results that a caller does not use.
+    `kind` and `curve_constants`, which are threshold, rate and start, come from
+    `activation.Formula.kernel_arguments`. The compiler drops the results that a caller does not
+    use.
     """
     if kind == "tanh":
         value = tanh(h)
         slope = 1.0 - value * value
         return value, slope, -2.0 * value * slope
+    # "silu" and "silut"
     x = h
     if kind == "silut":  # one sigmoid σ serves both pieces, since tanh x = 2σ(2x) − 1
         # Arguments and variables would be rounded to single precision; constants are not.
-        threshold: tl.constexpr = curve_of[0]
-        rate: tl.constexpr = curve_of[1]
-        start: tl.constexpr = curve_of[2]
+        threshold: tl.constexpr = curve_constants[0]
+        rate: tl.constexpr = curve_constants[1]
+        start: tl.constexpr = curve_constants[2]
         past = h - threshold  # a comparison would round the constant
         x = tl.where(past >= 0.0, 2.0 * rate * past, h)
     sigmoid = tl.sigmoid(x)
@@ -73,12 +75,12 @@ def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
 
 
 @triton.jit
-def _derivatives(keep, kind: tl.constexpr, curve_of: tl.constexpr):
+def _derivatives(keep, kind: tl.constexpr, curve_constants: tl.constexpr):
     """Return f, f′ and f″ from an element of `keep`."""
     if kind == "tanh":
         slope = 1.0 - keep * keep
         return keep, slope, -2.0 * keep * slope
-    return curve(keep, kind, curve_of)
+    return curve(keep, kind, curve_constants)
 
 
 # ----- kernels: a program computes `block` elements of (rows, width) ------------------------------
@@ -103,7 +105,7 @@ def _forward_kernel(
     width,
     scaled: tl.constexpr,
     residual: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -115,7 +117,7 @@ def _forward_kernel(
         value = tanh(value)
     tl.store(keep + index, value, mask)
     if kind != "tanh":
-        value = curve(value, kind, curve_of)[0]
+        value = curve(value, kind, curve_constants)[0]
     if scaled:
         value *= tl.load(idt + column, mask, 0.0)
     if residual:
@@ -132,7 +134,7 @@ def _scalar_kernel(
     start,  # (rows, width)
     count,  # rows·width
     width,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -144,7 +146,7 @@ def _scalar_kernel(
         tl.store(out + index, tanh(h), mask)
     else:
         tl.store(keep + index, h, mask)
-        tl.store(out + index, curve(h, kind, curve_of)[0], mask)
+        tl.store(out + index, curve(h, kind, curve_constants)[0], mask)
 
 
 @triton.jit
@@ -157,13 +159,13 @@ def _slope_kernel(
     count,  # rows·width
     width,
     scaled: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
     """h̄ = f′(h)∘idt∘ȳ."""
     index, mask, row, column = _elements(count, width, block)
-    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
+    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_constants)
     factor = tl.load(y_bar + row * stride + column, mask, 0.0)
     if scaled:
         factor *= tl.load(idt + column, mask, 0.0)
@@ -182,13 +184,13 @@ def _tangent_kernel(
     width,
     scaled: tl.constexpr,
     residual: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
     """ẏ = f′(h)∘ḣ∘idt + copies of ẋ."""
     index, mask, row, column = _elements(count, width, block)
-    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
+    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_constants)
     result = slope * tl.load(h_dot + index, mask, 0.0)
     if scaled:
         result *= tl.load(idt + column, mask, 0.0)
@@ -209,7 +211,7 @@ def _cotangent_kernel(
     count,  # rows·width
     width,
     scaled: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -219,7 +221,7 @@ def _cotangent_kernel(
     over rows.
     """
     index, mask, row, column = _elements(count, width, block)
-    value, slope, bend = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
+    value, slope, bend = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_constants)
     h_dot_value = tl.load(h_dot + index, mask, 0.0)
     y_hat_value = tl.load(y_hat + index, mask, 0.0)
     y_bar_value = tl.load(y_bar + row * stride + column, mask, 0.0)
@@ -242,7 +244,12 @@ def _grid(keep: Tensor) -> tuple[int]:
 
 def _common(keep: Tensor, formula: Formula) -> dict[str, Any]:
     """Return the arguments that all kernels on matrices like `keep` share."""
-    return {"count": keep.numel(), "width": keep.shape[1], "block": BLOCK, **formula.constants}
+    return {
+        "count": keep.numel(),
+        "width": keep.shape[1],
+        "block": BLOCK,
+        **formula.kernel_arguments,
+    }
 
 
 def _scale(idt: Tensor | None, dummy: Tensor) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""A scalar and its gradients through DPA-3's angles or edges, by torch's operations or by kernels."""
+"""Outputs and derivatives of DPA-3's four operations, by torch's operations or by kernels.
+
+Each `…_results` draws inputs, runs one operation, and returns what `with_gradients` does: a list in
+a fixed order, so that two ways to compute it are compared element by element. The caller chooses
+the way beforehand, by a patch of `layer.kernels_fit`, `angles._kernels` or `edges._kernels`.
+"""
 
 import torch
 
@@ -31,7 +36,12 @@ class Draw:
 
 
 def with_gradients(draw, outputs, positions, weights, *, force, derive):
-    """Return outputs, the adjoints of `positions` and the gradients of a mixture of both by `weights`."""
+    """Return outputs, adjoints of `positions`, and gradients of a mixture of both by `weights`.
+
+    `positions` are the inputs that depend on positions, and `weights` all whose gradient is
+    compared, with most of `positions` among them. `derive` calculates the adjoints (pass 2);
+    without `force` there are none, and passes 2 and 3 do not run.
+    """
     energy = draw.weighted(outputs)
     if not force:
         return [*outputs, *torch.autograd.grad(energy, weights)]
@@ -150,26 +160,29 @@ def node_results(
     force=True,
     curve=CURVE,
     derive=derivative,
-    terms=1,
+    n_messages=1,
 ):
-    """Return what `with_gradients` does, of the nodes of a layer with so many messages that are added as they are."""
+    """Return what `with_gradients` does, of the nodes of a layer.
+
+    `n_messages`: how many terms are added without activation; `curve`: the activation's name.
+    """
     draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
-    x, plain, moment = (
+    x, messages, moment = (
         draw.leaf(atoms, 9),
-        [draw.leaf(atoms, 9) for _ in range(terms)],
+        [draw.leaf(atoms, 9) for _ in range(n_messages)],
         draw.leaf(atoms, 3, 15),
     )
-    layer.n_residual.extend(draw.leaf(9) for _ in plain[1:])
-    out = layer._nodes(x, torch.cat(plain, dim=1), moment, force=force)
+    layer.n_residual.extend(draw.leaf(9) for _ in messages[1:])
+    out = layer._nodes(x, torch.cat(messages, dim=1), moment, force=force)
     used = [layer.node_self_mlp, layer.node_sym_linear]
     weights = [
         x,
-        *plain,
+        *messages,
         moment,
         *(p for part in used for p in part.parameters()),
         *layer.n_residual,
     ]
-    return with_gradients(draw, [out], [x, *plain, moment], weights, force=force, derive=derive)
+    return with_gradients(draw, [out], [x, *messages, moment], weights, force=force, derive=derive)
 
 
 def edge_sum_results(

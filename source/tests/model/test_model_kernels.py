@@ -57,6 +57,7 @@ OTHERS = (HERE.with_name("test_neighbor_search.py"), HERE.with_name("test_kernel
 @pytest.mark.parametrize(
     ("files", "tier", "count"),
     [
+        # A new case raises the count: a case that is left out in silence would lower it.
         ((HERE, *OTHERS), "not slow", 147),
         pytest.param((HERE,), "slow", 73, marks=pytest.mark.slow),
     ],
@@ -492,22 +493,23 @@ def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
 
 @on_each_backend
 @pytest.mark.parametrize(
-    ("settings", "computations"),
+    ("options", "computations"),
     [
         ({"style": "res_residual"}, (node_results, edge_sum_results)),
         ({"style": "res_residual", "force": False}, (node_results, edge_sum_results)),
         ({"style": "res_avg"}, (node_results, edge_sum_results)),
-        ({"terms": 3}, (node_results,)),
+        ({"n_messages": 3}, (node_results,)),
     ],
 )
-def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
+def test_nodes_and_edge_features_of_dpa3(monkeypatch, options, computations):
+    """All four passes: `kernels_fit` decides whether torch's operations or the kernels compute."""
     for compute in computations:
         monkeypatch.setattr(layer, "kernels_fit", lambda *_: False)
-        wanted = [x.detach() for x in compute(torch.float64, DEVICE, **settings)]
+        wanted = [x.detach() for x in compute(torch.float64, DEVICE, **options)]
         monkeypatch.setattr(layer, "kernels_fit", lambda *_: True)
-        assert distance(compute(torch.float64, DEVICE, **settings), wanted) < 1e-13
+        assert distance(compute(torch.float64, DEVICE, **options), wanted) < 1e-13
         if DEVICE.type == "cuda":
-            assert distance(compute(torch.float32, DEVICE, **settings), wanted) < 1e-6
+            assert distance(compute(torch.float32, DEVICE, **options), wanted) < 1e-6
 
 
 #: Descriptors with the kernels of another one. These corners have what differs: other slots and other nets.

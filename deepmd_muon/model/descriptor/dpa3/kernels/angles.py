@@ -270,7 +270,7 @@ def update_kernel(
     n_atoms,
     n_slots,
     alpha,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
@@ -291,7 +291,9 @@ def update_kernel(
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 y, _, _ = curve(
-                    _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form), kind, curve_of
+                    _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form),
+                    kind,
+                    curve_constants,
                 )
                 m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
                 tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
@@ -326,7 +328,7 @@ def adjoint_kernel(
     n_atoms,
     n_slots,
     alpha,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
@@ -356,7 +358,7 @@ def adjoint_kernel(
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, _ = curve(z, kind, curve_of)
+                y, slope, _ = curve(z, kind, curve_constants)
                 s_j = tl.load(terms.s + slot)
                 m_bar = _load_message(bars.message, slot, chunk, form)
                 along = tl.sum(y * m_bar, 1)
@@ -412,7 +414,7 @@ def tangent_kernel(
     n_atoms,
     n_slots,
     alpha,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
@@ -438,7 +440,7 @@ def tangent_kernel(
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, _ = curve(z, kind, curve_of)
+                y, slope, _ = curve(z, kind, curve_constants)
                 a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
                 y_dot = slope * _pre_activation(
                     dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form
@@ -482,7 +484,7 @@ def gradient_kernel(
     n_atoms,
     n_slots,
     alpha,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
     with_forces: tl.constexpr,
@@ -516,7 +518,7 @@ def gradient_kernel(
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, bend = curve(z, kind, curve_of)
+                y, slope, bend = curve(z, kind, curve_constants)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if with_forces:
@@ -639,7 +641,7 @@ class Launch:
             "n_slots": n_slots,
             "alpha": layer.alpha,
             "form": form,
-            **layer.formula.constants,
+            **layer.formula.kernel_arguments,
             "num_warps": tile_rows // SMALLEST,
         }
 

@@ -231,7 +231,7 @@ class EdgeSum(FourPasses):
             "width": width,
             "tile_rows": _tile_rows(width),
             "tile_columns": triton.next_power_of_2(width),
-            **self.activation.formula.constants,
+            **self.activation.formula.kernel_arguments,
         }
 
 
@@ -304,7 +304,7 @@ def value_kernel(
     n_near,
     width,
     alpha: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -323,7 +323,7 @@ def value_kernel(
     )
     total = alpha * tl.load(e + tile.index, tile.mask, 0.0)
     total += tile.rho_u * tl.load(u + tile.index, tile.mask, 0.0)
-    f, _, _ = curve(tile.h, kind, curve_of)
+    f, _, _ = curve(tile.h, kind, curve_constants)
     tl.store(e_new + tile.index, total + tile.rho_h * f, tile.mask)
 
 
@@ -339,7 +339,7 @@ def adjoint_kernel(
     n_slots,
     n_near,
     width,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -358,7 +358,7 @@ def adjoint_kernel(
     )
     y_bar_value = tl.load(y_bar + tile.index, tile.mask, 0.0)
     tl.store(u_bar + tile.index, tile.rho_u * y_bar_value, tile.mask)
-    _, slope, _ = curve(tile.h, kind, curve_of)
+    _, slope, _ = curve(tile.h, kind, curve_constants)
     tl.store(h_bar + tile.h_index, tile.rho_h * slope * y_bar_value, tile.h_mask)
 
 
@@ -376,7 +376,7 @@ def tangent_kernel(
     n_near,
     width,
     alpha: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -396,7 +396,7 @@ def tangent_kernel(
     total = alpha * tl.load(e_dot + tile.index, tile.mask, 0.0)
     total += tile.rho_u * tl.load(u_dot + tile.index, tile.mask, 0.0)
     h_dot_value = tl.load(h_dot + tile.h_index, tile.h_mask, 0.0)
-    _, slope, _ = curve(tile.h, kind, curve_of)
+    _, slope, _ = curve(tile.h, kind, curve_constants)
     tl.store(e_new_dot + tile.index, total + tile.rho_h * slope * h_dot_value, tile.mask)
 
 
@@ -417,7 +417,7 @@ def gradient_kernel(
     n_slots,
     n_near,
     width,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     with_forces: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -439,7 +439,7 @@ def gradient_kernel(
         rows=tile_rows,
         columns=tile_columns,
     )
-    f, slope, bend = curve(tile.h, kind, curve_of)
+    f, slope, bend = curve(tile.h, kind, curve_constants)
     y_hat_value = tl.load(y_hat + tile.index, tile.mask, 0.0)
     tl.store(u_hat + tile.index, tile.rho_u * y_hat_value, tile.mask)
     rho_u_terms = tl.load(u + tile.index, tile.mask, 0.0) * y_hat_value

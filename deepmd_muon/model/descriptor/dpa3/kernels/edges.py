@@ -382,7 +382,7 @@ def update_kernel(
     terms,  # EdgeTerms
     n_atoms,
     n_slots,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
@@ -394,7 +394,7 @@ def update_kernel(
             tile = _tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
             z = _pre_activation(terms, e, tile, chunk, form)
-            y, _, _ = curve(z, kind, curve_of)
+            y, _, _ = curve(z, kind, curve_constants)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             message = tl.sum(y * w[:, None], 0)
             tl.store(
@@ -420,7 +420,7 @@ def adjoint_kernel(
     terms,  # EdgeTerms
     n_atoms,
     n_slots,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
@@ -437,7 +437,7 @@ def adjoint_kernel(
             tile = _tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
             z = _pre_activation(terms, e, tile, chunk, form)
-            y, slope, _ = curve(z, kind, curve_of)
+            y, slope, _ = curve(z, kind, curve_constants)
             message_bar = _load_message(bars.message, tile, chunk, form)
             tl.store(w_bar_chunk + tile.edge, tl.sum(y * message_bar, 1), tile.mask)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
@@ -494,7 +494,7 @@ def tangent_kernel(
     dots,  # EdgeTerms: tangents
     n_atoms,
     n_slots,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
@@ -508,7 +508,7 @@ def tangent_kernel(
             e_dot = _load_e(dots.e, tile, form)
             z = _pre_activation(terms, e, tile, chunk, form)
             z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
-            y, slope, _ = curve(z, kind, curve_of)
+            y, slope, _ = curve(z, kind, curve_constants)
             y_dot = slope * z_dot
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
@@ -538,7 +538,7 @@ def gradient_kernel(
     dots,  # EdgeTerms: tangents
     n_atoms,
     n_slots,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
     with_forces: tl.constexpr,
@@ -558,7 +558,7 @@ def gradient_kernel(
             tile = _tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
             z = _pre_activation(terms, e, tile, chunk, form)
-            _, slope, bend = curve(z, kind, curve_of)
+            _, slope, bend = curve(z, kind, curve_constants)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             y_hat = _load_message(hats.message, tile, chunk, form) * w[:, None]
             if form.Y > form.M:
@@ -646,7 +646,6 @@ class Launch:
             n_chunks=tl.constexpr(self.n_chunks),
             precision=tl.constexpr(precision()),
         )
-        kind, *curve_of = layer.formula
         self.arguments: dict[str, Any] = {
             "neighbor": layer.neighbor.contiguous(),
             "tile_order": TileOrder(order=layer.incoming.tiles, n_used=layer.incoming.used),
@@ -654,9 +653,8 @@ class Launch:
             "terms": self.terms,
             "n_atoms": self.n_atoms,
             "n_slots": self.n_slots,
-            "curve_of": tuple(curve_of),
             "form": form,
-            "kind": kind,
+            **layer.formula.kernel_arguments,
             "num_warps": tuning.num_warps,
             "num_stages": 1,
         }

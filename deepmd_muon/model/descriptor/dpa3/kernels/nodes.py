@@ -219,7 +219,8 @@ class Nodes(FourPasses):
         (y_hat,) = cotangents
         n_messages = len(nodes.messages)
         message_hats = tuple(torch.empty_like(message) for message in nodes.messages)
-        # ĥ₀, ĥ₁, then for each ρ the terms of its gradient, atom by atom; summed below.
+        # ĥ₀, ĥ₁, then for each ρ the terms of its gradient, atom by atom: one tensor, so that one
+        # sum below gives the gradients of biases and of ρ.
         terms = y_hat.new_empty(2 + len(nodes.step_sizes), *y_hat.shape)
         if adjoint is None or tangent is None:
             # The kernel reads none of these; Triton wants pointers all the same.
@@ -229,7 +230,8 @@ class Nodes(FourPasses):
             h_dot = tangent.h_self_dot, tangent.h_symmetric_dot
             message_dots = tangent.message_dots
         gradient_kernel[self._grid(y_hat)](
-            terms=tuple(terms),
+            h_hat=tuple(terms[:2]),
+            rho_terms=tuple(terms[2:]),
             message_hats=message_hats,
             y_hat=y_hat,
             y_bar=y_bar,
@@ -273,8 +275,12 @@ class Nodes(FourPasses):
     def _common(self, x: Tensor) -> dict[str, Any]:
         """Return the arguments that all element-wise kernels on matrices like x share."""
         assert self.activation.formula is not None
-        constants = self.activation.formula.constants
-        return {"count": x.numel(), "width": x.shape[1], "block": BLOCK, **constants}
+        return {
+            "count": x.numel(),
+            "width": x.shape[1],
+            "block": BLOCK,
+            **self.activation.formula.kernel_arguments,
+        }
 
     def _tile(self, moment: Tensor) -> dict[str, int]:
         """Return the sizes of the symmetrization, which are known when its kernels are compiled."""
@@ -334,7 +340,7 @@ def value_kernel(
     count,  # atoms·n
     width,  # n
     alpha: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -346,7 +352,7 @@ def value_kernel(
         total += rho * tl.load(messages[k] + index, mask, 0.0)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        f, _, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        f, _, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         total += rho * f
     tl.store(x_new + index, total, mask)
 
@@ -360,7 +366,7 @@ def adjoint_kernel(
     step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -372,7 +378,7 @@ def adjoint_kernel(
         tl.store(message_bars[k] + index, rho * y_bar_value, mask)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         tl.store(h_bar[k] + index, rho * slope * y_bar_value, mask)
 
 
@@ -387,7 +393,7 @@ def tangent_kernel(
     count,  # atoms·n
     width,  # n
     alpha: tl.constexpr,
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -399,14 +405,15 @@ def tangent_kernel(
         total += rho * tl.load(message_dots[k] + index, mask, 0.0)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         total += rho * slope * tl.load(h_dot[k] + index, mask, 0.0)
     tl.store(x_new_dot + index, total, mask)
 
 
 @triton.jit
 def gradient_kernel(
-    terms,  # (4 + K) × (atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
+    h_hat,  # 2 × (atoms, n), written
+    rho_terms,  # (2 + K) × (atoms, n), written: the gradient of each ρ before the sum over atoms
     message_hats,  # K × (atoms, n), written
     y_hat,  # (atoms, n)
     y_bar,  # (atoms, n); read only with forces, as are all dots
@@ -417,7 +424,7 @@ def gradient_kernel(
     step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
-    curve_of: tl.constexpr,
+    curve_constants: tl.constexpr,
     kind: tl.constexpr,
     with_forces: tl.constexpr,
     block: tl.constexpr,
@@ -437,18 +444,18 @@ def gradient_kernel(
         rho_term = tl.load(messages[k] + index, mask, 0.0) * y_hat_value
         if with_forces:
             rho_term += tl.load(message_dots[k] + index, mask, 0.0) * y_bar_value
-        tl.store(terms[4 + k] + index, rho_term, mask)
+        tl.store(rho_terms[2 + k] + index, rho_term, mask)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
-        f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_constants)
         h_term = slope * y_hat_value
         rho_term = f * y_hat_value
         if with_forces:
             h_dot_y_bar = tl.load(h_dot[k] + index, mask, 0.0) * y_bar_value
             h_term += bend * h_dot_y_bar
             rho_term += slope * h_dot_y_bar
-        tl.store(terms[k] + index, rho * h_term, mask)
-        tl.store(terms[2 + k] + index, rho_term, mask)
+        tl.store(h_hat[k] + index, rho * h_term, mask)
+        tl.store(rho_terms[k] + index, rho_term, mask)
 
 
 # ----- symmetrization: a program computes one atom -----------------------------------------------
