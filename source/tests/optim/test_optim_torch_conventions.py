@@ -491,6 +491,8 @@ def test_groups_have_few_keys_and_take_every_setting_as_one(monkeypatch):
     assert (group.get("nesterov"), group.get("lr"), group.get("nesterow", 5)) == (False, 5e-4, 5)
     with pytest.raises(KeyError):
         group["nesterow"]
+    assert (group.setdefault("nesterov", True), group.setdefault("name", "all")) == (False, "all")
+    assert (group["nesterov"], group.pop("name")) == (False, "all")
 
     def step():
         for p in params.values():
