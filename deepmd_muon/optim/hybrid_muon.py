@@ -394,10 +394,11 @@ class HybridMuon(QuickOptimizer):
         for group in self.param_groups:
             if is_warming_up(group):
                 warm_up_momentum(group, capturing=is_capturing())
-        holds = compiled.holds(self.param_groups, self.state, self.workspace)
-        if not holds or not compiled.follow_schedules():
+        if not self._is_prepared():
             self._reroute_if_changed()
-            compiled.prepare(self._groups(), self.state)
+            # Reading a list has made it a key; without that key groups may be as they were.
+            if not self._is_prepared():
+                compiled.prepare(self._groups(), self.state)
         logits = checked_logits(self._clipper, qk_logits)
         refuse_unsafe_capture(
             self.param_groups,
@@ -421,6 +422,11 @@ class HybridMuon(QuickOptimizer):
         compiled.run(self.state, self._host_memory, self.workspace, control)
         if self._clipper is not None and logits:
             self._clipper(logits, control.skip)
+
+    def _is_prepared(self) -> bool:
+        """Return whether the compiled step is valid, after it has followed schedulers."""
+        holds = self._compiled.holds(self.param_groups, self.state, self.workspace)
+        return holds and self._compiled.follow_schedules()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after comparing saved routes and views with the present.

@@ -33,18 +33,20 @@ def unread_words(systems: Sequence[System], read: Collection[str]) -> list[str]:
                 if name not in read and _CHANGES_ENERGY.search(name) and np.isscalar(value):
                     values.setdefault(name, Counter())[str(value)] += 1
     for counts in values.values():
-        counts["none"] = n_headers - sum(counts.values())
+        n_without = n_headers - sum(counts.values())
+        if n_without:
+            counts["none"] = n_without
     return [
         f"headers of frames have {name} ({_listed(counts)}), which no model reads unless you name it: "
         f"--frame-parameters {name} (doc/molecules.md)"
         for name, counts in sorted(values.items())
-        if len(+counts) > 1
+        if len(counts) > 1
     ]
 
 
 def _listed(counts: Counter[str]) -> str:
     text = ", ".join(
         f"{value} in {count} frame{'s' * (count > 1)}"
-        for value, count in (+counts).most_common(_MAX_LISTED)
+        for value, count in counts.most_common(_MAX_LISTED)
     )
     return f"{text}, …" if len(counts) > _MAX_LISTED else text

@@ -186,6 +186,13 @@ class ParamGroup(dict[str, Any]):
             return self[key]
         return unfolded(self).get(key, default)
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key or setting; if there is none, make a key with `default`."""
+        try:
+            return self[key]
+        except KeyError:
+            return super().setdefault(key, default)
+
 
 def unfolded(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group, present or saved, with each setting as a key.

@@ -13,6 +13,7 @@ from deepmd_muon.data import open_systems
 from deepmd_muon.data.checks import labels
 from deepmd_muon.data.checks.close_atoms import close_pairs
 from deepmd_muon.data.checks.labels import suspicions
+from deepmd_muon.data.checks.near_pairs import NearPairs
 from deepmd_muon.data.frames import Frames
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -480,3 +481,18 @@ def test_energies_alone_do_not_speak_for_positions_in_bohr(tmp_path):
         path.unlink()
     nameless = suspicions(open_systems(str(tmp_path / "named")))
     assert [sentence for sentence in nameless if "positions in Bohr" in sentence]
+
+
+def test_distances_of_an_order_are_not_compared_if_an_element_is_unknown():
+    """A part of the atoms would be compared, another one for each order."""
+    two = np.arange(2)
+    pairs = NearPairs(
+        frame=np.zeros(2, dtype=int),
+        i=two,
+        j=two + 1,
+        vector=np.eye(3)[:2],
+        distance=np.ones(2),
+    )
+    types = np.array([0, 1, 2])
+    assert labels._strain(pairs, types, [0.5, 0.5, 0.5]) == 0.0
+    assert np.isnan(labels._strain(pairs, types, [0.5, 0.5, np.nan]))

@@ -482,7 +482,7 @@ def test_the_default_device_does_not_matter_to_a_state_that_changes_route_or_vie
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_groups_have_few_keys_and_take_every_setting_as_one():
+def test_groups_have_few_keys_and_take_every_setting_as_one(monkeypatch):
     params = {name: nn.Parameter(torch.eye(3) + 0.1) for name in "vw"}
     optimizer = HybridMuon(params.items(), nesterov=False, splits=["w: rows 2+1"])
     (group,) = optimizer.param_groups
@@ -491,6 +491,8 @@ def test_groups_have_few_keys_and_take_every_setting_as_one():
     assert (group.get("nesterov"), group.get("lr"), group.get("nesterow", 5)) == (False, 5e-4, 5)
     with pytest.raises(KeyError):
         group["nesterow"]
+    assert (group.setdefault("nesterov", True), group.setdefault("name", "all")) == (False, "all")
+    assert (group["nesterov"], group.pop("name")) == (False, "all")
 
     def step():
         for p in params.values():
@@ -503,6 +505,11 @@ def test_groups_have_few_keys_and_take_every_setting_as_one():
     keys |= {"lr_adjust_coeff", "adam_lr_ratio", "adam_eps", "adam_weight_decay"}
     assert group.keys() == optimizer.state_dict()["param_groups"][0].keys() == keys
     step()
+    assert group["splits"] == ["w: rows 2+1"]  # is a key now
+    with monkeypatch.context() as patched:  # a step that is compiled again would call it
+        patched.setattr(optimizer._compiled, "prepare", None)
+        step()
+    assert group.keys() == keys
     group["splits"].append("v: columns 2+1")  # in place
     group["adam_patterns"] = ["none", "w"]
     step()

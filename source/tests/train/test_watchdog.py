@@ -10,12 +10,13 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
-from deepmd_muon.train.ranks import watchdog
+from deepmd_muon.train.ranks import processes, watchdog
 from deepmd_muon.train.ranks.processes import identify, life_of
 from deepmd_muon.train.ranks.watchdog import (
     SAVING,
@@ -266,6 +267,37 @@ def test_an_ended_process_is_told_from_one_that_runs(child):
     assert life_of(identity) == "ended"
     child.wait()
     assert life_of(identity) == "ended"
+
+
+def test_a_process_with_half_a_character_in_its_name_is_known(child):
+    """Linux cuts names after 15 bytes."""
+    own_name = Path(f"/proc/{os.getpid()}/comm")
+    former = own_name.read_bytes()
+    own_name.write_bytes("dp-Moleküle-Übung".encode()[:14])
+    try:
+        assert life_of(identify(os.getpid())) == "alive"
+    finally:
+        own_name.write_bytes(former.strip())
+
+
+def test_a_process_of_a_machine_is_not_judged_by_one_without_a_name(child, monkeypatch):
+    """For example where a container hides /proc/sys."""
+    ended = identify(child.pid).rpartition(" ")[0] + " 1"
+    assert life_of(ended) == "ended"
+
+    def nameless():
+        raise FileNotFoundError("/proc/sys/kernel/random/boot_id")
+
+    monkeypatch.setattr(processes, "_machine", nameless)
+    assert life_of(ended) == "unknown"
+    assert identify(child.pid) == ""
+
+
+def test_a_container_with_the_proc_of_its_host_names_no_process(child, monkeypatch):
+    """The numbers of its processes belong to others there."""
+    processes._machine.cache_clear()
+    monkeypatch.setattr(os, "getpid", lambda: child.pid)
+    assert identify(child.pid) == ""
 
 
 @pytest.mark.parametrize("phase", ["waiting", "guarding"])
