@@ -106,9 +106,10 @@ class HybridMuon(QuickOptimizer):
         compare it.
     agreed_gradients : bool
         Set this to True if gradients exist for the same parameters on all ranks in every step, with
-        the same settings. Ranks then compare neither after the first step. Some may then replay a
-        captured step while others step eagerly, as when each captures the shapes of its batches:
-        captured steps compare neither, and the collectives of all ranks must be the same.
+        the same settings. Ranks then never compare gradients, and settings in the first step only.
+        Some may then replay a captured step while others step eagerly, as when each captures the
+        shapes of its batches: captured steps compare neither, and the collectives of all ranks must
+        be the same.
 
     Raises
     ------

@@ -209,7 +209,7 @@ def _log_remarks(run_input: Input, sources: Mapping[str, Source]) -> None:
         and len(run_input.branches) == 1
     ):
         log.warning(
-            "fine-tuning on new data alone forgets what %s knows: errors on other structures grow; "
+            "fine-tuning forgets what %s knows beyond these data: errors on other structures grow; "
             "--replay DATA or --replay pseudo keeps most of it (doc/fine-tuning.md)",
             source.path,
         )

@@ -211,7 +211,7 @@ class ShardedStep:
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
         """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
 
-        With `same_gradients` only the first step compares gradients and settings.
+        With `same_gradients` gradients are not compared, and settings in the first step only.
 
         Raises
         ------
