@@ -146,20 +146,20 @@ class Tiles(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile: some slots (tile_rows,) of an atom."""
+    """One tile: some consecutive slots of an atom."""
 
     atom: Any
     number: Any  # among the tiles of the atom
-    edge: Any  # number among all slots
-    mask: Any  # which slots exist
-    j: Any  # the neighbour, as an atom's number
+    edge: Any  # (tile_rows,): atom · n_slots + slot
+    mask: Any  # (tile_rows,): false past an atom's last slot; true in empty slots
+    j: Any  # (tile_rows,): the neighbour, as an atom's number
 
 
 class Chunk(NamedTuple):
-    """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
+    """A chunk of the columns of y, and what a program holds of it."""
 
-    c: Any  # numbers of the columns
-    in_y: Any  # c < Y
+    c: Any  # (chunk_columns,): numbers of the columns
+    in_y: Any  # (chunk_columns,): c < Y, since the last chunk may reach past Y
     weight: Any  # (e_width, chunk_columns)
 
 
@@ -206,10 +206,10 @@ def _row(tile, tiles):
 
 
 @triton.jit
-def _load_chunk(weight, number, form):
+def _load_chunk(weight, chunk_number, form):
     """Load what a program holds of a chunk."""
     i = tl.arange(0, form.e_width)
-    c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
     in_y = c < form.Y
     weight_mask = (i < form.E)[:, None] & in_y[None, :]
     return Chunk(c=c, in_y=in_y, weight=load_tile(weight, i, c, weight_mask, form.Y))
@@ -224,12 +224,12 @@ def _load_e(e, tile, form):
 
 
 @triton.jit
-def _accumulate_e(e_out, value, tile, number, form):
+def _accumulate_e(e_out, value, tile, chunk_number, form):
     """Store what a chunk of y contributes to ē or ê, added to that of earlier chunks."""
     i = tl.arange(0, form.e_width)
     mask = tile.mask[:, None] & (i < form.E)[None, :]
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(e_out, tile.edge, i, mask & (number > 0), form.E)
+    value += load_tile(e_out, tile.edge, i, mask & (chunk_number > 0), form.E)
     tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], value, mask)
 
 
@@ -325,10 +325,10 @@ def _store_zero_update(update, tile, chunk, form):
 
 
 @triton.jit
-def _store_zero_e(e_out, tile, number, form):
+def _store_zero_e(e_out, tile, chunk_number, form):
     """Store zeros in the edge features of an empty tile, once: with the first chunk."""
     i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :] & (number == 0)
+    mask = tile.mask[:, None] & (i < form.E)[None, :] & (chunk_number == 0)
     zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
     tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], zeros, mask)
 
@@ -342,8 +342,8 @@ def _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent: tl.const
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
         tile = _tile(index, tiles, form)
-        for number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
             e_and_v = _load_e_and_v(terms, tile, c, form)
             if with_tangent:
                 e_and_v_dot = _load_e_and_v(dots, tile, c, form)
@@ -388,8 +388,8 @@ def update_kernel(
 ) -> None:
     """Pass 1: y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v] as one part a tile; y[M:]."""
     tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, number, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
@@ -430,9 +430,9 @@ def adjoint_kernel(
     v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
     """
     tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, number, form)
-        w_bar_chunk = out.w + number * n_atoms * n_slots
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
+        w_bar_chunk = out.w + chunk_number * n_atoms * n_slots
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
@@ -448,11 +448,11 @@ def adjoint_kernel(
             tl.store(out.p + _row(tile, tiles) * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
             _store_q(out.table, z_bar, tile, chunk, form)
             e_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
-            _accumulate_e(out.e, e_bar, tile, number, form)
+            _accumulate_e(out.e, e_bar, tile, chunk_number, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
             _store_zero_row(out.p, _row(tile, tiles), chunk.c, form.Y, form)
-            _store_zero_e(out.e, tile, number, form)
+            _store_zero_e(out.e, tile, chunk_number, form)
             zeros = tl.zeros([form.tile_rows], tl.float32)
             tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
             for a in tl.static_range(3):  # each chunk repeats this
@@ -467,8 +467,8 @@ def adjoint_kernel(
         h_bar_x = tl.zeros([form.tile_rows], tl.float32)
         h_bar_y = tl.zeros([form.tile_rows], tl.float32)
         h_bar_z = tl.zeros([form.tile_rows], tl.float32)
-        for number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
             c_mask = c < columns
             e_and_v = _load_e_and_v(terms, tile, c, form)
             atom_moment = bars.moment + tile.atom * 3 * columns + c
@@ -500,8 +500,8 @@ def tangent_kernel(
 ) -> None:
     """Pass 3: ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ as one part a tile; ẏ[M:]."""
     tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, number, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
@@ -551,8 +551,8 @@ def gradient_kernel(
     Without forces, terms with bars and dots are absent.
     """
     tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for number in range(form.n_chunks):
-        chunk = _load_chunk(weight, number, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
         weight_hat = tl.zeros_like(chunk.weight)
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
@@ -581,11 +581,11 @@ def gradient_kernel(
             tl.store(out.p + _row(tile, tiles) * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
             _store_q(out.table, z_hat, tile, chunk, form)
             e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
-            _accumulate_e(out.e, e_hat, tile, number, form)
+            _accumulate_e(out.e, e_hat, tile, chunk_number, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _tile(index, tiles, form)
             _store_zero_row(out.p, _row(tile, tiles), chunk.c, form.Y, form)
-            _store_zero_e(out.e, tile, number, form)
+            _store_zero_e(out.e, tile, chunk_number, form)
         i = tl.arange(0, form.e_width)
         weight_row = tl.program_id(0) * form.E + i[:, None]
         weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
@@ -596,8 +596,8 @@ def gradient_kernel(
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
         tile = _tile(index, tiles, form)
-        for number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
             spread = _spread_moment(hats.moment, terms.h, tile, c, form)
             if with_forces:
                 spread += _spread_moment(bars.moment, dots.h, tile, c, form)
