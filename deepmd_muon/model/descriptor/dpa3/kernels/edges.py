@@ -1,7 +1,10 @@
-"""Triton kernels of the four passes over a layer's edges; `edges.Edges` defines their results.
+"""Triton kernels of the four passes over a layer's edges.
 
-Notation (that of `edges`; `four_passes` explains the passes, bars, dots and hats)
----------------------------------------------------------------------------------
+`dpa3.edges.Edges` defines their results, and `nn.four_passes` explains the passes: a bar marks
+derivatives of the energy, a dot tangents, a hat derivatives of the loss.
+
+Notation (that of `dpa3.edges`)
+-------------------------------
 For the neighbours j of an atom i, with f applied to each element,
 
     z_ij = e_ij·W + p_i + q_j,   y = f(z),
@@ -28,9 +31,14 @@ A *tile* is `EDGE_TILE` consecutive slots of one atom. The tiles that hold an ed
 ones. Columns of y are taken in *chunks*, because a program's registers hold one chunk of W; columns
 of [e, v] are taken in chunks for the moments.
 
-No two programs add to one number: sums over an atom's edges are written as one part a tile (w̄: a
-chunk, Ŵ: a program), sums over an atom's appearances as a neighbour as one row an edge. They are
-added up afterwards, always in the same order; rows of empty slots are never read.
+No two programs add to one number. Each writes parts, which are added up afterwards, always in the
+same order:
+
+- sums over an atom's edges (m, H, p̄, p̂): one part for each tile;
+- w̄, a sum over columns of y: one part for each chunk;
+- Ŵ, a sum over all edges: one part for each program;
+- q̄, v̄, q̂, v̂, sums over an atom's appearances as a neighbour: one row for each edge. Rows of empty
+  slots are never read.
 
 Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they
 then contribute nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and
