@@ -329,7 +329,7 @@ class Pipeline:
         for buckets in (*in_turns, self.staying):
             if buckets:
                 holder_words, owner_words = zip(
-                    *(bucket.exchange.words for bucket in buckets), strict=True
+                    *(bucket.exchange.buffer_words for bucket in buckets), strict=True
                 )
                 slots.append(
                     BufferSlot(

@@ -168,8 +168,9 @@ class Exchange:
     outward, inward
         By leg: what this rank sends, and what it receives. In the gather it sends as a holder and
         receives as an owner; in the return, the other way round.
-    words
-        Lengths of the holders' and of the owners' buffer.
+    buffer_words
+        Lengths of the two buffers: the one that it packs and unpacks as a holder, and the one of
+        its work as an owner. Both legs use both.
     sent, received
         By leg: the parts of these two buffers that the collective reads and writes; set by `bind`.
     """
@@ -195,25 +196,24 @@ class Exchange:
         )
         self.outward = {leg: make(leg, sending=True) for leg in LEGS}
         self.inward = {leg: make(leg, sending=False) for leg in LEGS}
-        # Lengths of the two buffers, each used by both legs.
         holder_words = max(self.outward["gather"].words, self.inward["return"].words)
         owner_words = max(self.inward["gather"].words, self.outward["return"].words)
-        self.words = holder_words, owner_words
+        self.buffer_words = holder_words, owner_words
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
 
-    def bind(self, holders: Tensor, owners: Tensor) -> None:
-        """Use these buffers, one on the holders' side and one on the owners' side.
+    def bind(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
+        """Use these buffers, which have at least `buffer_words`.
 
         One bucket at a time may use them. The gather copies from the first to the second, the
         return from the second to the first. If all messages of a leg stay on the rank, they are
         read from the buffer in which they were packed.
         """
         for leg in LEGS:
-            source = holders if leg == "gather" else owners
+            source = holder_buffer if leg == "gather" else owner_buffer
             target = source
             if self._crosses[leg]:
-                target = owners if leg == "gather" else holders
+                target = owner_buffer if leg == "gather" else holder_buffer
             self.sent[leg] = source[: self.outward[leg].words]
             self.received[leg] = target[: self.inward[leg].words]
 
