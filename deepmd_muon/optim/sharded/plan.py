@@ -555,8 +555,8 @@ def _domain(
 ) -> Domain:
     """Choose owners and form buckets for one domain.
 
-    `loads` has the work of each rank in other domains. Replicas that repeat the work gather momenta
-    first.
+    `loads` has the work of each rank in other domains [FLOPs]. Replicas that repeat the work gather
+    momenta first.
     """
     blocks: list[_PlannedBlock] = []
     gathered_bytes = 0
@@ -580,12 +580,12 @@ def _domain(
                 # make an exchange larger than `bucket_bytes`. The bound is on what one owner
                 # handles; a rank that holds most of the elements may send more.
                 returned = sum(destinations.values()) * itemsize
-                load = max(block.size, returned)
+                n_bytes = max(block.size, returned)
                 bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
-                if used and used + load > settings.bucket_bytes:
+                if used and used + n_bytes > settings.bucket_bytes:
                     bucket += 1
                     used = 0
-                filling[owner] = _Filling(bucket, used + load)
+                filling[owner] = _Filling(bucket, used + n_bytes)
             jobs.append(
                 Job(
                     parameter=block.parameter,
@@ -680,13 +680,13 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
         f"{len(domain.jobs) - n_staying} travel in {domain.buckets} buckets\n"
         f"  collectives a step: {len(exchanges['gather'])} to the owners, "
         f"{len(exchanges['return'])} back{momenta}\n"
-        f"  FLOPs a rank: {_spread(list(domain.work.values()))}\n"
-        f"  bytes sent a rank: {_spread(list(domain.sent(plan.settings).values()))}\n"
+        f"  FLOPs a rank: {_mean_and_extremes(list(domain.work.values()))}\n"
+        f"  bytes sent a rank: {_mean_and_extremes(list(domain.sent(plan.settings).values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"
     )
 
 
-def _spread(values: Sequence[int]) -> str:
+def _mean_and_extremes(values: Sequence[int]) -> str:
     mean = sum(values) / len(values)
     if not mean:
         return "none"
