@@ -502,13 +502,16 @@ def _ways_to_replicate(
     parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, may_gather: bool
 ) -> list[bool]:
     """Return the values of `Domain.spread` to choose from, for the parameters of one domain."""
-    shared = [p for p in parameters if len(p.layout.replicas()) > 1]
-    in_parts = any(p.state_layout for p in shared)
-    may_gather = may_gather and len(shared) == len(parameters) and _fit_one_gather(shared, settings)
-    if in_parts and not may_gather:
-        return [True]
+    replicated_parameters = [p for p in parameters if len(p.layout.replicas()) > 1]
+    in_parts = any(p.state_layout for p in replicated_parameters)
+    if in_parts:
+        # To repeat the work, each replica needs whole momenta.
+        all_replicated = len(replicated_parameters) == len(parameters)
+        if not (may_gather and all_replicated and _fit_one_gather(parameters, settings)):
+            return [True]
     if settings.replication == "auto":
-        return [True, False] if shared else [True]
+        # Predicted times decide; a tie goes to the first. Without replicas both are alike.
+        return [True, False] if replicated_parameters else [True]
     return [settings.replication == "spread"]
 
 
