@@ -128,7 +128,8 @@ def run(  # noqa: PLR0913 - the options of dp train
         named_restart = None if restart in AUTOMATIC else restart
         named = named_restart or init_model or finetune
         ranks.run_on_rank0("looking at its outputs", lambda: files.check(named))
-        # What an error message names to continue from; nothing in the checkpoint of --finetune.
+        # The checkpoint that an error message names as the last good one; with --finetune there is
+        # none to continue from.
         last_good = init_model or named_restart
         stack.enter_context(
             explained(
