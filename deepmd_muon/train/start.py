@@ -128,7 +128,8 @@ def run(  # noqa: PLR0913 - the options of dp train
         named_restart = None if restart in AUTOMATIC else restart
         named = named_restart or init_model or finetune
         ranks.run_on_rank0("looking at its outputs", lambda: files.check(named))
-        # What an error message names to continue from; nothing in the checkpoint of --finetune.
+        # The checkpoint that an error message names as the last good one; with --finetune there is
+        # none to continue from.
         last_good = init_model or named_restart
         stack.enter_context(
             explained(
@@ -319,8 +320,9 @@ def _prepare(
         model,
         branches,
         sources,
-        samples if needs_statistics else None,
+        samples,
         ranks,
+        needs_statistics=needs_statistics,
         force_load=force_load,
     )
 
@@ -358,7 +360,10 @@ def _all_have_statistics(run_input: Input, sources: Mapping[str, Source]) -> boo
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
-    """Return each branch's frames to measure, if their neighbours are found on the device."""
+    """Return the frames to measure of the branches whose neighbours are found on the device.
+
+    Other branches are left out; on CPUs, all may be.
+    """
     samples = {}
     for name, loader in loaders.items():
         sample = sample_on(ranks.device, loader.systems, loader.cache)
@@ -380,9 +385,10 @@ def _set_weights(
     model: EnergyModel | Branches,
     branches: Mapping[str, RunBranch],
     sources: dict[str, Source],
-    samples: Mapping[str, DeviceSample] | None,
+    samples: Mapping[str, DeviceSample],
     ranks: Ranks,
     *,
+    needs_statistics: bool,
     force_load: bool,
 ) -> None:
     """Give the models their statistics and weights, and move them to the device.
@@ -391,12 +397,13 @@ def _set_weights(
     that are fitted to these weights, and at the end rank 0's values on all ranks. Nothing changes
     weights between here and the first step: `suit_scales` and the average (`Ema`) read them.
 
-    Statistics come from the samples, unless these are None. Weights of a checkpoint are taken on
-    the CPU, so with a checkpoint the statistics are measured there, too.
+    With `needs_statistics` statistics are measured: on the device for branches with a sample, on the
+    host for the others. Weights of a checkpoint are taken on the CPU, so with a checkpoint all
+    statistics are measured there, too.
     """
     if not sources:
         model.to(ranks.device)
-    if samples is not None:
+    if needs_statistics:
         # Samples are on the device; with a checkpoint the model is not yet.
         samples_beside_model = {} if sources else samples
         ranks.run_on_rank0(

@@ -502,13 +502,16 @@ def _ways_to_replicate(
     parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, may_gather: bool
 ) -> list[bool]:
     """Return the values of `Domain.spread` to choose from, for the parameters of one domain."""
-    shared = [p for p in parameters if len(p.layout.replicas()) > 1]
-    in_parts = any(p.state_layout for p in shared)
-    may_gather = may_gather and len(shared) == len(parameters) and _fit_one_gather(shared, settings)
-    if in_parts and not may_gather:
-        return [True]
+    replicated_parameters = [p for p in parameters if len(p.layout.replicas()) > 1]
+    in_parts = any(p.state_layout for p in replicated_parameters)
+    if in_parts:
+        # To repeat the work, each replica needs whole momenta.
+        all_replicated = len(replicated_parameters) == len(parameters)
+        if not (may_gather and all_replicated and _fit_one_gather(parameters, settings)):
+            return [True]
     if settings.replication == "auto":
-        return [True, False] if shared else [True]
+        # Predicted times decide; a tie goes to the first. Without replicas both are alike.
+        return [True, False] if replicated_parameters else [True]
     return [settings.replication == "spread"]
 
 
@@ -555,8 +558,8 @@ def _domain(
 ) -> Domain:
     """Choose owners and form buckets for one domain.
 
-    `loads` has the work of each rank in other domains. Replicas that repeat the work gather momenta
-    first.
+    `loads` has the work of each rank in other domains [FLOPs]. Replicas that repeat the work gather
+    momenta first.
     """
     blocks: list[_PlannedBlock] = []
     gathered_bytes = 0
@@ -580,12 +583,12 @@ def _domain(
                 # make an exchange larger than `bucket_bytes`. The bound is on what one owner
                 # handles; a rank that holds most of the elements may send more.
                 returned = sum(destinations.values()) * itemsize
-                load = max(block.size, returned)
+                n_bytes = max(block.size, returned)
                 bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
-                if used and used + load > settings.bucket_bytes:
+                if used and used + n_bytes > settings.bucket_bytes:
                     bucket += 1
                     used = 0
-                filling[owner] = _Filling(bucket, used + load)
+                filling[owner] = _Filling(bucket, used + n_bytes)
             jobs.append(
                 Job(
                     parameter=block.parameter,
@@ -680,13 +683,13 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
         f"{len(domain.jobs) - n_staying} travel in {domain.buckets} buckets\n"
         f"  collectives a step: {len(exchanges['gather'])} to the owners, "
         f"{len(exchanges['return'])} back{momenta}\n"
-        f"  FLOPs a rank: {_spread(list(domain.work.values()))}\n"
-        f"  bytes sent a rank: {_spread(list(domain.sent(plan.settings).values()))}\n"
+        f"  FLOPs a rank: {_mean_and_extremes(list(domain.work.values()))}\n"
+        f"  bytes sent a rank: {_mean_and_extremes(list(domain.sent(plan.settings).values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"
     )
 
 
-def _spread(values: Sequence[int]) -> str:
+def _mean_and_extremes(values: Sequence[int]) -> str:
     mean = sum(values) / len(values)
     if not mean:
         return "none"

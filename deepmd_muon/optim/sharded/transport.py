@@ -188,6 +188,7 @@ class Exchange:
         self.messages = messages
         self.full_dtype = full_dtype
         self._group = group
+        # Of all ranks: one whose own messages stay must join the others' collective all the same.
         crossing = domain.exchanges()
         self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
 
@@ -218,9 +219,15 @@ class Exchange:
             self.received[leg] = target[: self.inward[leg].words]
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
-        """Start to send the packed messages; return a function that waits for this rank's."""
+        """Start to send the packed messages.
+
+        Return a function that waits until the messages to this rank are in `received`; on a GPU the
+        current stream waits, not the host.
+        """
         if not self._crosses[leg]:
-            return lambda: None  # all messages stay on this rank, in the same order
+            # `received` is `sent` (see `bind`): a rank's only messages are those to itself, which
+            # have the same pieces in the same order on both sides.
+            return lambda: None
         with in_phase(_PHASES[leg]):
             wait = collectives.launch(
                 dist.all_to_all_single,
