@@ -333,9 +333,9 @@ class Watch:
                 except RuntimeError:  # no answer in time
                     pass
             silent_ends = [rank for rank in ended if not self._notes[rank].ended]
-            if silent_ends and not self._deaths:
-                self._wake.set()  # the others learn it now
             if silent_ends:
+                if not self._deaths:
+                    self._wake.set()  # the others learn it now
                 self._deaths = "; ".join(
                     _describe_death(rank, self._notes[rank]) for rank in silent_ends
                 )
@@ -442,9 +442,8 @@ class Watch:
 
         On this machine, its process is there; it is busy or stopped, and may go on.
         """
-        for _ in range(
-            2
-        ):  # if this process itself has been stopped, it has to read the notes first
+        # Twice: a process that has been stopped itself has to read the notes before it judges.
+        for _ in range(2):
             now = time.monotonic()
             if not any(
                 now - max(since, self._heard.get(rank, since)) > self._limit / 2
