@@ -1,4 +1,4 @@
-"""Print the tables of doc/benchmarks/several_gpus.md and draw its picture, from results of `several_gpus.py`.
+"""Print the tables of two pages on several GPUs and draw their picture, from results of `several_gpus.py`.
 
 python source/benchmarks/show_several_gpus.py doc/benchmarks/raw/FILE.json … --picture doc/images/weak_scaling.png
 """
