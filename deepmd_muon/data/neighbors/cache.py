@@ -57,6 +57,10 @@ class NeighborRequest(Protocol):
     def inner(self) -> Sequence[tuple[float, int]]:
         """Shorter cut-offs [Å] and the most neighbours within each."""
 
+    @property
+    def bound_edges(self) -> bool:
+        """Whether batches have a bound of the neighbours of all atoms together."""
+
 
 class NeighborCache:
     """Neighbour lists of frames, each built once and kept while the memory budget lasts.
@@ -79,6 +83,8 @@ class NeighborCache:
         Number of types of the model; ``len(sel)`` when left out.
     inner : sequence of (float, int)
         Shorter cut-offs, see `build_neighbors`.
+    bound_edges : bool
+        Whether batches on a device have a bound of the neighbours of all atoms together.
 
     Attributes
     ----------
@@ -96,6 +102,7 @@ class NeighborCache:
         max_bytes: int = 2 << 30,
         ntypes: int | None = None,
         inner: Sequence[tuple[float, int]] = (),
+        bound_edges: bool = False,
     ) -> None:
         if not rcut > 0:
             raise NeighborError(f"rcut must be positive, found {rcut}")
@@ -111,6 +118,7 @@ class NeighborCache:
         self.max_bytes = max_bytes
         self.ntypes = ntypes
         self.inner = tuple(inner)
+        self.bound_edges = bound_edges
         self.nbytes = 0
         self.dropped = 0
         self._limits = group_limits(sel, by_type, ntypes)
@@ -127,6 +135,7 @@ class NeighborCache:
             max_bytes=max_bytes,
             ntypes=ntypes,
             inner=request.inner,
+            bound_edges=request.bound_edges,
         )
 
     def __len__(self) -> int:

@@ -316,8 +316,7 @@ class ResidentBatches:
 
     def _room_for_edges(self, number: int) -> int:
         """Return the room for the neighbours of all atoms; 0 if the model reads lists alone."""
-        # DPA-4 alone reads a list of edges. Whatever its `sel`, its lists have this limit.
-        if self._loader.cache.by_type or self._limits[0] < MOST_NEIGHBORS:
+        if not self._loader.cache.bound_edges:
             return 0
         return -(-number // _EDGE_STEP) * _EDGE_STEP
 

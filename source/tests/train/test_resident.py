@@ -107,8 +107,8 @@ def is_enough(case, way):
 
 @pytest.mark.parametrize("way", ["at once", "passing"], indirect=True)
 def test_batches_have_room_for_all_edges(systems, way):
-    """A model that reads whole lists without sections gets their bound."""
-    cache = NeighborCache(4.0, (MOST_NEIGHBORS,), False, ntypes=3)
+    """A model that reads a list of edges gets their bound."""
+    cache = NeighborCache(4.0, (MOST_NEIGHBORS,), False, ntypes=3, bound_edges=True)
     batches = ResidentBatches(DataLoader(systems, "mixed:3", seed=5, cache=cache), CPU, way)
     rooms = []
     for _ in range(12):
