@@ -334,11 +334,11 @@ def train_mace(job: Job, limit: float) -> Trained:
         return epoch_ends, re.findall(r"Epoch \d+: (.*)", log)[-1]
 
     frames = read(job.work.parent / "train.xyz", index=":")
-    few = 16 * BATCH[job.data_set]
-    write(job.work.parent / "few.xyz", frames[:few], format="extxyz")
+    few = frames[: 16 * BATCH[job.data_set]]
+    write(job.work.parent / "few.xyz", few, format="extxyz")
     ends, _ = epochs_of(4, "short", "few.xyz")
-    # The first epochs compile, and validation is counted as if it took place every 16 steps.
-    per_epoch = (ends[-1] - ends[1]) / 2 / 16 * steps_in_epoch(job)
+    # The first epochs compile. Their validation counts as steps, so epochs are a little shorter.
+    per_epoch = (ends[-1] - ends[1]) / 2 * len(frames) / len(few)
     epochs = max(4, round(job.seconds / per_epoch))
     ends, errors = epochs_of(epochs, "long", "train.xyz")
     return Trained(
