@@ -5,13 +5,14 @@
 
 `race/make_bpa.py` and `race/make_water.py` make the sets. Each program trains with its own command line. mace-torch and
 nequip need different versions of e3nn, so `--site` names a folder for PYTHONPATH of each. A callback ends NequIP's
-training after the seconds; for the others a short run finds out how many epochs or steps take them. The seconds count
-the training loop alone, after imports and compilation; on a CPU they are seconds of the processor, so that other jobs
-do not matter. The last tenth of the training frames validates. All programs train one after the other, then all are
-measured: errors at the same time, dynamics one after the other.
+training after the seconds. For the others a short run finds out how many steps take them, or `--per-step` says it. The
+seconds count the training loop alone, after imports and compilation; on a CPU they are seconds of the processor, so
+that other jobs do not matter. The last tenth of the training frames validates.
 
-Every five seconds the last line of the running program is printed, and a program that takes longer than `--limit`
-ends with a line that says so. The tables are in doc/mace-nequip.md.
+Errors of a potential are measured while the next program trains, dynamics one after the other at the end. The file of
+`--json` gets a line for the errors of a program and another one for its dynamics. Every five seconds the last line of
+the running program is printed. A program that takes longer than `--limit` ends, and the others go on. The tables are in
+doc/mace-nequip.md.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,6 @@ TIME_STEP = 0.5  # fs
 # grows by the second factor.
 BONDED = 1.2
 BROKEN = 1.6
-_COMPILE_SECONDS = 150  # then NequIP's model is measured as it was trained
 _PROGRESS_SECONDS = 5.0
 _WARM_UP_STEPS = 20  # of NequIP, before its clock starts
 _START = time.monotonic()
@@ -69,18 +69,18 @@ class Job:
     seed: int
     device: str
     seconds: float
+    per_step: float | None  # seconds of a step; None finds out
+    limit: float  # seconds of a command, starts included
     environment: Mapping[str, str]
 
 
-@dataclass
-class Trained:
-    """A trained model, what is known of its training, and a command that still works on the model."""
+class Trained(NamedTuple):
+    """A trained model, and what is known of its training."""
 
     model: Path
     steps: int
     seconds: float
-    validation: str  # the last line about validation errors in the program's log
-    compiled: Future[Path] | None = field(default=None, repr=False)
+    validation: str  # what the program's log says about validation errors
 
 
 def main() -> None:
@@ -94,6 +94,7 @@ def main() -> None:
     run_parser.add_argument("--seconds", type=float, default=60.0)
     run_parser.add_argument("--seed", type=int, default=1)
     run_parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run_parser.add_argument("--per-step", nargs="+", default=[], metavar="PROGRAM=SECONDS")
     run_parser.add_argument("--limit", type=float, default=3600.0, help="seconds of a command")
     run_parser.add_argument("--dynamics-steps", type=int, default=1000)
     run_parser.add_argument("--dynamics-seconds", type=float, default=60.0)
@@ -102,7 +103,7 @@ def main() -> None:
     run_parser.add_argument("--json", type=Path, required=True, help="one line for each program")
     run_parser.add_argument("--site", nargs="+", default=[], metavar="PROGRAM=FOLDER")
     measure_parser = commands.add_parser("measure")
-    measure_parser.add_argument("program", choices=CALCULATORS)
+    measure_parser.add_argument("calculator", choices=CALCULATORS)
     measure_parser.add_argument("model", type=Path)
     measure_parser.add_argument("frames", nargs="+", type=Path)
     measure_parser.add_argument("--device", required=True)
@@ -111,6 +112,8 @@ def main() -> None:
     measure_parser.add_argument("--dynamics-seconds", type=float, required=True)
     measure_parser.add_argument("--every", type=int, required=True)
     measure_parser.add_argument("--lock", type=Path, required=True)
+    measure_parser.add_argument("--json", type=Path, required=True)
+    measure_parser.add_argument("--line", type=json.loads, required=True, help="its beginning")
     args = parser.parse_args()
     if args.command == "run":
         compare(args)
@@ -119,57 +122,55 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train one program after the other, then measure all."""
+    """Train one program after the other, and measure them."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     elements = write_frames(args.data / args.set, work)
     sites = dict(pair.split("=", 1) for pair in args.site)
-    limit = args.limit
-    trained: dict[str, Trained] = {}
-    for name in args.methods:
-        job = Job(
-            name=name,
-            data_set=args.set,
-            work=work / name,
-            elements=elements,
-            seed=args.seed,
-            device=args.device,
-            seconds=args.seconds,
-            environment=environment_of(sites.get(name)),
-        )
-        job.work.mkdir(exist_ok=True)
-        with reported(name):
-            trained[name] = TRAINERS[name](job, limit)
-            tell(f"{name} trained: {trained[name]}")
+    per_step = {name: float(seconds) for name, seconds in (p.split("=") for p in args.per_step)}
+    with (work / "dynamics.lock").open("w") as lock, ThreadPoolExecutor(len(TRAINERS)) as pool:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # dynamics wait for it
+        for name in args.methods:
+            job = Job(
+                name=name,
+                data_set=args.set,
+                work=work / name,
+                elements=elements,
+                seed=args.seed,
+                device=args.device,
+                seconds=args.seconds,
+                per_step=per_step.get(name),
+                limit=args.limit,
+                environment=environment_of(sites.get(name)),
+            )
+            job.work.mkdir(exist_ok=True)
+            with reported(name):
+                trained = TRAINERS[name](job)
+                tell(f"{name} trained: {trained}")
+                calculator = name if name in sites else "deepmd_muon"
+                pool.submit(measure_job, job, trained, calculator, args)
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def measure_one(name: str) -> None:
-        result = trained[name]
-        model = result.model if result.compiled is None else result.compiled.result()
-        command = [sys.executable, __file__, "measure"]
-        command += [name if name in sites else "deepmd_muon", str(model)]
-        command += map(str, sorted(work.glob("test_*.xyz")))
-        command += ["--device", args.device, "--temperature", str(SETS[args.set])]
-        command += ["--dynamics-steps", str(args.dynamics_steps)]
-        command += ["--dynamics-seconds", str(args.dynamics_seconds)]
-        command += ["--every", str(args.every), "--lock", str(work / "dynamics.lock")]
-        with reported(name):
-            output = run(
-                command, work / name / "measure.log", environment_of(sites.get(name)), limit=limit
-            ).output
-            line = {
-                "program": name,
-                "set": args.set,
-                "compiled": model.suffix == ".pt2",
-                "steps": result.steps,
-                "seconds": result.seconds,
-                **json.loads(output.splitlines()[-1]),
-            }
-            with args.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            tell(json.dumps(line))
 
-    with ThreadPoolExecutor(len(TRAINERS)) as pool:
-        list(pool.map(measure_one, trained))
+def measure_job(job: Job, trained: Trained, calculator: str, args: argparse.Namespace) -> None:
+    """Measure a potential in its own environment."""
+    line = {"program": job.name, "set": job.data_set, **trained._asdict(), "model": None}
+    options = {
+        "device": job.device,
+        "temperature": SETS[job.data_set],
+        "dynamics-steps": args.dynamics_steps,
+        "dynamics-seconds": args.dynamics_seconds,
+        "every": args.every,
+        "lock": job.work.parent / "dynamics.lock",
+        "json": args.json.resolve(),
+        "line": json.dumps(line),
+    }
+    command = [sys.executable, __file__, "measure", calculator, str(trained.model)]
+    command += map(str, sorted(job.work.parent.glob("test_*.xyz")))
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with reported(job.name):
+        done = run(command, job.work / "measure.log", job.environment, limit=3600.0)
+        tell(f"{job.name} measured: {done.output.splitlines()[-1]}")
 
 
 def tell(message: str) -> None:
@@ -290,7 +291,7 @@ def last_line(*files: Path) -> str:
 # --- MACE: mace_run_train, 64 channels, L = 1, two layers, float32 ---
 
 
-def train_mace(job: Job, limit: float) -> Trained:
+def train_mace(job: Job) -> Trained:
     """Train MACE by its own command: rates fall to a hundredth, averages of weights, stage two at the end."""
 
     def epochs_of(epochs: int, name: str, frames: str) -> tuple[list[float], str]:
@@ -328,17 +329,20 @@ def train_mace(job: Job, limit: float) -> Trained:
             "--amsgrad",
             "--swa",
         ]
-        done = run(command, folder / "train.log", job.environment, cwd=folder, limit=limit)
+        done = run(command, folder / "train.log", job.environment, cwd=folder, limit=job.limit)
         log = (folder / "logs" / f"mace_run-{job.seed}.log").read_text()
         epoch_ends = [done.seconds_on(job.device) * end for end in mace_epoch_ends(log)]
         return epoch_ends, re.findall(r"Epoch \d+: (.*)", log)[-1]
 
-    frames = read(job.work.parent / "train.xyz", index=":")
-    few = 16 * BATCH[job.data_set]
-    write(job.work.parent / "few.xyz", frames[:few], format="extxyz")
-    ends, _ = epochs_of(4, "short", "few.xyz")
-    # The first epochs compile, and validation is counted as if it took place every 16 steps.
-    per_epoch = (ends[-1] - ends[1]) / 2 / 16 * steps_in_epoch(job)
+    if job.per_step is None:
+        frames = read(job.work.parent / "train.xyz", index=":")
+        few = frames[: 16 * BATCH[job.data_set]]
+        write(job.work.parent / "few.xyz", few, format="extxyz")
+        ends, _ = epochs_of(4, "short", "few.xyz")
+        # The first epochs compile. Their validation counts as steps, so epochs are a little shorter.
+        per_epoch = (ends[-1] - ends[1]) / 2 * len(frames) / len(few)
+    else:
+        per_epoch = job.per_step * steps_in_epoch(job)
     epochs = max(4, round(job.seconds / per_epoch))
     ends, errors = epochs_of(epochs, "long", "train.xyz")
     return Trained(
@@ -400,33 +404,14 @@ class TimedTraining:
         return Timed()
 
 
-def train_nequip(job: Job, limit: float) -> Trained:
+def train_nequip(job: Job) -> Trained:
     """Train NequIP by its own command: rates fall along a cosine, averages of weights."""
     (job.work / "config.yaml").write_text(json.dumps(nequip_config(job)))
     main = "from nequip.scripts.train import main; main()"
     command = [sys.executable, "-c", main, "-cp", str(job.work), "-cn", "config"]
-    run(command, job.work / "train.log", job.environment, cwd=job.work, limit=limit)
-    checkpoint = job.work / "best.ckpt"
-    # Next to a GPU other cores compile while the next program trains.
-    compiled = ThreadPoolExecutor(1).submit(compile_nequip, job, checkpoint)
-    if job.device == "cpu":
-        compiled.result()
+    run(command, job.work / "train.log", job.environment, cwd=job.work, limit=job.limit)
     content = json.loads((job.work / "timed.json").read_text())
-    return Trained(model=checkpoint, compiled=compiled, **content)
-
-
-def compile_nequip(job: Job, checkpoint: Path) -> Path:
-    """Return NequIP's compiled model, or the checkpoint if that fails."""
-    model = job.work / "model.nequip.pt2"
-    main = "from nequip.scripts.compile import main; main()"
-    command = [sys.executable, "-c", main, str(checkpoint), str(model)]
-    command += ["--mode", "aotinductor", "--device", job.device, "--target", "ase"]
-    try:
-        run(command, job.work / "compile.log", job.environment, limit=_COMPILE_SECONDS)
-    except subprocess.SubprocessError as error:
-        tell(f"nequip is measured without compilation: {error}")
-        return checkpoint
-    return model
+    return Trained(model=job.work / "best.ckpt", **content)
 
 
 def nequip_config(job: Job) -> dict[str, Any]:
@@ -516,7 +501,7 @@ def nequip_config(job: Job) -> dict[str, Any]:
 # --- This package: the inputs of the race, HybridMuon at its defaults ---
 
 
-def train_ours(job: Job, limit: float) -> Trained:
+def train_ours(job: Job) -> Trained:
     """Train a descriptor of this package by `dp train`."""
 
     def train(steps: int, name: str) -> tuple[float, dict[str, Any]]:
@@ -525,14 +510,14 @@ def train_ours(job: Job, limit: float) -> Trained:
         folder.mkdir(exist_ok=True)
         (folder / "input.json").write_text(json.dumps(deepmd_input(job, steps)))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
-        done = run(command, folder / "train.log", job.environment, cwd=folder, limit=limit)
+        done = run(command, folder / "train.log", job.environment, cwd=folder, limit=job.limit)
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         first = lines[1]  # the first interval compiles
         last = lines[-1]
         seconds = (last["time"] - first["time"]) * done.seconds_on(job.device)
         return seconds / (last["step"] - first["step"]), last
 
-    per_step, _ = train(400, "short")
+    per_step = job.per_step or train(400, "short")[0]
     steps = max(400, round(job.seconds / per_step))
     per_step, last = train(steps, "long")
     errors = {name: last[name] for name in ("rmse_e_val", "rmse_f_val")}
@@ -575,17 +560,23 @@ def steps_in_epoch(job: Job) -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Print errors and dynamics of one potential; dynamics wait until no other program is measured."""
+    """Measure errors, and then dynamics, for which this waits until nothing else runs."""
     with args.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        calculator = CALCULATORS[args.program](args.model, args.device)
-        errors = {}
-        for path in args.frames:
-            errors[path.stem] = frame_errors(calculator, path, args.every)
-            print(f"{path.stem}: {errors[path.stem]}", flush=True)
+        calculator = CALCULATORS[args.calculator](args.model, args.device)
+        errors = {path.stem: frame_errors(calculator, path, args.every) for path in args.frames}
+        append_line(args.json, args.line | {"errors": errors})
+        print("errors:", errors, flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        start = read(args.frames[0], index=0)
-        print(json.dumps({"errors": errors} | dynamics(calculator, start, args)))
+        measured = dynamics(calculator, read(args.frames[0], index=0), args)
+    append_line(args.json, args.line | {"dynamics": measured})
+    print("dynamics:", measured)
+
+
+def append_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Append a line of JSON to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(content) + "\n")
 
 
 def mace_calculator(model: Path, device: str) -> Calculator:
@@ -596,12 +587,10 @@ def mace_calculator(model: Path, device: str) -> Calculator:
 
 
 def nequip_calculator(model: Path, device: str) -> Calculator:
-    """Return NequIP's calculator of a compiled model."""
+    """Return NequIP's calculator of a checkpoint; its compilation takes minutes."""
     from nequip.integrations.ase import NequIPCalculator
 
-    if model.suffix == ".ckpt":
-        return NequIPCalculator._from_saved_model(str(model), device=device)
-    return NequIPCalculator.from_compiled_model(str(model), device=device)
+    return NequIPCalculator._from_saved_model(str(model), device=device)
 
 
 def deepmd_calculator(model: Path, device: str) -> Calculator:
@@ -660,7 +649,7 @@ def dynamics(
     return {"dynamics_steps": steps, "ms_per_step": 1e3 * seconds / steps, "broken_after": broken}
 
 
-Trainer = Callable[[Job, float], Trained]
+Trainer = Callable[[Job], Trained]
 TRAINERS: dict[str, Trainer] = {
     "mace": train_mace,
     "nequip": train_nequip,
