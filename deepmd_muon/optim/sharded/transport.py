@@ -1,19 +1,19 @@
 """The exchange of one bucket: an all-to-all to the owners, and another one back.
 
-Each rank acts as a holder (of pieces of its own parameters) and as an owner (of blocks that it
-orthogonalizes), with one buffer for each:
+    gather    holders pack their pieces of directions   →   owners assemble whole matrices
+    return    owners pack all pieces of their updates   →   holders apply theirs
 
-    leg       packs, from its buffer     collective    receives, into its buffer
-    gather    holder: directions             →         owner
-    return    owner: updates                 →         holder
+A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. It has a
+buffer for each role; the gather goes from the holder's buffer to owners' buffers, the return back.
 
-A buffer has one message for each peer, one behind the other. A message is a row of 8-byte words:
+A buffer has a message for each peer. A message is a row of 8-byte words:
 
     header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
 
-A header has whether the piece has a gradient, the rules' state per block, and in the gather their
-sums. Lines are the rules' state per row or column. Buffers are float64 tensors. Elements are views
-of them in the wire type, padded to whole words, so that one collective carries everything.
+A header has whether the piece has a gradient, the rules' state per block and, in the gather, their
+sums. Lines are the rules' state per row or column. Elements are in the wire type, all planes of a
+piece one after the other, padded at the end to whole words. Buffers are float64 tensors, and
+elements are views of them, so that one collective carries everything.
 
 The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded to it when they are
 copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
@@ -40,124 +40,6 @@ from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Payload(NamedTuple):
-    """Where the elements of one piece are in a buffer, counted in elements of the wire type."""
-
-    job: int  # position in the exchange's jobs
-    start: int  # of the first plane; the others follow
-    elements: int  # in each plane
-
-
-class Side:
-    """Where everything is in the messages that a rank sends, or receives, in one leg.
-
-    Attributes
-    ----------
-    wire_dtype
-        Element type on the wire: `full_dtype` unless the settings name a narrower one.
-    planes
-        Number of planes: directions, then the inputs that rules request.
-    splits
-        Words of the message for each peer.
-    words
-        Words of all messages.
-    peers, line_starts, payloads
-        For each piece, in the order of the messages: the rank at the other end, the first word of
-        its lines, and its elements.
-    headers
-        The positions of the words of all headers, int64 (pieces, words of a header): an index into
-        the buffer.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        domain: Domain,
-        leg: Leg,
-        messages: RankMessages,
-        full_dtype: torch.dtype,
-        device: torch.device,
-        *,
-        sending: bool,
-    ) -> None:
-        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-        self.wire_dtype = _NARROW_DTYPES.get(dtype_name, full_dtype)
-        self.planes = domain.planes(leg)
-        header_words = domain.header_words(leg)
-        leg_messages = (messages.out if sending else messages.into)[leg]
-        self.splits = [message.words for message in leg_messages]
-        self.words = sum(self.splits)
-        self.peers: list[int] = []
-        self.line_starts: list[int] = []
-        self.payloads: list[Payload] = []
-        header_positions: list[int] = []
-        message_start = 0
-        for peer, message in zip(messages.peers, leg_messages, strict=True):
-            self.peers += [peer] * len(message.jobs)
-            word = message_start + len(message.jobs) * header_words
-            header_positions += range(message_start, word)
-            for n_values in message.line_values:
-                self.line_starts.append(word)
-                word += n_values
-            element = word * WORD // self.wire_dtype.itemsize
-            for job, n_elements in zip(message.jobs, message.elements, strict=True):
-                self.payloads.append(Payload(job, start=element, elements=n_elements))
-                element += self.planes * n_elements
-            message_start += message.words
-        positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
-        self.headers = positions.view(-1, header_words)
-
-    def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
-        """Return every piece's elements of one plane as a flat view of the buffer."""
-        flat = buffer.view(self.wire_dtype)
-        views = []
-        for payload in self.payloads:
-            start = payload.start + plane * payload.elements
-            views.append(flat[start : start + payload.elements])
-        return views
-
-
-class CollectiveStream:
-    """Launches collectives: on a high-priority stream on a GPU, else on the backend's threads."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # Keeps the last collective alive: if one of gloo's threads dropped the last reference,
-        # freeing the tensors would need the GIL, and a process exiting meanwhile would abort.
-        self._last: Any = None
-
-    def launch(
-        self,
-        collective: Callable[..., Any],
-        *args: Any,
-        then: Callable[[], object] | None = None,
-        **options: Any,
-    ) -> Callable[[], Any]:
-        """Start a collective after the current stream's work.
-
-        Return a function that makes that stream wait for the collective. `then` takes what has
-        arrived: on a GPU in parallel to the current stream's work, else in the function that is
-        returned, which is called once.
-        """
-        if self._stream is None:
-            work = self._last = collective(*args, **options, async_op=True)
-
-            def arrive() -> None:
-                work.wait()
-                if then is not None:
-                    then()
-
-            return arrive
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            collective(*args, **options, async_op=False)
-            if then is not None:
-                then()
-            done = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
 
 class Exchange:
@@ -242,3 +124,121 @@ class Exchange:
                 group=self._group,
             )
         return phase(leg)(wait)
+
+
+class Side:
+    """The sending or the receiving side of one leg: where everything is in this rank's messages.
+
+    Attributes
+    ----------
+    wire_dtype
+        Element type on the wire: `full_dtype` unless the settings name a narrower one.
+    planes
+        Number of planes: directions, then the inputs that rules request.
+    splits
+        Words of the message for each peer.
+    words
+        Words of all messages.
+    peers, line_starts, payloads
+        For each piece, in the order of the messages: the rank at the other end, the first word of
+        its lines, and its elements.
+    headers
+        The positions of the words of all headers, int64 (pieces, words of a header): an index into
+        the buffer.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        domain: Domain,
+        leg: Leg,
+        messages: RankMessages,
+        full_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sending: bool,
+    ) -> None:
+        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.wire_dtype = _NARROW_DTYPES.get(dtype_name, full_dtype)
+        self.planes = domain.planes(leg)
+        header_words = domain.header_words(leg)
+        leg_messages = (messages.out if sending else messages.into)[leg]
+        self.splits = [message.words for message in leg_messages]
+        self.words = sum(self.splits)
+        self.peers: list[int] = []
+        self.line_starts: list[int] = []
+        self.payloads: list[Payload] = []
+        header_positions: list[int] = []
+        message_start = 0
+        for peer, message in zip(messages.peers, leg_messages, strict=True):
+            self.peers += [peer] * len(message.jobs)
+            word = message_start + len(message.jobs) * header_words
+            header_positions += range(message_start, word)
+            for n_values in message.line_values:
+                self.line_starts.append(word)
+                word += n_values
+            element = word * WORD // self.wire_dtype.itemsize
+            for job, n_elements in zip(message.jobs, message.elements, strict=True):
+                self.payloads.append(Payload(job, start=element, elements=n_elements))
+                element += self.planes * n_elements
+            message_start += message.words
+        positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
+        self.headers = positions.view(-1, header_words)
+
+    def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
+        """Return every piece's elements of one plane as a flat view of the buffer."""
+        flat = buffer.view(self.wire_dtype)
+        views = []
+        for payload in self.payloads:
+            start = payload.start + plane * payload.elements
+            views.append(flat[start : start + payload.elements])
+        return views
+
+
+class Payload(NamedTuple):
+    """Where the elements of one piece are in a buffer, counted in elements of the wire type."""
+
+    job: int  # position in the exchange's jobs
+    start: int  # of the first plane; the others follow
+    elements: int  # in each plane
+
+
+class CollectiveStream:
+    """Launches collectives: on a high-priority stream on a GPU, else on the backend's threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # Keeps the last collective alive: if one of gloo's threads dropped the last reference,
+        # freeing the tensors would need the GIL, and a process exiting meanwhile would abort.
+        self._last: Any = None
+
+    def launch(
+        self,
+        collective: Callable[..., Any],
+        *args: Any,
+        then: Callable[[], object] | None = None,
+        **options: Any,
+    ) -> Callable[[], Any]:
+        """Start a collective after the current stream's work.
+
+        Return a function that makes that stream wait for the collective. `then` takes what has
+        arrived: on a GPU in parallel to the current stream's work, else in the function that is
+        returned, which is called once.
+        """
+        if self._stream is None:
+            work = self._last = collective(*args, **options, async_op=True)
+
+            def arrive() -> None:
+                work.wait()
+                if then is not None:
+                    then()
+
+            return arrive
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            collective(*args, **options, async_op=False)
+            if then is not None:
+                then()
+            done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
