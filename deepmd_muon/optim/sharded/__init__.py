@@ -31,6 +31,8 @@ bucket
 portion
     A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
     collective. In code both are of class `Bucket`.
+line
+    A row or column of a block, where a rule keeps values for each of them.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
 header, plane

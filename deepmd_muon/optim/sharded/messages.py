@@ -33,7 +33,7 @@ class Message(NamedTuple):
     """
 
     jobs: tuple[int, ...]
-    lines: tuple[int, ...]
+    line_values: tuple[int, ...]
     elements: tuple[int, ...]
     words: int
 
@@ -86,7 +86,7 @@ class _Entry(NamedTuple):
     """A piece in a message: its job's position, and its numbers of rules' values and elements."""
 
     job: int
-    lines: int
+    line_values: int
     elements: int
 
 
@@ -102,26 +102,26 @@ def rank_messages(
             holders_entries = sent if leg == "gather" else received
             owners_entries = received if leg == "gather" else sent
             if rank in holders:
-                entry = _Entry(number, job.lines.get(rank, 0), holders[rank])
+                entry = _Entry(number, job.line_values.get(rank, 0), holders[rank])
                 holders_entries[leg, job.owner].append(entry)
             if rank == job.owner:
                 for holder, elements in holders.items():
-                    entry = _Entry(number, job.lines.get(holder, 0), elements)
+                    entry = _Entry(number, job.line_values.get(holder, 0), elements)
                     owners_entries[leg, holder].append(entry)
 
     def message(leg: Leg, entries: Sequence[_Entry]) -> Message:
-        lines = tuple(entry.lines for entry in entries)
+        line_values = tuple(entry.line_values for entry in entries)
         elements = tuple(entry.elements for entry in entries)
         n_bytes = domain.message_bytes(
             leg,
             pieces=len(entries),
-            lines=sum(lines),
+            line_values=sum(line_values),
             elements=sum(elements),
             settings=plan.settings,
         )
         return Message(
             jobs=tuple(entry.job for entry in entries),
-            lines=lines,
+            line_values=line_values,
             elements=elements,
             words=n_bytes // WORD,
         )

@@ -86,14 +86,14 @@ class BlockHolders:
     destinations
         For each complete copy of the parameter, the ranks that need the update or the rules' state,
         and how many elements.
-    lines
+    line_values
         For each rank, the number of values of rules' state per row or column that it keeps.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     copies: tuple[Mapping[int, int], ...]
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[int, int]
+    line_values: Mapping[int, int]
 
     @functools.cached_property
     def _is_whole(self) -> bool:
@@ -206,7 +206,7 @@ def holders_of_blocks(
     update_layout: Layout,
     *,
     scored: bool,
-    lines: tuple[StateTensor, ...] = (),
+    line_tensors: tuple[StateTensor, ...] = (),
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers.
 
@@ -221,14 +221,14 @@ def holders_of_blocks(
     scored
         Whether ranks that keep a block's score need the result even if they hold no elements of the
         block.
-    lines
+    line_tensors
         The state tensors with values for each row or column; the ranks that keep these values need
         the result, too.
     """
     state = _holdings(shape, view, state_layout)
     updates = _holdings(shape, view, update_layout)
     keepers_by_rule = []
-    for tensor in lines:
+    for tensor in line_tensors:
         of = cast("Axis", tensor.extent)
         holdings = _holdings(shape, view, lines_layout(shape, view, state_layout, of))
         axis = 0 if of == "rows" else 1
@@ -265,7 +265,7 @@ def holders_of_blocks(
                 replicas=state_replicas,
                 copies=_by_replica(in_state, state_replicas),
                 destinations=_by_replica(needed, replicas),
-                lines=n_values,
+                line_values=n_values,
             )
         holders.append(by_kind[kind])
     return tuple(holders)
