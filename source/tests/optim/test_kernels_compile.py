@@ -191,10 +191,8 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
             torch.zeros(shape[0], 2, dtype=torch.int64),
             torch.zeros(shape[0], 1, 2, dtype=torch.float64),
         )
-        rate, skip = torch.zeros((), dtype=torch.float64), torch.zeros(())
-        given = Application(
-            [targets], [squares], torch.float32, torch.zeros(3), rate, rate + 0.1, skip
-        )
+        numbers = torch.zeros(5, dtype=torch.float64)
+        given = Application([targets], [squares], torch.float32, torch.zeros(3), numbers)
         symmetric_launch.apply_by_products(
             [torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given
         )
@@ -336,5 +334,5 @@ def test_only_the_larger_matrices_stand_between_first_and_last_launch(monkeypatc
     names = [note if isinstance(note, str) else note.kernel.__name__ for note in found]
     assert names == [
         *("write_addresses", "advance", "fork", "1x240x240"),
-        *("beside:", "damp", "1x16x16, 1x8x24", "write_addresses", "join", "apply"),
+        *("beside:", "combine", "1x16x16, 1x8x24", "write_addresses", "join", "apply"),
     ]
