@@ -203,6 +203,11 @@ def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
 # ----- a step ------------------------------------------------------------------------------------
 
 
+def direction_dtype(settings: HybridMuonConfig) -> torch.dtype:
+    """Return the dtype of the directions: that of the iteration."""
+    return torch.float64 if settings.precision == "float64" else torch.float32
+
+
 class Directions(NamedTuple):
     """The buffer of all directions, and its batches (b, rows, columns) by group."""
 
@@ -274,9 +279,9 @@ class FusedMuon:
         self._applied = self._make_applied(rows)
         self._sums = self._scales  # a dummy if nothing is summed
         if self._magma or self._applied is not None:
-            # The two peaks are written only for float64, otherwise they stay 1.
-            self._sums = torch.ones(
-                len(self._chunks), int(SUMS.value), dtype=torch.float64, device=self._device
+            count = int(SUMS.value)
+            self._sums = torch.zeros(
+                len(self._chunks), count, dtype=torch.float64, device=self._device
             )
 
     def _make_applied(self, rows: Sequence[ChunkRow]) -> AppliedGroups | None:
@@ -326,7 +331,7 @@ class FusedMuon:
         return [
             number
             for number, (_, rows, columns, blocks) in enumerate(self._groups)
-            if choose_for(len(blocks), rows, columns, self._wide, self._device) == "whole"
+            if choose_for(len(blocks), rows, columns, torch.float32, self._device) == "whole"
         ]
 
     def fits(
@@ -484,7 +489,8 @@ class FusedMuon:
         if self._directions is not None:
             return self._directions
         length = -(-self._groups[-1].end // _ALIGNED) * _ALIGNED
-        flat = torch.empty(length, dtype=self._wide, device=self._device)
+        dtype = direction_dtype(self._settings)
+        flat = torch.empty(length, dtype=dtype, device=self._device)
         matrices = [
             flat[group.start : group.end].view(-1, group.rows, group.columns)
             for group in self._groups

@@ -60,10 +60,9 @@ ROW = tl.constexpr(13)
 # and its place in the squares.
 BLOCK_ROW = tl.constexpr(4)
 FIRST_CHUNK, CHUNK_COUNT, SCORE, PLACE = (tl.constexpr(i) for i in range(4))
-# Sums of a chunk, float64. For Magma: the largest |m| and |g| (1 unless in float64, whose squares
-# can overflow), and Σ m g, Σ m², Σ g² relative to them. For `Application`: Σ u² of the direction.
-SUMS = tl.constexpr(6)
-PEAK_M, PEAK_G, DOT, M_SQUARES, G_SQUARES, U_SQUARES = (tl.constexpr(i) for i in range(6))
+# Sums of a chunk, float64: for Magma Σ m g, Σ m², Σ g², for `Application` Σ u² of the direction.
+SUMS = tl.constexpr(4)
+DOT, M_SQUARES, G_SQUARES, U_SQUARES = (tl.constexpr(i) for i in range(4))
 
 
 def compiled(formula):
@@ -188,17 +187,10 @@ def advance_elements(at, factor, weight, sums, form, WIDE: tl.constexpr):
     u = m
     if form.NESTEROV:
         u = lerp(g, m, 1.0 - weight)
-    tl.store(at.u, u, mask=at.mask)
+    tl.store(at.u, u.to(at.u.dtype.element_ty), mask=at.mask)
     if form.MAGMA:
         wide_m = m.to(tl.float64)
         wide_g = g.to(tl.float64)
-        if tl.float64 == WIDE:
-            peak_m = tl.max(tl.abs(wide_m))
-            peak_g = tl.max(tl.abs(wide_g))
-            wide_m = wide_m / one_for_zero(peak_m)
-            wide_g = wide_g / one_for_zero(peak_g)
-            tl.store(sums + PEAK_M, peak_m)
-            tl.store(sums + PEAK_G, peak_g)
         tl.store(sums + DOT, tl.sum(wide_m * wide_g))
         tl.store(sums + M_SQUARES, tl.sum(wide_m * wide_m))
         tl.store(sums + G_SQUARES, tl.sum(wide_g * wide_g))
@@ -211,16 +203,13 @@ def advance_elements(at, factor, weight, sums, form, WIDE: tl.constexpr):
 
 
 @triton.jit
-def one_for_zero(x):
-    """Return x, or 1 for 0: a divisor."""
-    return tl.where(x == 0.0, 1.0, x)
-
-
-@triton.jit
-def column_of(sums, first, count, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
-    """Return one sum of the chunks from `first` on, (WIDTH,), 0 beyond their number."""
-    chunk = first + tl.arange(0, WIDTH)
-    return tl.load(sums + chunk * SUMS + COLUMN, mask=chunk < count, other=0.0)
+def total(sums, count, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
+    """Return one sum of all chunks of a block, in a fixed order."""
+    partial = tl.zeros((WIDTH,), tl.float64)
+    for i in range(0, count, WIDTH):
+        chunk = i + tl.arange(0, WIDTH)
+        partial += tl.load(sums + chunk * SUMS + COLUMN, mask=chunk < count, other=0.0)
+    return tl.sum(partial)
 
 
 @triton.jit
@@ -245,42 +234,19 @@ def combine(
     block_sums = sums + tl.load(row + FIRST_CHUNK) * SUMS
     count = tl.load(row + CHUNK_COUNT)
     if SQUARES:
-        u_squares = tl.zeros((WIDTH,), tl.float64)
-        for i in range(0, count, WIDTH):
-            u_squares += column_of(block_sums, i, count, U_SQUARES, WIDTH)
-        tl.store(squares + 2 * tl.load(row + PLACE) + 1, tl.sum(u_squares))
+        u_squares = total(block_sums, count, U_SQUARES, WIDTH)
+        tl.store(squares + 2 * tl.load(row + PLACE) + 1, u_squares)
     if MAGMA:
+        m_squares = total(block_sums, count, M_SQUARES, WIDTH)
+        g_squares = total(block_sums, count, G_SQUARES, WIDTH)
+        norms = tl.sqrt(m_squares) * tl.sqrt(g_squares)
+        cosine = tl.where(norms > 0.0, total(block_sums, count, DOT, WIDTH) / norms, 0.0)
+        # Comparisons keep a NaN.
+        cosine = tl.where(cosine > 1.0, 1.0, tl.where(cosine < -1.0, -1.0, cosine))
         score = tl.load(row + SCORE).to(tl.pointer_type(tl.float32))
-        cosine = cosine_of(block_sums, count, WIDTH)
-        advanced = next_score(tl.load(score), cosine)
+        advanced = next_score(tl.load(score), cosine.to(tl.float32))
         tl.store(score, advanced, mask=tl.load(numbers + SKIP) <= 0)
         tl.store(factors + number, tl.load(scales + number) * damping(advanced))
-
-
-@triton.jit
-def cosine_of(sums, count, WIDTH: tl.constexpr):
-    """Return cos(m, g) of a block, float32; 0 if a vector is zero."""
-    largest_m = tl.zeros((WIDTH,), tl.float64)
-    largest_g = tl.zeros((WIDTH,), tl.float64)
-    for i in range(0, count, WIDTH):
-        largest_m = tl.maximum(largest_m, column_of(sums, i, count, PEAK_M, WIDTH))
-        largest_g = tl.maximum(largest_g, column_of(sums, i, count, PEAK_G, WIDTH))
-    peak_m = one_for_zero(tl.max(largest_m))
-    peak_g = one_for_zero(tl.max(largest_g))
-    dot = tl.zeros((WIDTH,), tl.float64)
-    m_squares = tl.zeros((WIDTH,), tl.float64)
-    g_squares = tl.zeros((WIDTH,), tl.float64)
-    for i in range(0, count, WIDTH):
-        # A chunk's sums are relative to its peaks, the block's to its own.
-        m = column_of(sums, i, count, PEAK_M, WIDTH) / peak_m
-        g = column_of(sums, i, count, PEAK_G, WIDTH) / peak_g
-        dot += m * g * column_of(sums, i, count, DOT, WIDTH)
-        m_squares += m * m * column_of(sums, i, count, M_SQUARES, WIDTH)
-        g_squares += g * g * column_of(sums, i, count, G_SQUARES, WIDTH)
-    norms = tl.sqrt(tl.sum(m_squares)) * tl.sqrt(tl.sum(g_squares))
-    cosine = tl.where(norms > 0.0, tl.sum(dot) / norms, 0.0)
-    # Comparisons keep a NaN.
-    return tl.where(cosine > 1.0, 1.0, tl.where(cosine < -1.0, -1.0, cosine)).to(tl.float32)
 
 
 # ----- parameters --------------------------------------------------------------------------------

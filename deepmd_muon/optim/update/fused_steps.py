@@ -28,8 +28,7 @@ from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, direction_dtype
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
@@ -197,17 +196,14 @@ def compile_kernels(
                 )
             )
         if settings.flash_muon and settings.precision in ("auto", "float16"):
-            matrices = _zero_matrices(views, device, dtype, settings)
+            matrices = _zero_matrices(views, device, settings)
             for schedule, members in matrices.items():
                 calls += compilations(members, schedule, torch.float16, IMPLEMENTATIONS)
         launch_in_threads(calls, device)
 
 
 def _zero_matrices(
-    views: tuple[MatrixView, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: HybridMuonConfig,
+    views: tuple[MatrixView, ...], device: torch.device, settings: HybridMuonConfig
 ) -> dict[Coefficients, list[Tensor]]:
     """Return zeros with the shapes of all directions, by schedule."""
     counts: Counter[tuple[int, int]] = Counter()
@@ -217,7 +213,7 @@ def _zero_matrices(
     matrices: dict[Coefficients, list[Tensor]] = defaultdict(list)
     for (rows, columns), count in counts.items():
         schedule = coefficients_of(settings.schedule_of((count, rows, columns)))
-        zeros = torch.zeros(count, rows, columns, dtype=moment_dtype(dtype), device=device)
+        zeros = torch.zeros(count, rows, columns, dtype=direction_dtype(settings), device=device)
         matrices[schedule].append(zeros)
     return matrices
 
