@@ -203,11 +203,6 @@ def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
 # ----- a step ------------------------------------------------------------------------------------
 
 
-def direction_dtype(settings: HybridMuonConfig) -> torch.dtype:
-    """Return the dtype of the directions: that of the iteration."""
-    return torch.float64 if settings.precision == "float64" else torch.float32
-
-
 class Directions(NamedTuple):
     """The buffer of all directions, and its batches (b, rows, columns) by group."""
 
@@ -489,7 +484,8 @@ class FusedMuon:
         if self._directions is not None:
             return self._directions
         length = -(-self._groups[-1].end // _ALIGNED) * _ALIGNED
-        dtype = direction_dtype(self._settings)
+        # The dtype of the iteration.
+        dtype = torch.float64 if self._settings.precision == "float64" else torch.float32
         flat = torch.empty(length, dtype=dtype, device=self._device)
         matrices = [
             flat[group.start : group.end].view(-1, group.rows, group.columns)

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, direction_dtype
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
@@ -196,33 +196,23 @@ def compile_kernels(
                 )
             )
         if settings.flash_muon and settings.precision in ("auto", "float16"):
-            matrices = _zero_matrices(views, device, settings)
-            for schedule, members in matrices.items():
-                calls += compilations(members, schedule, torch.float16, IMPLEMENTATIONS)
+            counts: Counter[tuple[int, int]] = Counter()
+            for view in views:
+                for shape in view.block_shapes:
+                    counts[shape] += view.batch
+            by_schedule: dict[Coefficients, list[Tensor]] = defaultdict(list)
+            for shape, count in counts.items():
+                schedule = coefficients_of(settings.schedule_of((count, *shape)))
+                by_schedule[schedule].append(
+                    torch.zeros(count, *shape, dtype=torch.float32, device=device)
+                )
+            for schedule, matrices in by_schedule.items():
+                calls += compilations(matrices, schedule)
         launch_in_threads(calls, device)
 
 
-def _zero_matrices(
-    views: tuple[MatrixView, ...], device: torch.device, settings: HybridMuonConfig
-) -> dict[Coefficients, list[Tensor]]:
-    """Return zeros with the shapes of all directions, by schedule."""
-    counts: Counter[tuple[int, int]] = Counter()
-    for view in views:
-        for shape in view.block_shapes:
-            counts[shape] += view.batch
-    matrices: dict[Coefficients, list[Tensor]] = defaultdict(list)
-    for (rows, columns), count in counts.items():
-        schedule = coefficients_of(settings.schedule_of((count, rows, columns)))
-        zeros = torch.zeros(count, rows, columns, dtype=direction_dtype(settings), device=device)
-        matrices[schedule].append(zeros)
-    return matrices
-
-
 def compilations(
-    matrices: Sequence[Tensor],
-    coefficients: Coefficients,
-    operand: torch.dtype,
-    allowed: Collection[str],
+    matrices: Sequence[Tensor], coefficients: Coefficients
 ) -> list[Callable[[], object]]:
     """Return calls that compile and check the kernels for such matrices, one kernel per call.
 
@@ -231,8 +221,8 @@ def compilations(
     """
     device = matrices[0].device
     capability = torch.cuda.get_device_capability(device)
-    usable = tuple(name for name in allowed if name not in dispatch.FAILED)
-    names = choices(geometry_of(matrices), capability, operand, usable)
+    usable = tuple(name for name in IMPLEMENTATIONS if name not in dispatch.FAILED)
+    names = choices(geometry_of(matrices), capability, torch.float16, usable)
     calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
     for name in dict.fromkeys(names):
         if name == "torch":

@@ -232,9 +232,7 @@ def test_kernels_are_compiled_ahead_of_the_launches_that_need_them(monkeypatch):
     shapes += [(2, 25, 50), (2, 50, 100), (1, 128, 128), (6, 2, 128), (6, 32, 128)]
     matrices = [torch.empty(shape) for shape in shapes]
     with recorded_launches() as found:
-        for call in fused_steps.compilations(
-            matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS
-        ):
+        for call in fused_steps.compilations(matrices, COEFFICIENTS):
             call()
         count = len(found)
         for name in ("whole", "strips"):
