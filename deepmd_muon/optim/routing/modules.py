@@ -105,10 +105,9 @@ def _output_layers(
     if not linears or n_matrices == 1:
         return
     consumed = _input_widths(model)
-    last_path, last = list(layers.items())[-1]
-    last_linear = list(linears.values())[-1]
+    last_path, last = list(linears.items())[-1]
     ends_with_output = (
-        isinstance(last, nn.Linear)
+        list(layers)[-1] == last_path
         and last.out_features not in consumed
         and not _is_in_repeated_block(last_path, linears)
     )
@@ -123,7 +122,7 @@ def _output_layers(
             reason = "output layer: no layer takes the output of a Linear before the body"
         is_taken = linear.out_features in consumed
         for weight in weights_of(linear):
-            if weight.shape in table_shapes and (linear is last_linear or not is_taken):
+            if weight.shape in table_shapes and (linear is last or not is_taken):
                 yield weight, "output layer: a Linear with the shape of a table"
             elif reason and not is_taken:
                 yield weight, reason
