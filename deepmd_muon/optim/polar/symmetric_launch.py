@@ -200,9 +200,7 @@ _TYPES = {  # of parameters
     torch.bfloat16: tl.bfloat16,
 }
 # The arguments of `update` without parameters to update.
-NO_APPLICATION: dict[str, Any] = dict.fromkeys(
-    ("targets", "damping", "rate", "decay", "skip", "TYPE")
-)
+NO_APPLICATION: dict[str, Any] = dict.fromkeys(("targets", "damping", "numbers", "TYPE"))
 
 # Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time,
 # and the tile that is copied.
@@ -642,9 +640,7 @@ class _Iteration:
         return {
             "targets": application.targets[span.tensor],
             "damping": application.factors,
-            "rate": application.rate,
-            "decay": application.decay,
-            "skip": application.skip,
+            "numbers": application.numbers,
             "TYPE": _TYPES[application.dtype],
         }
 

@@ -44,6 +44,30 @@ _SAFE_SQUARE = 1e-270
 _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))  # sigmoid(−1/2)
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))  # sigmoid(1/2)
 
+# ----- formulas ----------------------------------------------------------------------------------
+# Triton compiles them for its kernels, so they use operators and methods that its tensors have, too.
+
+
+def next_score(
+    score: Tensor,
+    cosine: Tensor,
+    temperature: float = TEMPERATURE,
+    lowest: float = _LOWEST,
+    span: float = _HIGHEST - _LOWEST,
+    pace: float = 1.0 - SCORE_DECAY,
+) -> Tensor:
+    """Return the score of a block after a step with this cos(m, g)."""
+    alignment = ((cosine / temperature).sigmoid() - lowest) / span
+    return score + pace * (alignment - score)
+
+
+def damping(score: Tensor, least: float = MIN_SCALE) -> Tensor:
+    """Return the factor of a block's update with this score."""
+    return least + (1.0 - least) * score
+
+
+# ----- the rule ----------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Magma(MatrixRule):
@@ -121,14 +145,13 @@ class Magma(MatrixRule):
         # units round differently.
         scores = torch.cat(list(state[SCORE])).double()
         cosines = torch.cat(list(measured)).double()
-        alignments = (torch.sigmoid(cosines / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST)
-        advanced = scores.lerp(alignments, 1.0 - SCORE_DECAY)
+        advanced = next_score(scores, cosines)
         return {SCORE: advanced.float().split([len(score) for score in state[SCORE]])}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
         """Return 0.1 + 0.9 s of each block, (blocks, 1, 1)."""
         scores = list(state[SCORE])
-        factors = MIN_SCALE + (1.0 - MIN_SCALE) * torch.cat(scores)
+        factors = damping(torch.cat(scores))
         return [x.view(-1, 1, 1) for x in factors.split([len(score) for score in scores])]
 
 
