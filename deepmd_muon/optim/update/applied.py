@@ -80,9 +80,9 @@ class AppliedGroups:
         self.numbers = [group.number for group in groups]
         self._dtype = dtype
         self._blocks = torch.cat([group.chunks for group in groups])
-        # 1 and Σ u² of each block, as `Application` has them; one launch writes all groups'.
+        # Σ u² of each block, as `Application` has it; one launch writes all groups'.
         self._all_squares = torch.empty(
-            len(self._blocks), 1, 2, dtype=torch.float64, device=self._blocks.device
+            len(self._blocks), 1, dtype=torch.float64, device=self._blocks.device
         )
         self._squares = self._all_squares.split([len(group.targets) for group in groups])
         self._schedules = list(dict.fromkeys(group.schedule for group in groups))
@@ -186,10 +186,10 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 
         size = rows * columns * p.element_size()
         targets = [[p.data_ptr() + k * size, k] for k in range(2)]
-        norms = x.double().square().sum((1, 2))
+        squares = x.double().square().sum((1, 2))
         application = Application(
             targets=[torch.tensor(targets, dtype=torch.int64, device=device)],
-            squares=[torch.stack([torch.ones_like(norms), norms], dim=1).view(2, 1, 2)],
+            squares=[squares.view(2, 1)],
             dtype=dtype,
             factors=factors,
             rate=torch.full((), lr, dtype=torch.float64, device=device),

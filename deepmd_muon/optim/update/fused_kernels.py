@@ -226,10 +226,10 @@ def advance_elements(at, factor, weight, sums, form, WIDE: tl.constexpr):
 def sum_squares(
     blocks,  # int64 (blocks, 2): first chunk and number of chunks
     sums,  # (chunks, SUMS)
-    squares,  # float64 (blocks, 2), written
+    squares,  # float64 (blocks,), written
     WIDTH: tl.constexpr,
 ):
-    """Write 1 and Σ u² of each block, as `normalized.scale_of` reads them."""
+    """Write Σ u² of each block, as `normalized.scale_of` reads it."""
     number = tl.program_id(0)
     block_sums = sums + tl.load(blocks + 2 * number) * SUMS
     count = tl.load(blocks + 2 * number + 1)
@@ -237,8 +237,7 @@ def sum_squares(
     for i in range(0, count, WIDTH):
         chunk = i + tl.arange(0, WIDTH)
         total += tl.load(block_sums + chunk * SUMS + U_SQUARES, mask=chunk < count, other=0.0)
-    tl.store(squares + 2 * number, 1.0)
-    tl.store(squares + 2 * number + 1, tl.sum(total))
+    tl.store(squares + number, tl.sum(total))
 
 
 @triton.jit
