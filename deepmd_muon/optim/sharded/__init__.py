@@ -45,25 +45,9 @@ sums, statistics
     What rules such as Magma measure on whole blocks: each holder sends the sums over its piece.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.config import ShardedSettings
-    from deepmd_muon.optim.sharded.layout import Layout, ShardPlacement
-    from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
-
-_MODULES = {
-    "Layout": f"{__name__}.layout",
-    "Plan": f"{__name__}.plan",
-    "PlannedParameter": f"{__name__}.plan",
-    "ShardPlacement": f"{__name__}.layout",
-    "ShardedSettings": "deepmd_muon.optim.config",
-    "make_plan": f"{__name__}.plan",
-    "plan_from_routes": f"{__name__}.plan",
-}
+from deepmd_muon.optim.config import ShardedSettings
+from deepmd_muon.optim.sharded.layout import Layout, ShardPlacement
+from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
 
 __all__ = [
     "Layout",
@@ -74,14 +58,3 @@ __all__ = [
     "make_plan",
     "plan_from_routes",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Lazily, so that single-process training does not import torch.distributed.
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -39,7 +39,12 @@ from deepmd_muon.optim.sharded.params import (
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
-from deepmd_muon.optim.sharded.process_groups import RankGroup, check_plans, group_of
+from deepmd_muon.optim.sharded.process_groups import (
+    RankGroup,
+    Statement,
+    check_statements,
+    group_of,
+)
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
@@ -262,7 +267,9 @@ class ShardedStep:
         for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
             if process_group is not None:
                 among = RankGroup(domain.ranks, process_group, device)
-                check_plans(self.plan, domain, among, self._error)
+                texts = self.plan.statements(domain)
+                statements = [Statement(domain.ranks, text) for text in texts]
+                check_statements(statements, among, self._error)
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients of parameters with replicas that would diverge."""

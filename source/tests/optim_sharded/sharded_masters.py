@@ -98,7 +98,7 @@ def masters_of_replicas():
             replicas.step()
         assert_equal(replicas)
         if many:
-            host = replicas.optimizers[1]._host_memory._slots
+            host = replicas.optimizers[1]._host_memory._offloaded
             assert all("master_weight" in host[q] for q in replicas.many)
         if sharded is SMALL:
             assert all(
