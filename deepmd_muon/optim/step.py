@@ -302,24 +302,19 @@ class CompiledStep:
                 shared=[] if self.sharded is None else self.sharded.params,
             )
 
-    def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
-        """Compile the kernels of the Muon route of one process before the first step, on a GPU.
-
-        `skip` says whether steps will have a predicate that skips them.
-        """
+    def compile_kernels(self, groups: Sequence[Group], workspace: int) -> None:
+        """Compile the kernels of the Muon route of one process before the first step, on a GPU."""
         exchanges = self.sharded is not None and self.sharded.params and not self.sharded.gathers
         if unavailable() or exchanges:
             return
-        from deepmd_muon.optim.update.fused import Variant  # needs Triton
-        from deepmd_muon.optim.update.fused_steps import compile_kernels
+        from deepmd_muon.optim.update.fused_steps import compile_kernels  # needs Triton
 
         for group in groups:
             for wave in waves(_of_route(group.routed, "muon"), workspace):
                 p = wave[0][0]
                 if _can_be_fused(p.device, group.settings):
                     views = tuple(entry.view for _, entry in wave if entry.view is not None)
-                    variant = Variant(p.dtype, group.values["maximize"], skip, False)
-                    compile_kernels(views, p.device, p.dtype, variant, group.settings)
+                    compile_kernels(views, p.device, p.dtype, p.dtype, group.settings)
 
     def reset(self, sharded: ShardedStep | None) -> None:
         """Release all references to parameters, gradients and state, and set `sharded`.

@@ -183,6 +183,7 @@ def main() -> None:
         key = "problem" if isinstance(result, str) else "ms"
         name = each.case.optimizer + (", captured" if each.case.is_captured else "")
         rows.append({"task": each.case.task, "optimizer": name, key: result})
+        print(f"{each.case.task}, {name}: {result}", flush=True)
         arguments.out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     print(*table(rows), sep="\n")
     for each in all_running:

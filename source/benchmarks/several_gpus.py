@@ -51,7 +51,7 @@ from runs import OPTIONS, TRAIN, Job, RunError, Team, milliseconds, write_input
 from several_gpus_checks import kill_rank, restart_on_others, weights_after
 from training_step import make_input
 
-from deepmd_muon.data import DataLoader, open_systems
+from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.data.sampling.balance import cost_of_frame
 
 PARTS = (
@@ -355,9 +355,7 @@ def costs_of_ranks(bench: Bench, batch: int | str, ranks: int) -> dict[str, floa
             open_systems(systems, names),
             batch,
             seed=1,
-            rcut=6.0,
-            sel=[120],
-            by_type=False,
+            cache=NeighborCache(6.0, [120], by_type=False, ntypes=len(names)),
             balance=balance,
         )
         of_system = [

@@ -200,9 +200,7 @@ _TYPES = {  # of parameters
     torch.bfloat16: tl.bfloat16,
 }
 # The arguments of `update` without parameters to update.
-NO_APPLICATION: dict[str, Any] = dict.fromkeys(
-    ("targets", "damping", "rate", "decay", "skip", "TYPE")
-)
+NO_APPLICATION: dict[str, Any] = dict.fromkeys(("targets", "damping", "numbers", "TYPE"))
 
 # Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time,
 # and the tile that is copied.
@@ -393,7 +391,7 @@ class _Iteration:
         for span in self.spans:
             x = tensors[span.tensor]
             stored = x if x.stride(2) == 1 else x.mT
-            if x.dtype != torch.float32 or not stored.is_contiguous():
+            if not stored.is_contiguous():
                 return []
             # A square matrix that is stored by columns is read transposed, too.
             transposed = (stored is x) == (x.shape[1] > x.shape[2])
@@ -448,7 +446,7 @@ class _Iteration:
         """Allocate the shares of the matrices' norms; see `normalized`."""
         if not self.out.is_cuda:
             shares = 4  # Triton's interpreter runs programs one after the other
-        return self._empty(self.count, shares, 2, dtype=torch.float64)
+        return self._empty(self.count, shares, dtype=torch.float64)
 
     def _normalize(self, addresses: Tensor, master: Tensor, iterate: Tensor, *, keep: bool) -> None:
         """Write X / ‖X‖ in fp16, and with `keep` in fp32, from inputs of any strides."""
@@ -642,9 +640,7 @@ class _Iteration:
         return {
             "targets": application.targets[span.tensor],
             "damping": application.factors,
-            "rate": application.rate,
-            "decay": application.decay,
-            "skip": application.skip,
+            "numbers": application.numbers,
             "TYPE": _TYPES[application.dtype],
         }
 

@@ -189,12 +189,10 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
     with recorded_launches() as found:
         targets, squares = (
             torch.zeros(shape[0], 2, dtype=torch.int64),
-            torch.zeros(shape[0], 1, 2, dtype=torch.float64),
+            torch.zeros(shape[0], 1, dtype=torch.float64),
         )
-        rate, skip = torch.zeros((), dtype=torch.float64), torch.zeros(())
-        given = Application(
-            [targets], [squares], torch.float32, torch.zeros(3), rate, rate + 0.1, skip
-        )
+        numbers = torch.zeros(5, dtype=torch.float64)
+        given = Application([targets], [squares], torch.float32, torch.zeros(3), numbers)
         symmetric_launch.apply_by_products(
             [torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given
         )
@@ -234,9 +232,7 @@ def test_kernels_are_compiled_ahead_of_the_launches_that_need_them(monkeypatch):
     shapes += [(2, 25, 50), (2, 50, 100), (1, 128, 128), (6, 2, 128), (6, 32, 128)]
     matrices = [torch.empty(shape) for shape in shapes]
     with recorded_launches() as found:
-        for call in fused_steps.compilations(
-            matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS
-        ):
+        for call in fused_steps.compilations(matrices, COEFFICIENTS):
             call()
         count = len(found)
         for name in ("whole", "strips"):
@@ -336,5 +332,5 @@ def test_only_the_larger_matrices_stand_between_first_and_last_launch(monkeypatc
     names = [note if isinstance(note, str) else note.kernel.__name__ for note in found]
     assert names == [
         *("write_addresses", "advance", "fork", "1x240x240"),
-        *("beside:", "damp", "1x16x16, 1x8x24", "write_addresses", "join", "apply"),
+        *("beside:", "combine", "1x16x16, 1x8x24", "write_addresses", "join", "apply"),
     ]
