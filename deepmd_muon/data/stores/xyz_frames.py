@@ -24,6 +24,7 @@ _MOST_DIGITS = 12
 _PROPERTIES = re.compile(rb'(?<!\S)Properties=(?:"([^"]*)"|(\S+))')
 _DEFAULT_PROPERTIES = b"species:S:1:pos:R:3"
 _MOST_SHOWN = 40
+_BOM = b"\xef\xbb\xbf"  # Windows' editors begin files with it
 # Keys of the second line as ASE writes them; GPUMD takes them in any case.
 _KEYS = {key.lower(): key for key in (b"Lattice", b"Properties", b"pbc")}
 _KEY = re.compile(rb"(?i)(?<!\S)(lattice|properties|pbc)(?==)")
@@ -144,7 +145,11 @@ class _Lines:
 
     def _next(self) -> bytes:
         self._number += 1
-        return self._file.readline()
+        line = self._file.readline()
+        if self._number == 1 and line.startswith(_BOM):
+            self.rewritten = True
+            return line[len(_BOM) :]
+        return line
 
     def _error(self, problem: str) -> SystemFormatError:
         return SystemFormatError(
