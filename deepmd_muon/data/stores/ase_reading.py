@@ -237,7 +237,7 @@ def _refuse_types_without_elements(path: str) -> None:
 
     with open_with_compression(path, "rt") as file:
         columns = next((line.split() for line in file if line.startswith("ITEM: ATOMS")), [])
-    if "element" not in columns:
+    if not {"element", "mass"}.intersection(columns):
         raise SystemFormatError(
             path,
             "frame 0",
