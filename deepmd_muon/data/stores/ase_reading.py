@@ -236,7 +236,7 @@ def _refuse_types_without_elements(path: str) -> None:
     from ase.io.formats import open_with_compression
 
     with open_with_compression(path, "rt") as file:
-        columns = next((line.split() for line in file if line.startswith("ITEM: ATOMS")), [])
+        columns = next((line for line in file if line.startswith("ITEM: ATOMS")), "").split()
     if not {"element", "mass"}.intersection(columns):
         raise SystemFormatError(
             path,
