@@ -94,6 +94,14 @@ def test_a_stress_without_periodic_directions_is_told(tmp_path, caplog, stress, 
     assert any("not periodic" in message for message in caplog.messages) == warns
 
 
+@pytest.mark.parametrize("name", ["Cu1", "29"])
+def test_names_that_are_no_elements_are_told(tmp_path, name):
+    path = Path(write_xyz(tmp_path / "a.xyz", "energy=1"))
+    path.write_text(path.read_text().replace("Cu", name))
+    with pytest.raises(SystemFormatError, match=rf"element '{name}'"):
+        open_systems(str(path))
+
+
 def test_files_of_ipi_are_refused(tmp_path):
     path = tmp_path / "simulation.pos_0.xyz"
     header = "# CELL(abcABC): 9 9 9 90 90 90 Step: 0 Bead: 0 positions{atomic_unit}  cell{angstrom}"
