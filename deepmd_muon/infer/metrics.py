@@ -120,7 +120,7 @@ def weighted_frame_errors(reference: Frames, prediction: Prediction) -> Errors:
     assert reference.weight is not None
     errors: Errors = {}
     for weight in np.unique(reference.weight):
-        rows = np.flatnonzero(reference.weight == weight)
+        rows = np.flatnonzero(reference.weight == weight).tolist()
         alike = frame_errors(reference.rows(rows), prediction.rows(rows))
         weighted = {name: error * float(weight) for name, error in alike.items()}
         errors = add_errors(errors, weighted)

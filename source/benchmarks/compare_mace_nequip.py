@@ -23,13 +23,12 @@ import json
 import math
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +53,7 @@ TIME_STEP = 0.5  # fs
 BONDED = 1.2
 BROKEN = 1.6
 _PROGRESS_SECONDS = 5.0
-_WARM_UP_STEPS = 20  # of NequIP, before its clock starts
+_WARM_UP_STEPS = 1  # of NequIP, before its clock starts
 _START = time.monotonic()
 
 
@@ -154,7 +153,13 @@ def compare(args: argparse.Namespace) -> None:
 
 def measure_job(job: Job, trained: Trained, calculator: str, args: argparse.Namespace) -> None:
     """Measure a potential in its own environment."""
-    line = {"program": job.name, "set": job.data_set, **trained._asdict(), "model": None}
+    line = {
+        "program": job.name,
+        "set": job.data_set,
+        "steps": trained.steps,
+        "seconds": trained.seconds,
+        "validation": trained.validation,
+    }
     options = {
         "device": job.device,
         "temperature": SETS[job.data_set],
@@ -257,27 +262,29 @@ def run(
         if it fails.
     """
     begin = time.perf_counter()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = log.with_suffix(".out")
     with log.open("a") as errors, output.open("w") as written:
         process = subprocess.Popen(command, env=environment, cwd=cwd, stdout=written, stderr=errors)
-        try:
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_PROGRESS_SECONDS)
+        ended = 0
+        told = begin
+        while not ended:
+            time.sleep(0.1)
+            # Seconds of the processor of this command alone: others may end at the same time.
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if time.perf_counter() - told > _PROGRESS_SECONDS:
+                told = time.perf_counter()
                 tell(f"{log.parent.name}/{log.stem}: {last_line(log, output)}")
-                if time.perf_counter() - begin > limit:
-                    raise subprocess.TimeoutExpired(command[-1], limit)
-        finally:
-            process.kill()
-            process.wait()
+            if not ended and time.perf_counter() - begin > limit:
+                process.kill()
+                process.wait()
+                raise subprocess.TimeoutExpired(command[-1], limit)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, f"{log}: {last_line(log)}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return Done(
         output=output.read_text(),
         seconds=time.perf_counter() - begin,
-        processor=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        processor=usage.ru_utime + usage.ru_stime,
     )
 
 

@@ -73,7 +73,8 @@ def read_ase(path: str, reading: Reading, kind: str | None = None) -> list[Memor
         raise SystemNotFoundError(
             f"system {path}: {problem} "
             f"({type(error).__name__}: {str(error).strip() or 'unknown format'}); name the right "
-            "format if ASE or dpdata reads it: --format, or format beside systems"
+            "format if ASE or dpdata reads it: --format, or format beside systems; arrays of other "
+            "layouts (.npz) become a system by examples/write_system.py, in eV and Å"
         ) from error
     if not contents.frames:
         raise SystemFormatError(path, "", "the file has no frames")
@@ -159,8 +160,12 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
         return _Contents(outcar.frames, outcar.converged)
     if kind in ("xyz", "extxyz"):
         return _Contents(read_xyz_frames(path, kind), [])
+    if kind in ("db", "json"):
+        return _Contents(_read_rows(path, kind), [])
     if kind == "traj":
         _refuse_joined(path)
+    if kind == "lammps-dump-text":
+        _refuse_types_without_elements(path)
     # A format that ASE also writes is one of structures: a program's output goes on after the last.
     structures = form is not None and form.can_write and form.acceptsfd and not form.isbinary
     if structures and not form.single and kind not in _WITH_TAIL:
@@ -175,8 +180,6 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
                 "not read: an empty line or a second file may end the frames early",
             )
         return _Contents(frames, [])
-    if kind == "db":
-        return _Contents(_read_rows(path), [])
     # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
     frames = read(path, index=":", format=kind, do_not_split_by_at_sign=True)
     converged: list[bool] = []
@@ -189,7 +192,7 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
     return _Contents(frames, converged)
 
 
-def _read_rows(path: str) -> list[Atoms]:
+def _read_rows(path: str, kind: str) -> list[Atoms]:
     """Return the rows of a database of ASE, their key-value pairs as words of a header.
 
     The results of a row's calculator are its labels, so that pairs with names of labels are left
@@ -198,7 +201,7 @@ def _read_rows(path: str) -> list[Atoms]:
     from ase.db import connect
 
     frames = []
-    with connect(path, type="db", serial=True) as database:
+    with connect(path, type=kind, serial=True) as database:
         for row in database.select():
             atoms = row.toatoms()
             for name in row.key_value_pairs:
@@ -226,6 +229,22 @@ def _refuse_joined(path: str) -> None:
                     "both files, or join them with `ase convert`",
                 )
             overlap = block[-len(_TRAJECTORY) :]
+
+
+def _refuse_types_without_elements(path: str) -> None:
+    """Refuse a dump of LAMMPS without elements: ASE takes type 1 for hydrogen, 2 for helium."""
+    from ase.io.formats import open_with_compression
+
+    with open_with_compression(path, "rt") as file:
+        columns = next((line for line in file if line.startswith("ITEM: ATOMS")), "").split()
+    if not {"element", "mass"}.intersection(columns):
+        raise SystemFormatError(
+            path,
+            "frame 0",
+            "its atoms have types and no elements: write the dump with the column element (dump "
+            "custom … element x y z fx fy fz, dump_modify element …), and energies as labels are "
+            "in no dump",
+        )
 
 
 def _converged_frames(contents: _Contents, path: str) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import IO, NamedTuple
+from io import BufferedIOBase
+from typing import BinaryIO, NamedTuple
 
 from deepmd_muon.files import open_regular
 
@@ -89,7 +90,7 @@ def recognize(path: str) -> Program | None:
     return next((program for program in _PROGRAMS if program.signature.search(head)), None)
 
 
-def _decompressed(file: IO[bytes], path: str) -> IO[bytes]:
+def _decompressed(file: BinaryIO, path: str) -> BinaryIO | BufferedIOBase:
     """Return the contents of a file that its ending calls compressed."""
     if path.endswith(".gz"):
         import gzip

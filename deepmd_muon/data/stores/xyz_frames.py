@@ -24,6 +24,7 @@ _MOST_DIGITS = 12
 _PROPERTIES = re.compile(rb'(?<!\S)Properties=(?:"([^"]*)"|(\S+))')
 _DEFAULT_PROPERTIES = b"species:S:1:pos:R:3"
 _MOST_SHOWN = 40
+_BOM = b"\xef\xbb\xbf"  # Windows' editors begin files with it
 # Keys of the second line as ASE writes them; GPUMD takes them in any case.
 _KEYS = {key.lower(): key for key in (b"Lattice", b"Properties", b"pbc")}
 _KEY = re.compile(rb"(?i)(?<!\S)(lattice|properties|pbc)(?==)")
@@ -46,7 +47,6 @@ def read_xyz_frames(path: str, form: str) -> list[Atoms]:
         When a frame has more atoms than the file holds, something else than a count begins a
         frame, a row has more columns than its frame names, or i-PI wrote the file.
     """
-    from ase.io import read
     from ase.io.formats import open_with_compression
 
     with open_with_compression(path, "rb") as file:
@@ -60,10 +60,24 @@ def read_xyz_frames(path: str, form: str) -> list[Atoms]:
             )
         if not lines.rewritten:
             # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
-            return list(read(path, index=":", format=form, do_not_split_by_at_sign=True))
+            return _read(path, form, path, do_not_split_by_at_sign=True)
         file.seek(0)
         text = b"".join(_Lines(file, path).of_frames()).decode("utf-8")
-    return list(read(io.StringIO(text), index=":", format=form))
+    return _read(io.StringIO(text), form, path)
+
+
+def _read(source: str | IO[str], form: str, path: str, **options: bool) -> list[Atoms]:
+    from ase.io import read
+
+    try:
+        return list(read(source, index=":", format=form, **options))
+    except KeyError as error:  # ASE looks up the number of each symbol
+        raise SystemFormatError(
+            path,
+            "",
+            f"ASE knows no element {error.args[0]!r}; the column of species needs symbols such as Cu "
+            "(species:S:1), or write atomic numbers into a column Z:I:1",
+        ) from error
 
 
 class _Lines:
@@ -144,7 +158,11 @@ class _Lines:
 
     def _next(self) -> bytes:
         self._number += 1
-        return self._file.readline()
+        line = self._file.readline()
+        if self._number == 1 and line.startswith(_BOM):
+            self.rewritten = True
+            return line[len(_BOM) :]
+        return line
 
     def _error(self, problem: str) -> SystemFormatError:
         return SystemFormatError(

@@ -78,10 +78,10 @@ def test_six_numbers_of_a_tensor_have_the_order_of_ase(tmp_path, name, factor):
         np.testing.assert_allclose(system.frames([0]).virial, [matrix.ravel()])
 
 
-def test_keys_of_headers_may_have_any_case(tmp_path):
+def test_headers_may_have_any_case_and_come_from_windows(tmp_path):
     path = Path(write_xyz(tmp_path / "a.xyz", "Energy=-3.5"))
     text = path.read_text().replace("Lattice", "lattice").replace("Properties", "PROPERTIES")
-    path.write_bytes(text.replace("\n", "\r\n").encode())
+    path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
     (system,) = open_systems(str(path))
     frames = system.frames([0])
     assert frames.box.tolist() == [(9 * np.eye(3)).tolist()]
@@ -94,6 +94,14 @@ def test_a_stress_without_periodic_directions_is_told(tmp_path, caplog, stress, 
     assert any("not periodic" in message for message in caplog.messages) == warns
 
 
+@pytest.mark.parametrize("name", ["Cu1", "29"])
+def test_names_that_are_no_elements_are_told(tmp_path, name):
+    path = Path(write_xyz(tmp_path / "a.xyz", "energy=1"))
+    path.write_text(path.read_text().replace("Cu", name))
+    with pytest.raises(SystemFormatError, match=rf"element '{name}'"):
+        open_systems(str(path))
+
+
 def test_files_of_ipi_are_refused(tmp_path):
     path = tmp_path / "simulation.pos_0.xyz"
     header = "# CELL(abcABC): 9 9 9 90 90 90 Step: 0 Bead: 0 positions{atomic_unit}  cell{angstrom}"
@@ -102,9 +110,26 @@ def test_files_of_ipi_are_refused(tmp_path):
         open_systems(str(path))
 
 
-def test_rows_of_a_database_have_words_and_calculators(tmp_path, caplog):
+@pytest.mark.parametrize("columns", ["id type", "id type element"])
+def test_types_of_lammps_are_no_elements(tmp_path, columns):
+    path = tmp_path / "a.lammpstrj"
+    lines = ["TIMESTEP", 0, "NUMBER OF ATOMS", 1, "BOX BOUNDS pp pp pp", *(3 * ["0 9"])]
+    text = "".join(f"{'' if line in (0, 1, '0 9') else 'ITEM: '}{line}\n" for line in lines)
+    element = " Cu" if "element" in columns else ""
+    path.write_text(f"{text}ITEM: ATOMS {columns} x y z fx fy fz\n1 1{element} 0 0 0 1 2 3\n")
+    if not element:
+        with pytest.raises(SystemFormatError, match=r"types and no elements"):
+            open_systems(str(path))
+        return
+    (system,) = open_systems(str(path))
+    assert system.type_map == ("Cu",)
+    assert system.frames([0]).force.tolist() == [[[1, 2, 3]]]
+
+
+@pytest.mark.parametrize("form", ["db", "json"])
+def test_rows_of_a_database_have_words_and_calculators(tmp_path, caplog, form):
     connect = pytest.importorskip("ase.db").connect
-    path = str(tmp_path / "a.db")
+    path = str(tmp_path / f"a.{form}")
     with connect(path) as database:
         for charge, calculator in ((0, "gpaw"), (1, "gpaw"), (1, "aims")):
             atoms = ase.Atoms("Cu2", [[0, 0, 0], [2.5, 0, charge]])
