@@ -15,6 +15,7 @@ from torch import Tensor
 from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.layers import linear
+from deepmd_muon.model.scripted.rows import environment_rows, rows_pullback
 
 
 class Jacobian(NamedTuple):
@@ -44,15 +45,6 @@ class Environment(NamedTuple):
     jacobian: Jacobian
 
 
-def quintic(u: Tensor) -> Tensor:
-    """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
-
-    1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the
-    same without cancellation near its end.
-    """
-    return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
-
-
 def environment(edges: Tensor, neighbor: Tensor, reach: Reach) -> Environment:
     """Compute environment rows with the quintic switch, and their derivative.
 
@@ -70,21 +62,9 @@ def environment(edges: Tensor, neighbor: Tensor, reach: Reach) -> Environment:
 
         rows = environment_kernels.environment(edges, neighbor, reach)
         return Environment(rows, Jacobian(reach, (edges, neighbor)))
-    rcut, rcut_smth, protection = reach
-    edges = torch.where((neighbor < 0).unsqueeze(-1), rcut, edges)
-    square = (edges * edges).sum(-1)
-    distance = square.sqrt()
-    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0.0, 1.0)
-    switch = quintic(u) + 1.0
-    slope = (u * (u - 1.0)).square_().mul_(-30.0 / (rcut - rcut_smth))
-    t = 1.0 / (distance + protection) if protection else 1.0 / distance
-    per_distance = 1.0 / distance if protection else t
-    isotropic = switch * t * t
-    rows = torch.cat([(switch * t).unsqueeze(-1), isotropic.unsqueeze(-1) * edges], dim=-1)
-    slope_t = slope * t
-    radial = (slope_t - isotropic) * per_distance
-    bend = (slope_t - 2.0 * isotropic) * t * per_distance
-    return Environment(rows, Jacobian(reach, (edges, radial, isotropic, bend)))
+    values = environment_rows(edges, neighbor < 0, *reach)
+    factors = (values.edges, values.radial, values.isotropic, values.bend)
+    return Environment(values.rows, Jacobian(reach, factors))
 
 
 def edge_derivative(adjoint: Tensor, factor: Tensor, jacobian: Jacobian) -> Tensor:
@@ -102,11 +82,7 @@ def _pull(reach: Reach, adjoint: Tensor, factor: Tensor, edges: Tensor, *stored:
         from deepmd_muon.model.descriptor import environment_kernels
 
         return environment_kernels.pull(adjoint, factor, edges, *stored, reach)
-    radial, isotropic, bend = stored
-    row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
-    along = (row_adjoint[..., 1:] * edges).sum(-1)
-    scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
-    return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
+    return rows_pullback((adjoint * factor.unsqueeze(1)).to(edges.dtype), edges, *stored)
 
 
 def _push(

@@ -1,10 +1,17 @@
-"""Environment rows of `model.descriptor.environment` for TorchScript, and their pullbacks."""
+"""Environment rows and their pullbacks, for TorchScript and for trained models on a CPU."""
 
 from typing import NamedTuple
 
 import torch
 
-from deepmd_muon.model.descriptor.environment import quintic
+
+def quintic(u: torch.Tensor) -> torch.Tensor:
+    """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
+
+    1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the
+    same without cancellation near its end.
+    """
+    return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
 
 
 class Rows(NamedTuple):
@@ -18,7 +25,8 @@ class Rows(NamedTuple):
     rows
         `(ncentre, nnei, 4)` [1/Å].
     radial, isotropic, bend
-        See `Environment`.
+        The derivative: ∂row₀/∂x_k = radial·x_k, ∂row_i/∂x_k = isotropic·δ_ik + bend·x_i·x_k
+        `(ncentre, nnei)` [1/Å³, 1/Å², 1/Å⁴].
     """
 
     edges: torch.Tensor
@@ -47,13 +55,17 @@ def environment_rows(
     return Rows(edges, rows, radial, isotropic, bend)
 
 
-def rows_pullback(adjoint: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return dE/dr_ij `(ncentre, nnei, 3)` [eV/Å] from dE/drow `(ncentre, nnei, 4)`."""
-    along = (adjoint[..., 1:] * rows.edges).sum(-1)
-    scale = torch.addcmul(rows.radial * adjoint[..., 0], rows.bend, along)
-    return torch.addcmul(
-        rows.isotropic.unsqueeze(-1) * adjoint[..., 1:], scale.unsqueeze(-1), rows.edges
-    )
+def rows_pullback(
+    adjoint: torch.Tensor,
+    edges: torch.Tensor,
+    radial: torch.Tensor,
+    isotropic: torch.Tensor,
+    bend: torch.Tensor,
+) -> torch.Tensor:
+    """Return dE/dr_ij `(ncentre, nnei, 3)` [eV/Å] from dE/drow `(ncentre, nnei, 4)`; see `Rows`."""
+    along = (adjoint[..., 1:] * edges).sum(-1)
+    scale = torch.addcmul(radial * adjoint[..., 0], bend, along)
+    return torch.addcmul(isotropic.unsqueeze(-1) * adjoint[..., 1:], scale.unsqueeze(-1), edges)
 
 
 def sums_pullback(adjoint: torch.Tensor, a: torch.Tensor, axis: int, slots: int) -> torch.Tensor:

@@ -31,11 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepmd_muon.model.descriptor.environment import quintic
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.scripted.dense import Dense, product
 from deepmd_muon.model.scripted.near import Near, Request
-from deepmd_muon.model.scripted.rows import sums_pullback
+from deepmd_muon.model.scripted.rows import quintic, sums_pullback
 
 MARGIN = 40
 """Samples on each side of a coefficient: their weights fall by 0.43 a sample, to 2e-15."""

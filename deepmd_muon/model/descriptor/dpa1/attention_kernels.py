@@ -162,85 +162,38 @@ def rescale_derivative_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
     along = _number_by_row(x)
     _launch(
-        _rescale_derivative_kernel,
+        _derivative_kernel,
         x,
-        x=x,
+        out=x,
         along=along,
+        x=x,
+        gamma=None,
         y=v.qkv,
-        inverse_length=v.inverse_length,
+        inverse=v.inverse_length,
+        centred=False,
     )
     return x, along
-
-
-@triton.jit(do_not_specialize=["count"])
-def _rescale_derivative_kernel(
-    x,  # (count, width), in place
-    along,  # (count,), written
-    y,  # (count, width): Q, K, V
-    inverse_length,  # (count,): r
-    count,
-    width,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write (x − y·along)·r with along = Σ x·y."""
-    tile = _tile(count, width, rows, block)
-    value = _load(x, tile)
-    unit = _load(y, tile)
-    product = tl.sum(value * unit, 1)
-    tl.store(along + tile.row, product, tile.exists)
-    result = (value - unit * product[:, None]) * _load_by_row(inverse_length, tile)
-    tl.store(x + tile.at, result, tile.mask)
 
 
 def rescale_gradient_(v: Values, a: Adjoints, t: Tangents, qkv_hat: Tensor) -> Tensor:
     """See `attention_rows`."""
     if v.inverse_length is not None:
         _launch(
-            _rescale_gradient_kernel,
+            _gradient_kernel,
             qkv_hat,
-            x=qkv_hat,
+            out=qkv_hat,
             y=v.qkv,
-            inverse_length=v.inverse_length,
+            inverse=v.inverse_length,
             y_dot=t.qkv,
             x_bar=a.projected,
             bar_along=a.length_along,
             dot_along=t.length_along,
+            y_hat=qkv_hat,
+            gamma=None,
+            eps=0.0,
+            centred=False,
         )
     return qkv_hat
-
-
-@triton.jit(do_not_specialize=["count"])
-def _rescale_gradient_kernel(
-    x,  # (count, width), in place: ŷ
-    y,  # (count, width)
-    inverse_length,  # (count,): r
-    y_dot,  # (count, width)
-    x_bar,  # (count, width)
-    bar_along,  # (count,)
-    dot_along,  # (count,)
-    count,
-    width,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write ŷ·r − y·(r·Σŷ·y + Σẏ·x̄) − ẏ·r·bar_along − x̄·r·dot_along."""
-    tile = _tile(count, width, rows, block)
-    value = _load(x, tile)
-    unit = _load(y, tile)
-    unit_dot = _load(y_dot, tile)
-    bar = _load(x_bar, tile)
-    r = tl.load(inverse_length + tile.row, tile.exists, 0.0)
-    by_unit = tl.sum(value * unit, 1) * r + tl.sum(unit_dot * bar, 1)
-    by_dot = tl.load(bar_along + tile.row, tile.exists, 0.0) * r
-    by_bar = tl.load(dot_along + tile.row, tile.exists, 0.0) * r
-    result = (
-        value * r[:, None]
-        - unit * by_unit[:, None]
-        - unit_dot * by_dot[:, None]
-        - bar * by_bar[:, None]
-    )
-    tl.store(x + tile.at, result, tile.mask)
 
 
 def _in_memory(qkv: Tensor) -> Tensor:
@@ -506,44 +459,17 @@ def normalise_derivative(
     out = torch.empty_like(v.normed)
     along = torch.empty_like(v.inverse_deviation)
     _launch(
-        _normalise_derivative_kernel,
+        _derivative_kernel,
         out,
         out=out,
         along=along,
         x=x.contiguous(),
-        gamma=x if gamma is None else gamma,  # a dummy, which the kernel does not read
-        normed=v.normed,
-        inverse_deviation=v.inverse_deviation,
-        has_gamma=gamma is not None,
+        gamma=gamma,
+        y=v.normed,
+        inverse=v.inverse_deviation,
+        centred=True,
     )
     return out, along
-
-
-@triton.jit(do_not_specialize=["count"])
-def _normalise_derivative_kernel(
-    out,  # (count, width), written
-    along,  # (count,), written
-    x,  # (count, width)
-    gamma,  # (width,), read if `has_gamma`
-    normed,  # (count, width): N
-    inverse_deviation,  # (count,)
-    count,
-    width,
-    has_gamma: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write (x − N·along − mean(x))/deviation with along = mean(x·N); x is times γ first."""
-    tile = _tile(count, width, rows, block)
-    value = _load(x, tile)
-    n = _load(normed, tile)
-    if has_gamma:
-        value *= _load_by_column(gamma, tile)
-    mean_product = tl.sum(value * n, 1) / width
-    mean = tl.sum(value, 1) / width
-    tl.store(along + tile.row, mean_product, tile.exists)
-    result = value - n * mean_product[:, None] - mean[:, None]
-    tl.store(out + tile.at, result * _load_by_row(inverse_deviation, tile), tile.mask)
 
 
 def normalise_gradient(
@@ -552,58 +478,107 @@ def normalise_gradient(
     """See `attention_rows`."""
     out = torch.empty_like(v.normed)
     _launch(
-        _normalise_gradient_kernel,
+        _gradient_kernel,
         out,
         out=out,
-        normed=v.normed,
-        inverse_deviation=v.inverse_deviation,
-        summed_bar=a.summed,
+        y=v.normed,
+        inverse=v.inverse_deviation,
+        y_dot=t.normed,
+        x_bar=a.summed,
         bar_along=a.norm_along,
-        normed_dot=t.normed,
         dot_along=t.norm_along,
-        z_hat=out if z_hat is None else z_hat,  # a dummy, which the kernel does not read
+        y_hat=z_hat,
         gamma=gamma,
         eps=eps,
-        has_z_hat=z_hat is not None,
+        centred=True,
     )
     return out
 
 
+# ----- derivatives of rescaled and of normalised rows --------------------------------------------
+# Rescaled, y = r·x with r = 1/|x|; centred, y = r·(x − mean) with r = 1/deviation, and sums over a
+# row become means.
+
+
+@triton.jit
+def _sum_of_row(values, width, centred: tl.constexpr):
+    """Return the sum (rows,) of each row, or the mean."""
+    total = tl.sum(values, 1)
+    return total / width if centred else total
+
+
+@triton.jit
+def _derivative(x, y, width, centred: tl.constexpr):
+    """Return the derivative over r, x − y·along, centred less the mean of x; and along = Σ x·y."""
+    along = _sum_of_row(x * y, width, centred)
+    result = x - y * along[:, None]
+    if centred:
+        result -= (tl.sum(x, 1) / width)[:, None]
+    return result, along
+
+
 @triton.jit(do_not_specialize=["count"])
-def _normalise_gradient_kernel(
-    out,  # (count, width), written
-    normed,  # (count, width): N
-    inverse_deviation,  # (count,): r
-    summed_bar,  # (count, width): S̄
-    bar_along,  # (count,)
-    normed_dot,  # (count, width): Ṅ
-    dot_along,  # (count,)
-    z_hat,  # (count, width), read if `has_z_hat`
-    gamma,  # (width,)
+def _derivative_kernel(
+    out,  # (count, width), written; may be x
+    along,  # (count,), written
+    x,  # (count, width)
+    gamma,  # (width,): factor of x; None for 1
+    y,  # (count, width)
+    inverse,  # (count,): r
     count,
     width,
-    eps: tl.constexpr,
-    has_z_hat: tl.constexpr,
+    centred: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write −N·(mean(Ṅ·S̄) + eps·r⁴·bar_along·dot_along) − Ṅ·r·bar_along − S̄·r·dot_along.
+    """Write r times `_derivative` of γ∘x, and along."""
+    tile = _tile(count, width, rows, block)
+    value = _load(x, tile)
+    if gamma is not None:
+        value *= _load_by_column(gamma, tile)
+    result, product = _derivative(value, _load(y, tile), width, centred=centred)
+    tl.store(along + tile.row, product, tile.exists)
+    tl.store(out + tile.at, result * _load_by_row(inverse, tile), tile.mask)
 
-    With Ẑ, also add `_normalise_derivative_kernel` of γ∘Ẑ.
+
+@triton.jit(do_not_specialize=["count"])
+def _gradient_kernel(
+    out,  # (count, width), written; may be ŷ
+    y,  # (count, width)
+    inverse,  # (count,): r
+    y_dot,  # (count, width)
+    x_bar,  # (count, width)
+    bar_along,  # (count,)
+    dot_along,  # (count,)
+    y_hat,  # (count, width); None for 0
+    gamma,  # (width,): factor of ŷ; None for 1
+    count,
+    width,
+    eps: tl.constexpr,
+    centred: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write −y·(Σ ẏ·x̄ + eps·r⁴·bar_along·dot_along) − ẏ·r·bar_along − x̄·r·dot_along.
+
+    With ŷ, also add r times `_derivative` of γ∘ŷ.
     """
     tile = _tile(count, width, rows, block)
-    n = _load(normed, tile)
-    n_dot = _load(normed_dot, tile)
-    s_bar = _load(summed_bar, tile)
-    r = tl.load(inverse_deviation + tile.row, tile.exists, 0.0)
-    n_bar_along = tl.load(bar_along + tile.row, tile.exists, 0.0)
-    n_dot_along = tl.load(dot_along + tile.row, tile.exists, 0.0)
-    by_n = tl.sum(n_dot * s_bar, 1) / width + n_bar_along * n_dot_along * (r * r * r * r) * eps
-    result = -n * by_n[:, None] - n_dot * (n_bar_along * r)[:, None]
-    result = result - s_bar * (n_dot_along * r)[:, None]
-    if has_z_hat:
-        value = _load(z_hat, tile) * _load_by_column(gamma, tile)
-        mean_product = tl.sum(value * n, 1) / width
-        mean = tl.sum(value, 1) / width
-        result += (value - n * mean_product[:, None] - mean[:, None]) * r[:, None]
+    unit = _load(y, tile)
+    unit_dot = _load(y_dot, tile)
+    bar = _load(x_bar, tile)
+    r = tl.load(inverse + tile.row, tile.exists, 0.0)
+    by_bar = tl.load(bar_along + tile.row, tile.exists, 0.0)
+    by_dot = tl.load(dot_along + tile.row, tile.exists, 0.0)
+    by_unit = _sum_of_row(unit_dot * bar, width, centred)
+    if centred:
+        by_unit += by_bar * by_dot * (r * r * r * r) * eps
+    result = -unit * by_unit[:, None] - unit_dot * (by_bar * r)[:, None]
+    result = result - bar * (by_dot * r)[:, None]
+    if y_hat is not None:
+        value = _load(y_hat, tile)
+        if gamma is not None:
+            value *= _load_by_column(gamma, tile)
+        through_y, _ = _derivative(value, unit, width, centred=centred)
+        result += through_y * r[:, None]
     tl.store(out + tile.at, result, tile.mask)

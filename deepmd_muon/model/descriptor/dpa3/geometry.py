@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.environment import quintic
+from deepmd_muon.model.scripted.rows import quintic
 
 EXPONENT = 20.0  # steepness of the exponential switch, deepmd-kit's
 # deepmd-kit's guard of the arc cosine, and its normalisation.

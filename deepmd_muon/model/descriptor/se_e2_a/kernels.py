@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -235,38 +235,79 @@ def intervals_of(rows: Tensor, empty: Tensor, widths: Sequence[int], shortest: f
 # ----- interpolated sums: a program works on one atom and one neighbour type ----------------------
 
 
-@triton.jit
-def _columns(type_table, kind):
-    """Return first column, columns and missing slots of a neighbour type."""
-    entry = type_table + 3 * kind
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+class Cut(NamedTuple):
+    """How the intervals of s are cut; see the table above."""
+
+    intervals: Any
+    type_table: Any
+    cells: Any
+    spans: Any
+    nnei: Any
+    pieces: Any
+
+
+class Form(NamedTuple):
+    """Sizes that are known when a kernel is compiled; `edges` are interpolated together."""
+
+    n_cells: tl.constexpr
+    orders: tl.constexpr
+    edges: tl.constexpr
+
+
+class Part(NamedTuple):
+    """The atom and neighbour type of a program."""
+
+    atom: Any
+    first_column: Any
+    width: Any  # columns
+    missing: Any  # slots beyond the columns
+    low: Any  # least s
+    rate: Any  # cells per unit of s
+    size: Any  # pieces·orders: numbers of a component in B or P
+    start: Any  # of these numbers of component 0
+    stride: Any  # between components
 
 
 @triton.jit
-def _interval(intervals, kind):
-    """Return the least s of a neighbour type, and cells per unit of s."""
-    return tl.load(intervals + 2 * kind), tl.load(intervals + 2 * kind + 1)
+def _part_of_program(cut, form):
+    """Return the part of a program."""
+    atom = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
+    kinds = tl.num_programs(1)
+    entry = cut.type_table + 3 * kind
+    size = cut.pieces * form.orders
+    return Part(
+        atom=atom,
+        first_column=tl.load(entry),
+        width=tl.load(entry + 1),
+        missing=tl.load(entry + 2),
+        low=tl.load(cut.intervals + 2 * kind),
+        rate=tl.load(cut.intervals + 2 * kind + 1),
+        size=size,
+        start=(atom * 4 * kinds + kind) * size,
+        stride=kinds * size,
+    )
 
 
 @triton.jit
-def _basis(place, cells, spans, n_cells: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr):
+def _basis(place, cut, form):
     """Return piece and 1/length (edges,), T_m(u) and T′_m(u) (edges, orders) at some places.
 
     Places are in [0, n_cells].
     T_m = 2u·T_{m−1} − T_{m−2} and T′_m = 2(T_{m−1} + u·T′_{m−1}) − T′_{m−2}.
     """
-    piece = tl.load(cells + tl.minimum(tl.maximum(place.to(tl.int32), 0), n_cells - 1))
-    first_cell = tl.load(spans + 2 * piece)
-    inverse = tl.load(spans + 2 * piece + 1)
+    piece = tl.load(cut.cells + tl.minimum(tl.maximum(place.to(tl.int32), 0), form.n_cells - 1))
+    first_cell = tl.load(cut.spans + 2 * piece)
+    inverse = tl.load(cut.spans + 2 * piece + 1)
     u = 2.0 * (place - first_cell) * inverse - 1.0
-    m = tl.arange(0, orders)[None, :]
-    t_before = tl.full((edges,), 1.0, place.dtype)
+    m = tl.arange(0, form.orders)[None, :]
+    t_before = tl.full((form.edges,), 1.0, place.dtype)
     t = u
-    slope_before = tl.zeros((edges,), place.dtype)
-    slope = tl.full((edges,), 1.0, place.dtype)
+    slope_before = tl.zeros((form.edges,), place.dtype)
+    slope = tl.full((form.edges,), 1.0, place.dtype)
     values = tl.where(m == 0, t_before[:, None], t[:, None])
     slopes = tl.where(m == 0, slope_before[:, None], slope[:, None])
-    for k in tl.static_range(2, orders):
+    for k in tl.static_range(2, form.orders):
         slope_next = 2.0 * (t + u * slope) - slope_before
         t_next = 2.0 * u * t - t_before
         slope_before = slope
@@ -279,12 +320,12 @@ def _basis(place, cells, spans, n_cells: tl.constexpr, orders: tl.constexpr, edg
 
 
 @triton.jit
-def _clear(target, stride, size, block: tl.constexpr):
+def _clear(target, part, block: tl.constexpr):
     """Write zeros to the (4, pieces, orders) sums of one atom and neighbour type."""
     for c in tl.static_range(4):
-        for begin in range(0, size, block):
+        for begin in range(0, part.size, block):
             zeros = tl.zeros((block,), target.dtype.element_ty)
-            tl.store(target + c * stride + begin + tl.arange(0, block), zeros)
+            tl.store(target + c * part.stride + begin + tl.arange(0, block), zeros)
 
 
 @triton.jit
@@ -308,15 +349,8 @@ def _expand_kernel(
     b,  # (atoms, 4, types, pieces, orders), written
     rows,  # (atoms, nnei, 4)
     empty,  # (atoms, 4)
-    intervals,  # (types, 2)
-    type_table,  # (types, 3)
-    cells,  # (n_cells,)
-    spans,  # (pieces, 2)
-    nnei,
-    pieces,
-    n_cells: tl.constexpr,
-    orders: tl.constexpr,
-    edges: tl.constexpr,
+    cut,  # Cut
+    form,  # Form
     block: tl.constexpr,
 ):
     """B[c, jm] = Σ_{e in piece j} R_e[c]·T_m(u_e).
@@ -324,38 +358,32 @@ def _expand_kernel(
     The missing slots enter as one edge with row missing·R∅.
     Neighbours are sorted by distance, so that few pieces have edges in a block.
     """
-    atom = tl.program_id(0).to(tl.int64)
-    kind = tl.program_id(1)
-    kinds = tl.num_programs(1)
-    first_column, width, missing = _columns(type_table, kind)
-    low, rate = _interval(intervals, kind)
-    size = pieces * orders
-    target = b + (atom * 4 * kinds + kind) * size
-    _clear(target, kinds * size, size, block)
-    for begin in range(0, width + 1, edges):
-        e = begin + tl.arange(0, edges)
+    part = _part_of_program(cut, form)
+    width = part.width
+    target = b + part.start
+    _clear(target, part, block)
+    for begin in range(0, width + 1, form.edges):
+        e = begin + tl.arange(0, form.edges)
         is_edge = e < width
         is_empty = e == width
         used = is_edge | is_empty
-        at = (atom * nnei + first_column + e) * 4
+        at = (part.atom * cut.nnei + part.first_column + e) * 4
         # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
         # · inf is NaN.
-        s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
-        s = tl.where(is_empty, tl.load(empty + atom * 4), s)
-        piece, _, values, _ = _basis(
-            (s - low) * rate, cells, spans, n_cells=n_cells, orders=orders, edges=edges
-        )
-        lowest, end = _piece_range(piece, used, pieces)
+        s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), part.low)
+        s = tl.where(is_empty, tl.load(empty + part.atom * 4), s)
+        piece, _, values, _ = _basis((s - part.low) * part.rate, cut, form)
+        lowest, end = _piece_range(piece, used, cut.pieces)
         for number in range(lowest, end):
             inside = used & (piece == number)
             if tl.sum(inside.to(tl.int32)) > 0:
-                sums = target + number * orders + tl.arange(0, orders)
+                sums = target + number * form.orders + tl.arange(0, form.orders)
                 tl.debug_barrier()  # other threads have written these sums
                 for c in tl.static_range(4):
                     row = tl.load(rows + at + c, inside & is_edge, 0.0)
-                    stand_in = tl.load(empty + atom * 4 + c) * missing.to(row.dtype)
+                    stand_in = tl.load(empty + part.atom * 4 + c) * part.missing.to(row.dtype)
                     row = tl.where(inside & is_empty, stand_in, row)
-                    _add_terms(sums + c * kinds * size, row[:, None] * values)
+                    _add_terms(sums + c * part.stride, row[:, None] * values)
 
 
 @triton.jit
@@ -363,53 +391,39 @@ def _spread_kernel(
     p_bar,  # (atoms, 4, types, pieces, orders), written
     rows,  # (atoms, nnei, 4)
     cotangent,  # (atoms, nnei, 4): of the result of `_evaluate_kernel`, y
-    intervals,  # (types, 2)
-    type_table,  # (types, 3)
-    cells,  # (n_cells,)
-    spans,  # (pieces, 2)
-    nnei,
-    pieces,
-    n_cells: tl.constexpr,
-    orders: tl.constexpr,
-    edges: tl.constexpr,
+    cut,  # Cut
+    form,  # Form
     block: tl.constexpr,
 ):
     """P̄[c, jm] = Σ_{e in piece j} (y_e[c]·T_m(u_e) + y_e[0]·R_e[c]·T′_m(u_e)·du/ds).
 
     This is the transpose of `_evaluate_kernel`; neighbours are sorted as in `_expand_kernel`.
     """
-    atom = tl.program_id(0).to(tl.int64)
-    kind = tl.program_id(1)
-    kinds = tl.num_programs(1)
-    first_column, width, _ = _columns(type_table, kind)
-    low, rate = _interval(intervals, kind)
-    size = pieces * orders
-    target = p_bar + (atom * 4 * kinds + kind) * size
-    _clear(target, kinds * size, size, block)
-    for begin in range(0, width, edges):
-        e = begin + tl.arange(0, edges)
+    part = _part_of_program(cut, form)
+    width = part.width
+    target = p_bar + part.start
+    _clear(target, part, block)
+    for begin in range(0, width, form.edges):
+        e = begin + tl.arange(0, form.edges)
         used = e < width
-        at = (atom * nnei + first_column + e) * 4
+        at = (part.atom * cut.nnei + part.first_column + e) * 4
         # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
         # · inf is NaN.
-        s = tl.where(used, tl.load(rows + at, used, 0.0), low)
-        place = (s - low) * rate
-        piece, inverse, values, slopes = _basis(
-            place, cells, spans, n_cells=n_cells, orders=orders, edges=edges
-        )
-        y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * rate * inverse)
-        lowest, end = _piece_range(piece, used, pieces)
+        s = tl.where(used, tl.load(rows + at, used, 0.0), part.low)
+        piece, inverse, values, slopes = _basis((s - part.low) * part.rate, cut, form)
+        y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * part.rate * inverse)
+        lowest, end = _piece_range(piece, used, cut.pieces)
         for number in range(lowest, end):
             inside = used & (piece == number)
             if tl.sum(inside.to(tl.int32)) > 0:
-                sums = target + number * orders + tl.arange(0, orders)
+                sums = target + number * form.orders + tl.arange(0, form.orders)
                 tl.debug_barrier()  # other threads have written these sums
                 for c in tl.static_range(4):
                     row = tl.load(rows + at + c, inside, 0.0)
                     y = tl.load(cotangent + at + c, inside, 0.0)
                     slope_factor = row * tl.where(inside, y0_du_ds, 0.0)
                     terms = y[:, None] * values + slope_factor[:, None] * slopes
-                    _add_terms(sums + c * kinds * size, terms)
+                    _add_terms(sums + c * part.stride, terms)
 
 
 @triton.jit
@@ -417,36 +431,22 @@ def _evaluate_kernel(
     out,  # (atoms, nnei, 4), written
     rows,  # (atoms, nnei, 4)
     p,  # (atoms, 4, types, pieces, orders)
-    intervals,  # (types, 2)
-    type_table,  # (types, 3)
-    cells,  # (n_cells,)
-    spans,  # (pieces, 2)
-    nnei,
-    pieces,
-    n_cells: tl.constexpr,
-    orders: tl.constexpr,
-    edges: tl.constexpr,
+    cut,  # Cut
+    form,  # Form
 ):
     """out_e[c] = Σ_m P[c, jm]·T_m(u_e) + [c = 0]·Σ_bm R_e[b]·P[b, jm]·T′_m(u_e)·du/ds."""
-    atom = tl.program_id(0).to(tl.int64)
-    kind = tl.program_id(1)
-    kinds = tl.num_programs(1)
-    first_column, width, _ = _columns(type_table, kind)
-    low, rate = _interval(intervals, kind)
-    size = pieces * orders
-    e = tl.program_id(2) * edges + tl.arange(0, edges)
-    is_edge = e < width
-    at = (atom * nnei + first_column + e) * 4
-    s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
-    piece, inverse, values, slopes = _basis(
-        (s - low) * rate, cells, spans, n_cells=n_cells, orders=orders, edges=edges
-    )
-    cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
-    source = p + (atom * 4 * kinds + kind) * size + cell
-    through_s = tl.zeros((edges,), rows.dtype.element_ty)
+    part = _part_of_program(cut, form)
+    e = tl.program_id(2) * form.edges + tl.arange(0, form.edges)
+    is_edge = e < part.width
+    at = (part.atom * cut.nnei + part.first_column + e) * 4
+    s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), part.low)
+    piece, inverse, values, slopes = _basis((s - part.low) * part.rate, cut, form)
+    cell = piece[:, None] * form.orders + tl.arange(0, form.orders)[None, :]
+    source = p + part.start + cell
+    through_s = tl.zeros((form.edges,), rows.dtype.element_ty)
     result0 = through_s
     for c in tl.static_range(4):
-        coefficients = tl.load(source + c * kinds * size)
+        coefficients = tl.load(source + c * part.stride)
         row = tl.load(rows + at + c, is_edge, 0.0)
         through_s += tl.sum(coefficients * slopes, 1) * row
         result = tl.sum(coefficients * values, 1)
@@ -454,7 +454,7 @@ def _evaluate_kernel(
             result0 = result
         else:
             tl.store(out + at + c, result, is_edge)
-    tl.store(out + at, result0 + through_s * (2.0 * rate * inverse), is_edge)
+    tl.store(out + at, result0 + through_s * (2.0 * part.rate * inverse), is_edge)
 
 
 @lru_cache  # captured graphs read these tables
@@ -469,15 +469,15 @@ def _common(edges: Edges, rows: Tensor) -> dict[str, Any]:
     cells, spans = places(edges.pieces, rows.dtype, rows.device)
     return {
         "rows": rows,
-        "intervals": edges.intervals,
-        "type_table": _type_table(edges.widths, edges.missing, rows.device),
-        "cells": cells,
-        "spans": spans,
-        "nnei": rows.shape[1],
-        "pieces": len(edges.pieces),
-        "n_cells": GRID,
-        "orders": ORDERS,
-        "edges": EDGE_BLOCK,
+        "cut": Cut(
+            intervals=edges.intervals,
+            type_table=_type_table(edges.widths, edges.missing, rows.device),
+            cells=cells,
+            spans=spans,
+            nnei=rows.shape[1],
+            pieces=len(edges.pieces),
+        ),
+        "form": Form(*map(tl.constexpr, (GRID, ORDERS, EDGE_BLOCK))),
     }
 
 

@@ -251,4 +251,10 @@ class ScriptedSeE2A(torch.nn.Module):
             columns = slice(block.first_column, block.first_column + block.width)
             out[block.atoms, columns] = rows_bar
         out = out * tape.scale.unsqueeze(1) * tape.used.unsqueeze(-1)
-        return rows_pullback(out.to(environment.rows.dtype), environment)
+        return rows_pullback(
+            out.to(environment.rows.dtype),
+            environment.edges,
+            environment.radial,
+            environment.isotropic,
+            environment.bend,
+        )

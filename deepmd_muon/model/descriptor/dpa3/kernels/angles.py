@@ -242,6 +242,23 @@ def _store_zeros(
 
 
 @triton.jit
+def _store_zeros_of_s(s, beyond, n_slots):
+    """Store zeros of s of an atom for first neighbours from `beyond` on."""
+    for j in range(beyond, n_slots, tl.num_programs(1)):
+        tl.store(s + j, 0.0)
+
+
+@triton.jit
+def _store_parameters(parameters, program, weight_hat, rho_hat, block, chunk, form):
+    """Store a program's part of the gradients of W and ρ, in the columns of a chunk."""
+    row = (program * form.A + block.i[:, None]) * form.Y
+    mask = (block.i < form.A)[:, None] & chunk.in_y[None, :]
+    tl.store(parameters.weight + row + chunk.c[None, :], weight_hat, mask)
+    if form.Y > form.M:
+        tl.store(parameters.rho + program * form.A + chunk.a_column, rho_hat, chunk.in_a)
+
+
+@triton.jit
 def _accumulate_a(a_out, value, angle, block, chunk_number, form):
     """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
     # The first chunk must not read: the memory is not initialized.
@@ -255,9 +272,10 @@ def _accumulate_a(a_out, value, angle, block, chunk_number, form):
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def value_kernel(
+def push_kernel(
     message_parts,  # (blocks, slots, M), written
     a_new,  # (angles, A), written if Y > M
+    dots,  # AngleTerms: ȧ, u̇, ṫ, ṡ; None in pass 1
     weight,
     rho,
     reach,
@@ -269,33 +287,51 @@ def value_kernel(
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
-    """Pass 1: m_j = s_j·Σ_k s_k·y_jk[:M] as one part a block, and a′ = α·a + ρ∘y[M:]."""
+    """Write m in parts, one a block, and a′ (pass 1), or their tangents (pass 3).
+
+    m_j = s_j·Σ_k s_k·y_jk[:M], a′ = α·a + ρ∘y[M:]. With ẏ = f′(z)∘ż,
+    ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
+    """
     block = _open_block(n_slots, form)
     message = _part(message_parts, block.number, n_atoms, n_slots, form.M)
     for chunk_number in range(form.n_chunks):
         chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
         new_mask = block.mask[:, None] & chunk.in_a[None, :]
+        z_mask = block.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
             start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)[:, None]
-            t_mask = (block.mask & (start < end))[:, None] & chunk.in_y[None, :]
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
+            if dots is not None:
+                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
+                t_mask = z_mask & (start < end)
+                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first_slot + j
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                y, _, _ = curve(
-                    _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form),
-                    kind,
-                    curve_constants,
-                )
-                m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
+                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
+                y, slope, _ = curve(z, kind, curve_constants)
+                old = terms.a
+                if dots is None:
+                    m = tl.load(terms.s + slot) * tl.sum(y * s_k[:, None], 0)
+                else:
+                    old = dots.a
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
+                    y_dot = slope * _pre_activation(
+                        dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form
+                    )
+                    s_j = tl.load(terms.s + slot)
+                    pair = (s_j * s_k)[:, None]
+                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    m = tl.sum(y_dot * pair + y * pair_dot, 0)
+                    y = y_dot
                 tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
                 if form.Y > form.M:
-                    old = load_tile(terms.a, angle, chunk.a_column, new_mask, form.A)
+                    a_old = load_tile(old, angle, chunk.a_column, new_mask, form.A)
                     at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
-                    tl.store(at, alpha * old + chunk.rho * y, new_mask)
+                    tl.store(at, alpha * a_old + chunk.rho * y, new_mask)
             _store_zeros(
                 rows=message,
                 angles=a_new if form.Y > form.M else None,
@@ -311,11 +347,15 @@ def value_kernel(
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def adjoint_kernel(
-    # AngleTerms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
+def pull_kernel(
+    # AngleTerms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y), and in pass 2 s
+    # (blocks·chunks, slots), the part of first neighbours
     out,
-    s_second_parts,  # (chunks·groups, slots), written: s̄ as second neighbour; out.s as first
-    bars,  # AngleCotangents
+    s_second_parts,  # (chunks·groups, slots), written in pass 2: s̄ as second neighbour
+    parameters,  # ParameterParts, written in pass 4; None in pass 2
+    hats,  # AngleCotangents of this pass: in pass 2 bars, and all hats below are bars
+    bars,  # AngleCotangents of pass 2; None in pass 2, and without forces
+    dots,  # AngleTerms; None in pass 2, and without forces
     weight,
     rho,
     reach,
@@ -327,168 +367,12 @@ def adjoint_kernel(
     form,  # Form
     kind: tl.constexpr,
 ) -> None:
-    """Pass 2: the adjoints of a, u, t and s.
+    """Write the gradients of a, u, t, W and ρ (pass 4), or the adjoints of a, u, t and s (pass 2).
 
-    With ȳ = [s_j·s_k·m̄_j, ρ∘ā′] and z̄ = f′(z)∘ȳ: ā = z̄·Wᵀ + α·ā′, ū_j = Σ_k z̄, t̄_k = Σ_j z̄,
-    s̄_j = Σ_k s_k·(m̄_j·y_jk[:M]) as first and s̄_k = Σ_j s_j·(m̄_j·y_jk[:M]) as second neighbour.
-    """
-    block = _open_block(n_slots, form)
-    group = tl.program_id(1)
-    n_groups = tl.num_programs(1)
-    u_bar = _part(out.u, block.number, n_atoms, n_slots, form.Y)
-    for chunk_number in range(form.n_chunks):
-        s_bar = _part(out.s, block.number * form.n_chunks + chunk_number, n_atoms, n_slots, 1)
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
-        new_mask = block.mask[:, None] & chunk.in_a[None, :]
-        z_mask = block.mask[:, None] & chunk.in_y[None, :]
-        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
-            t_bar = tl.zeros_like(t)
-            s_second_bar = tl.zeros_like(s_k)
-            for j in range(start, end, n_groups):
-                slot = first_slot + j
-                angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, _ = curve(z, kind, curve_constants)
-                s_j = tl.load(terms.s + slot)
-                m_bar = _load_message(bars.message, slot, chunk, form)
-                along = tl.sum(y * m_bar, 1)
-                tl.store(s_bar + slot, tl.sum(along * s_k, 0))
-                s_second_bar += s_j * along
-                y_bar = m_bar * (s_j * s_k)[:, None]
-                if form.Y > form.M:
-                    new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
-                    y_bar += chunk.rho * new_bar
-                z_bar = slope * y_bar
-                t_bar += z_bar
-                tl.store(u_bar + slot * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
-                a_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
-                if form.Y > form.M:
-                    a_bar += alpha * load_tile(
-                        bars.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
-                    )
-                _accumulate_a(
-                    out.a, a_bar, angle=angle, block=block, chunk_number=chunk_number, form=form
-                )
-            _store_zeros(
-                rows=u_bar,
-                angles=out.a,
-                first_slot=first_slot,
-                beyond=beyond,
-                n_slots=n_slots,
-                block=block,
-                c=chunk.c,
-                columns=form.Y,
-                chunk_number=chunk_number,
-                form=form,
-            )
-            for j in range(beyond, n_slots, n_groups):
-                tl.store(s_bar + (first_slot + j), 0.0)
-            row = group.to(tl.int64) * n_atoms + atom
-            s_row = chunk_number * n_groups * n_atoms + row
-            tl.store(s_second_parts + s_row * n_slots + block.k, s_second_bar, block.mask)
-            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
-            tl.store(t_at, t_bar, z_mask)
-        # The next chunk adds to ā, which other threads of this program have written.
-        tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def tangent_kernel(
-    message_parts,  # (blocks, slots, M), written: ṁ
-    a_new,  # (angles, A), written if Y > M: ȧ′
-    dots,  # AngleTerms: ȧ, u̇, ṫ, ṡ
-    weight,
-    rho,
-    reach,
-    terms,  # AngleTerms
-    n_atoms,
-    n_slots,
-    alpha,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Pass 3: the tangents of m and a′.
-
-    With ẏ = f′(z)∘ż: ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
-    """
-    block = _open_block(n_slots, form)
-    message = _part(message_parts, block.number, n_atoms, n_slots, form.M)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
-        new_mask = block.mask[:, None] & chunk.in_a[None, :]
-        z_mask = block.mask[:, None] & chunk.in_y[None, :]
-        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
-            for j in range(start, end, tl.num_programs(1)):
-                slot = first_slot + j
-                angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, _ = curve(z, kind, curve_constants)
-                a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                y_dot = slope * _pre_activation(
-                    dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form
-                )
-                s_j = tl.load(terms.s + slot)
-                s_j_dot = tl.load(dots.s + slot)
-                pair = (s_j * s_k)[:, None]
-                pair_dot = (s_j_dot * s_k + s_j * s_k_dot)[:, None]
-                m_dot = tl.sum(y_dot * pair + y * pair_dot, 0)
-                tl.store(message + slot * form.M + chunk.c, m_dot, chunk.c < form.M)
-                if form.Y > form.M:
-                    old_dot = load_tile(dots.a, angle, chunk.a_column, new_mask, form.A)
-                    at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
-                    tl.store(at, alpha * old_dot + chunk.rho * y_dot, new_mask)
-            _store_zeros(
-                rows=message,
-                angles=a_new if form.Y > form.M else None,
-                first_slot=first_slot,
-                beyond=beyond,
-                n_slots=n_slots,
-                block=block,
-                c=chunk.c,
-                columns=form.M,
-                chunk_number=chunk_number,
-                form=form,
-            )
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def gradient_kernel(
-    # AngleTerms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
-    out,
-    parameters,  # ParameterParts, written
-    hats,  # AngleCotangents
-    bars,  # AngleCotangents of pass 2; any tensors without forces
-    dots,  # AngleTerms; any that may be read without forces: their values are not used then
-    weight,
-    rho,
-    reach,
-    terms,  # AngleTerms
-    n_atoms,
-    n_slots,
-    alpha,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-    with_forces: tl.constexpr,
-) -> None:
-    """Pass 4: the gradients of a, u, t, W and ρ.
-
-    With ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ȳ as in pass 2 and
+    With ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ȳ = [s_j·s_k·m̄_j, ρ∘ā′] and
     ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ: â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
-    Ŵ = Σ (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ (y∘â′ + f′(z)∘ż∘ā′). Without forces the terms with bars and dots are 0.
+    Ŵ = Σ (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ (y∘â′ + f′(z)∘ż∘ā′). Without bars and dots their terms are 0.
+    ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
     """
     block = _open_block(n_slots, form)
     group = tl.program_id(1)
@@ -498,16 +382,23 @@ def gradient_kernel(
         chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
         new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
-        weight_hat = tl.zeros_like(chunk.weight)
-        rho_hat = tl.zeros([form.chunk_columns], tl.float32)
+        if parameters is None:
+            s_number = block.number * form.n_chunks + chunk_number
+            s_hat = _part(out.s, s_number, n_atoms, n_slots, 1)
+        else:
+            weight_hat = tl.zeros_like(chunk.weight)
+            rho_hat = tl.zeros([form.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
             start, end, beyond = _first_neighbors(reach, atom, block, form)
             s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
             t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
-            t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
+            if dots is not None:
+                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
+                t_mask = z_mask & (start < end)
+                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             t_hat = tl.zeros_like(t)
+            s_second_hat = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
                 slot = first_slot + j
                 angle = slot * n_slots + block.k
@@ -516,18 +407,23 @@ def gradient_kernel(
                 y, slope, bend = curve(z, kind, curve_constants)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
-                if with_forces:
+                if dots is not None:
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
                     a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
                     z_dot = _pre_activation(dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form)
+                m_hat = _load_message(hats.message, slot, chunk, form)
+                if parameters is None:
+                    along = tl.sum(y * m_hat, 1)
+                    tl.store(s_hat + slot, tl.sum(along * s_k, 0))
+                    s_second_hat += s_j * along
                 pair = (s_j * s_k)[:, None]
-                y_hat = _load_message(hats.message, slot, chunk, form) * pair
+                y_hat = m_hat * pair
                 rho_terms = tl.zeros_like(y)
                 if form.Y > form.M:
                     new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, form.A)
                     rho_terms += y * new_hat
                     y_hat += chunk.rho * new_hat
-                if with_forces:
+                if dots is not None:
                     m_bar = _load_message(bars.message, slot, chunk, form)
                     y_hat += m_bar * pair_dot
                     y_bar = m_bar * pair
@@ -539,11 +435,12 @@ def gradient_kernel(
                     z_bar = slope * y_bar
                 else:
                     z_hat = slope * y_hat
-                rho_hat += tl.sum(rho_terms, 0)
                 t_hat += z_hat
                 tl.store(u_hat + slot * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
-                weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
-                if with_forces:
+                if parameters is not None:
+                    rho_hat += tl.sum(rho_terms, 0)
+                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
+                if dots is not None:
                     weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
                 a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
                 if form.Y > form.M:
@@ -565,16 +462,25 @@ def gradient_kernel(
                 chunk_number=chunk_number,
                 form=form,
             )
-            row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + block.k)[:, None]
-            tl.store(out.t + row * form.Y + chunk.c[None, :], t_hat, z_mask)
-        # Of this program, as the flattened grid counts.
-        program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
-        weight_at = (
-            parameters.weight + (program * form.A + block.i[:, None]) * form.Y + chunk.c[None, :]
-        )
-        tl.store(weight_at, weight_hat, (block.i < form.A)[:, None] & chunk.in_y[None, :])
-        if form.Y > form.M:
-            tl.store(parameters.rho + program * form.A + chunk.a_column, rho_hat, chunk.in_a)
+            row = group.to(tl.int64) * n_atoms + atom
+            if parameters is None:
+                _store_zeros_of_s(s_hat + first_slot, beyond, n_slots)
+                s_row = chunk_number * n_groups * n_atoms + row
+                tl.store(s_second_parts + s_row * n_slots + block.k, s_second_hat, block.mask)
+            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
+            tl.store(t_at, t_hat, z_mask)
+        if parameters is not None:
+            # Of this program, as the flattened grid counts.
+            program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
+            _store_parameters(
+                parameters,
+                program,
+                weight_hat=weight_hat,
+                rho_hat=rho_hat,
+                block=block,
+                chunk=chunk,
+                form=form,
+            )
         # The next chunk adds to â, which other threads of this program have written.
         tl.debug_barrier()
 
@@ -679,7 +585,9 @@ def value(terms: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 1: return m and a′."""
     launch = Launch(terms, layer, PASS_1)
     message_parts, a_new = launch.empty_outputs()
-    value_kernel[launch.grid](message_parts=message_parts, a_new=a_new, **launch.arguments)
+    push_kernel[launch.grid](
+        message_parts=message_parts, a_new=a_new, dots=None, **launch.arguments
+    )
     return add_parts(message_parts)[0], a_new
 
 
@@ -696,10 +604,13 @@ def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -
         t=launch.empty_t_parts(),
         s=s_parts[:n_first],
     )
-    adjoint_kernel[launch.grid](
+    pull_kernel[launch.grid](
         out=out,
         s_second_parts=s_parts[n_first:],
-        bars=cotangents,
+        parameters=None,
+        hats=cotangents,
+        bars=None,
+        dots=None,
         **launch.arguments,
     )
     return out.a, *add_parts(out.u, out.t, s_parts)
@@ -709,7 +620,7 @@ def tangent(terms: AngleTerms, dots: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 3: return the tangents of m and a′, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
     message_parts, a_new = launch.empty_outputs()
-    tangent_kernel[launch.grid](
+    push_kernel[launch.grid](
         message_parts=message_parts, a_new=a_new, dots=_contiguous(dots), **launch.arguments
     )
     return add_parts(message_parts)[0], a_new
@@ -735,14 +646,13 @@ def gradient(
         weight=launch.weight.new_empty(*launch.grid, *launch.weight.shape),
         rho=launch.rho.new_empty(*launch.grid, *launch.rho.shape),
     )
-    gradient_kernel[launch.grid](
+    pull_kernel[launch.grid](
         out=out,
+        s_second_parts=None,
         parameters=parameters,
         hats=hats,
-        # Dummies without forces: the kernel uses nothing that it reads of them.
-        bars=bars or hats,
-        dots=_contiguous(dots) if dots else launch.terms,
-        with_forces=dots is not None,
+        bars=bars,
+        dots=None if dots is None else _contiguous(dots),
         num_stages=1,
         **launch.arguments,
     )

@@ -110,11 +110,12 @@ class ResidualSum(FourPasses):
         layers = zip(inputs.biases, arguments, inputs.weights, strict=True)
         h = tuple(torch.addmm(bias, a, weight) for bias, a, weight in layers)
         y = inputs.x.new_empty(inputs.x.shape)
-        value_kernel[self._grid(y)](
+        push_kernel[self._grid(y)](
             y=y,
             x=inputs.x.contiguous(),
             terms=_contiguous(inputs.terms),
             h=h,
+            h_dots=None,
             alpha=self.alpha,
             **self._common(y, inputs),
         )
@@ -127,8 +128,17 @@ class ResidualSum(FourPasses):
         (y_bar,) = cotangents
         term_bars = tuple(torch.empty_like(y_bar) for _ in inputs.terms)
         h_bars = tuple(torch.empty_like(x) for x in h)
-        adjoint_kernel[self._grid(y_bar)](
-            term_bars=term_bars, h_bars=h_bars, y_bar=y_bar, h=h, **self._common(y_bar, inputs)
+        pull_kernel[self._grid(y_bar)](
+            term_hats=term_bars,
+            h_hats=h_bars,
+            sum_parts=None,
+            y_hat=y_bar,
+            y_bar=None,
+            terms=None,
+            term_dots=None,
+            h=h,
+            h_dots=None,
+            **self._common(y_bar, inputs),
         )
         x_bar, argument_bars = self._pull(y_bar, h_bars, inputs.weights)
         saved = AdjointSaved(y_bar=y_bar, h_bars=h_bars, h=h, inputs=inputs)
@@ -145,12 +155,12 @@ class ResidualSum(FourPasses):
             for a_dot, weight in zip(argument_dots, inputs.weights, strict=True)
         )
         y_dot = torch.empty_like(x_dot)
-        tangent_kernel[self._grid(y_dot)](
-            y_dot=y_dot,
-            x_dot=x_dot,
-            term_dots=term_dots,
-            h_dots=h_dots,
+        push_kernel[self._grid(y_dot)](
+            y=y_dot,
+            x=x_dot,
+            terms=term_dots,
             h=saved.h,
+            h_dots=h_dots,
             alpha=self.alpha,
             **self._common(y_dot, inputs),
         )
@@ -176,18 +186,16 @@ class ResidualSum(FourPasses):
         n_terms = len(term_hats)
         grid = self._grid(y_hat)
         sum_parts = y_hat.new_empty(*grid, 2 * n_layers + n_terms, y_hat.shape[1])
-        gradient_kernel[grid](
+        pull_kernel[grid](
             term_hats=term_hats,
             h_hats=h_hats,
             sum_parts=sum_parts,
             y_hat=y_hat,
-            # Dummies without forces: the kernel does not read them.
-            y_bar=y_hat if adjoint is None else adjoint.y_bar,
+            y_bar=None if adjoint is None else adjoint.y_bar,
             terms=_contiguous(inputs.terms),
-            term_dots=term_hats if tangent is None else tangent.term_dots,
+            term_dots=None if tangent is None else tangent.term_dots,
             h=h,
-            h_dots=h if tangent is None else tangent.h_dots,
-            with_forces=tangent is not None,
+            h_dots=None if tangent is None else tangent.h_dots,
             **self._common(y_hat, inputs),
         )
         (sums,) = add_parts(sum_parts)
@@ -324,11 +332,12 @@ def _load_h(h, bias, tile):
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_slots", "n_near"])
-def value_kernel(
+def push_kernel(
     y,  # (atoms·slots, width), written
     x,  # (atoms·slots, width)
     terms,  # K × (atoms·slots, width)
     h,  # L × (atoms·near, width)
+    h_dots,  # L × (atoms·near, width); None in pass 1. In pass 3, y, x and terms are tangents
     biases,  # L × (width,)
     term_sizes,  # K × (width,)
     layer_sizes,  # L × (width,)
@@ -340,81 +349,29 @@ def value_kernel(
     form,
     kind: tl.constexpr,
 ) -> None:
-    """Y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l)."""
+    """Write y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l), or its tangent.
+
+    ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(h_l)∘ḣ_l; ḣ = 0 in slots without a row, since b has none.
+    """
     tile = _open_tile(n_rows, n_slots, n_near, form)
     total = alpha * _load(x, tile)
     for k in tl.static_range(len(terms)):
         total += _load_by_column(term_sizes[k], tile) * _load(terms[k], tile)
     for k in tl.static_range(len(h)):
-        f, _, _ = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
+        f, slope, _ = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
+        if h_dots is not None:
+            f = slope * tl.load(h_dots[k] + tile.h_index, tile.h_mask, 0.0)
         total += _load_by_column(layer_sizes[k], tile) * f
     tl.store(y + tile.index, total, tile.mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_slots", "n_near"])
-def adjoint_kernel(
-    term_bars,  # K × (atoms·slots, width), written
-    h_bars,  # L × (atoms·near, width), written
-    y_bar,  # (atoms·slots, width)
-    h,  # L × (atoms·near, width)
-    biases,  # L × (width,)
-    term_sizes,  # K × (width,)
-    layer_sizes,  # L × (width,)
-    n_rows,  # atoms·slots
-    n_slots,
-    n_near,
-    curve_constants: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
-    """m̄ = ρ∘ȳ, and h̄ = σ∘f′(h)∘ȳ."""
-    tile = _open_tile(n_rows, n_slots, n_near, form)
-    bar = _load(y_bar, tile)
-    for k in tl.static_range(len(term_bars)):
-        tl.store(term_bars[k] + tile.index, _load_by_column(term_sizes[k], tile) * bar, tile.mask)
-    for k in tl.static_range(len(h)):
-        _, slope, _ = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
-        h_bar = _load_by_column(layer_sizes[k], tile) * slope * bar
-        tl.store(h_bars[k] + tile.h_index, h_bar, tile.h_mask)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_slots", "n_near"])
-def tangent_kernel(
-    y_dot,  # (atoms·slots, width), written
-    x_dot,  # (atoms·slots, width)
-    term_dots,  # K × (atoms·slots, width)
-    h_dots,  # L × (atoms·near, width)
-    h,  # L × (atoms·near, width)
-    biases,  # L × (width,)
-    term_sizes,  # K × (width,)
-    layer_sizes,  # L × (width,)
-    n_rows,  # atoms·slots
-    n_slots,
-    n_near,
-    alpha: tl.constexpr,
-    curve_constants: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
-    """ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(h_l)∘ḣ_l; ḣ = 0 in slots without a row, since b has none."""
-    tile = _open_tile(n_rows, n_slots, n_near, form)
-    total = alpha * _load(x_dot, tile)
-    for k in tl.static_range(len(term_dots)):
-        total += _load_by_column(term_sizes[k], tile) * _load(term_dots[k], tile)
-    for k in tl.static_range(len(h)):
-        _, slope, _ = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
-        h_dot = tl.load(h_dots[k] + tile.h_index, tile.h_mask, 0.0)
-        total += _load_by_column(layer_sizes[k], tile) * slope * h_dot
-    tl.store(y_dot + tile.index, total, tile.mask)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_slots", "n_near"])
-def gradient_kernel(
+def pull_kernel(
     term_hats,  # K × (atoms·slots, width), written
     h_hats,  # L × (atoms·near, width), written
-    sum_parts,  # (programs, 2L + K, width), written: gradients of b, ρ and σ
-    y_hat,  # (atoms·slots, width)
-    y_bar,  # (atoms·slots, width); read only with forces, as are all dots
+    sum_parts,  # (programs, 2L + K, width), written: gradients of b, ρ and σ; None in pass 2
+    y_hat,  # (atoms·slots, width); in pass 2 ȳ, and all hats below are bars
+    y_bar,  # (atoms·slots, width); None in pass 2, and without forces, as are all dots
     terms,  # K × (atoms·slots, width)
     term_dots,  # K × (atoms·slots, width)
     h,  # L × (atoms·near, width)
@@ -428,38 +385,45 @@ def gradient_kernel(
     curve_constants: tl.constexpr,
     form,
     kind: tl.constexpr,
-    with_forces: tl.constexpr,
 ) -> None:
-    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by m, h, b, ρ and σ.
+    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by m and h, and in pass 4 by b, ρ and σ.
 
     m̂ = ρ∘ŷ, ĥ = σ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ). The gradient of b is the sum of ĥ over all slots, also
     those without a row in h; that of ρ the sum of m∘ŷ + ṁ∘ȳ, that of σ of f(h)∘ŷ + f′(h)∘ḣ∘ȳ.
     """
     tile = _open_tile(n_rows, n_slots, n_near, form)
-    n_terms: tl.constexpr = len(terms)
+    n_terms: tl.constexpr = len(term_hats)
     n_layers: tl.constexpr = len(h)
-    hat = _load(y_hat, tile)
-    if with_forces:
-        bar = _load(y_bar, tile)
     # Rows beyond the last contribute nothing to sums: ŷ and ȳ are loaded as 0 there.
-    c = tl.arange(0, form.columns)
-    in_x = c < form.width
-    sums = sum_parts + tl.program_id(0) * (2 * n_layers + n_terms) * form.width + c
+    hat = _load(y_hat, tile)
+    if y_bar is not None:
+        bar = _load(y_bar, tile)
+    if sum_parts is not None:
+        sums = sum_parts + tl.program_id(0) * (2 * n_layers + n_terms) * form.width
     for k in tl.static_range(n_terms):
         tl.store(term_hats[k] + tile.index, _load_by_column(term_sizes[k], tile) * hat, tile.mask)
-        size_terms = _load(terms[k], tile) * hat
-        if with_forces:
-            size_terms += _load(term_dots[k], tile) * bar
-        tl.store(sums + (n_layers + k) * form.width, tl.sum(size_terms, 0), in_x)
+        if sum_parts is not None:
+            size_terms = _load(terms[k], tile) * hat
+            if y_bar is not None:
+                size_terms += _load(term_dots[k], tile) * bar
+            _store_sum(sums, n_layers + k, size_terms, form)
     for k in tl.static_range(n_layers):
         f, slope, bend = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
         h_hat = slope * hat
         size_terms = f * hat
-        if with_forces:
+        if y_bar is not None:
             h_dot_bar = tl.load(h_dots[k] + tile.h_index, tile.h_mask, 0.0) * bar
             h_hat += bend * h_dot_bar
             size_terms += slope * h_dot_bar
         h_hat *= _load_by_column(layer_sizes[k], tile)
         tl.store(h_hats[k] + tile.h_index, h_hat, tile.h_mask)
-        tl.store(sums + k * form.width, tl.sum(h_hat, 0), in_x)
-        tl.store(sums + (n_layers + n_terms + k) * form.width, tl.sum(size_terms, 0), in_x)
+        if sum_parts is not None:
+            _store_sum(sums, k, h_hat, form)
+            _store_sum(sums, n_layers + n_terms + k, size_terms, form)
+
+
+@triton.jit
+def _store_sum(sums, number, values, form):
+    """Store the sum over rows of (rows, columns)."""
+    column = tl.arange(0, form.columns)
+    tl.store(sums + number * form.width + column, tl.sum(values, 0), column < form.width)
