@@ -23,9 +23,11 @@ from deepmd_muon.show.palette import OPTIMIZERS, PURPLE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SETS = ("water", "alloys", "molecules", "salt", "silicon")
+SETS = ("water", "alloys", "molecules", "salt", "silicon", "aluminides")
 #: Lengths of training whose dynamics are equally long; other runs had shorter ones.
-LENGTHS = (1_000, 3_000, 10_000, 30_000, 100_000)
+LENGTHS = (1_000, 3_000, 10_000, 15_000, 20_000, 30_000, 100_000)
+#: The longest run that takes the rates of short runs.
+SHORT = 10_000
 LONG = 30_000
 #: A setting next to both optimizers, and its name in shorter runs, whose coefficient is another.
 ROUTED, ROUTED_SHORT = "first_c4.32_r1", "first_r1"
@@ -121,7 +123,7 @@ def lengths_table(potentials: Sequence[Potential]) -> list[str]:
     ]
     for name in SETS:
         for steps in LENGTHS:
-            routed = ROUTED if steps >= LONG else ROUTED_SHORT
+            routed = ROUTED_SHORT if steps <= SHORT else ROUTED
             rows = [
                 next((p.row for p in points_of(potentials, name, s) if p.row.steps == steps), None)
                 for s in ("default", routed, "adamw")
