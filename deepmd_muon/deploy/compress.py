@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import (
-    TOLERANCE,
     Difference,
+    check_equal,
     difference_of,
     precisions_of,
     program_of,
@@ -30,11 +28,9 @@ from deepmd_muon.files import make_folder_of, replacement
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.model import DescriptorModel, build_model
-from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE, settings_of
-from deepmd_muon.model.fitting.ener.scripted import ScriptedEnergyFitting
+from deepmd_muon.model import DescriptorModel
+from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.registry import DESCRIPTORS
-from deepmd_muon.model.scripted.dense import Dense
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +105,7 @@ def compress(
     FreezeError
         When the descriptor has no tables, or no step is fine enough.
     """
+    output = Path(output)
     tabulated = _table_of(model)
     settings = model.settings.descriptor
     label = f"compressed {DESCRIPTORS.name_of(settings)!r}"
@@ -119,19 +116,16 @@ def compress(
     reference = Predictor(model, device="cpu")
     structures = structures_with_close_atoms(model, closest)
     expected = [reference.predict(*structure) for structure in structures]
-    precisions = precisions_of(model)
-    tolerance = max(TOLERANCE[precision] for precision in precisions)
 
     with_nets: Any = program.descriptor
     nets_difference = difference_of(expected, _evaluate_all(program, structures))
-    if not nets_difference.relative <= tolerance:
-        raise FreezeError(
-            f"the program with the nets themselves differs from the model by {nets_difference} "
-            f"(relative {nets_difference.relative:.1e}, allowed {tolerance:.0e}); nothing was "
-            f"written to {output}: report this "
-            "with the input file"
-        )
-    rounding = max(ROUNDING[precision] for precision in precisions)
+    check_equal(
+        model,
+        nets_difference,
+        "the program with the nets themselves differs from the model",
+        output,
+    )
+    rounding = max(ROUNDING[precision] for precision in precisions_of(model))
     allowed = FORCE + rounding * max(float(np.abs(p.force).max()) for p in expected)
     for tried in STEPS if step is None else (step,):
         program.descriptor = tabulated(with_nets, step=tried, nearest=nearest)
@@ -151,7 +145,6 @@ def compress(
             )
 
     program.descriptor.warned = False  # the file warns its users again
-    output = Path(output)
     make_folder_of(output)
     with replacement(output) as temporary:
         save(program, model, temporary, output)
@@ -160,12 +153,7 @@ def compress(
             warnings.simplefilter("ignore", UserWarning)  # about the structures with close atoms
             from_file = [frozen.predict(*structure) for structure in structures]
         written = difference_of(from_tables, from_file)
-        if not written.relative <= tolerance:
-            raise FreezeError(
-                f"the frozen file differs from the program in it by {written} (relative "
-                f"{written.relative:.1e}, allowed {tolerance:.0e}); nothing was written to "
-                f"{output}: report this with the input file"
-            )
+        check_equal(model, written, "the frozen file differs from the program in it", output)
     return Compression(
         difference=difference_of(expected, from_file),
         step=tried,
@@ -216,66 +204,14 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Desc
     CheckpointError
         When the file cannot be read.
     FreezeError
-        When the file does not hold the nets of its descriptor. Files of DPA-1 hold the results of
-        the nets of types instead of the nets.
+        When the file does not hold the weights that it was made from.
     """
-    program: Any = FrozenModel(path, "cpu", trust=trust).program
-    model = build_model(settings_of(json.loads(program.get_model_def_script())))
+    frozen = FrozenModel(path, "cpu", trust=trust)
+    model = frozen.restored()
     if not isinstance(model, DescriptorModel):
-        raise CheckpointError(f"{path} has the model section of another program")
-    _table_of(model)
-    if not hasattr(program.descriptor, "nets"):
-        kind = DESCRIPTORS.name_of(model.settings.descriptor)
         raise FreezeError(
-            f"{path} does not hold all nets of {kind!r}: give the checkpoint, dp compress -i "
-            f"model.ckpt.pt"
+            f"{path} does not hold the weights that it was made from: give the checkpoint, dp "
+            "compress -i model.ckpt.pt"
         )
-    try:
-        with torch.no_grad():
-            _copy_weights(model, program)
-    except (RuntimeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} does not hold the nets of its model section: {error}"
-        ) from error
-    if not hasattr(program, "get_min_nbor_dist"):  # an older file
-        return model, UNKNOWN_DISTANCE
+    program: Any = frozen.program
     return model, float(program.get_min_nbor_dist())
-
-
-def _copy_weights(model: DescriptorModel, program: Any) -> None:
-    """Copy the weights of a program into a model."""
-    atomic_model: Any = model.atomic_model
-    sea = atomic_model.descriptor.sea
-    net = atomic_model.fitting_net
-    _copy_layers(sea.filter_layers, program.descriptor.nets)
-    _copy_layers(net.filter_layers, program.fitting_net.nets)
-    stddev = 1.0 / program.descriptor.scale
-    mean = -program.descriptor.empty_row * stddev
-    sea.stddev.copy_(stddev.unsqueeze(1).expand_as(sea.stddev))
-    sea.mean.copy_(mean.unsqueeze(1).expand_as(sea.mean))
-    atomic_model.out_bias[0, :, 0] = program.bias
-    if net.case_embd is not None:
-        net.case_embd.copy_(program.fitting_net.branch)
-    # The program has the statistics of frame parameters, then of atomic ones, in a row.
-    start = 0
-    for name in ("fparam", "aparam"):
-        average = getattr(net, f"{name}_avg")
-        inverse_deviation = getattr(net, f"{name}_inv_std")
-        if average is not None:
-            stop = start + len(average)
-            average.copy_(program.fitting_net.parameter_mean[start:stop])
-            inverse_deviation.copy_(program.fitting_net.parameter_scale[start:stop])
-            start = stop
-    # A program subtracts the nets' values in vacuum from the bias.
-    net.bias_atom_e[:, 0] += program.fitting_net.bias - ScriptedEnergyFitting(net).bias
-
-
-def _copy_layers(collection: Any, saved: Any) -> None:
-    """Copy the layers of scripted nets into a `NetworkCollection`."""
-    for network, saved_layers in zip(collection.networks, saved, strict=True):
-        for layer, saved_layer in zip(network.tensors, saved_layers, strict=True):
-            dense = Dense(*saved_layer)
-            layer.matrix.copy_(dense.matrix)
-            layer.bias.copy_(dense.bias)
-            if layer.idt is not None:
-                layer.idt.copy_(dense.idt)

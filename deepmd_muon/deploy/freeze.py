@@ -93,13 +93,7 @@ def freeze(
     with replacement(output) as temporary:
         save(program_of(model, min_distance), model, temporary, output)
         difference = compare(model, temporary)
-        allowed = max(TOLERANCE[precision] for precision in precisions_of(model))
-        if not difference.relative <= allowed:
-            raise FreezeError(
-                f"the frozen file differs from the checkpoint by {difference} (relative "
-                f"{difference.relative:.1e}, allowed {allowed:.0e}); nothing was written to "
-                f"{output}: report this with the input file"
-            )
+        check_equal(model, difference, "the frozen file differs from the checkpoint", output)
     return difference
 
 
@@ -124,6 +118,16 @@ def save(program: Program, model: DescriptorModel, temporary: Path, output: Path
         extra[MANIFEST] = manifest_of(archive.getvalue())
         with named_file(temporary, output) as file:
             torch.jit.save(scripted, file, _extra_files=extra)
+
+
+def check_equal(model: DescriptorModel, difference: Difference, problem: str, output: Path) -> None:
+    """Raise FreezeError with a problem if a difference is larger than rounding errors."""
+    allowed = max(TOLERANCE[precision] for precision in precisions_of(model))
+    if not difference.relative <= allowed:
+        raise FreezeError(
+            f"{problem} by {difference} (relative {difference.relative:.1e}, allowed "
+            f"{allowed:.0e}); nothing was written to {output}: report this with the input file"
+        )
 
 
 def precisions_of(model: DescriptorModel) -> set[torch.dtype]:

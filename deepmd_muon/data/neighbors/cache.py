@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 #: Most frames read at once while going through a system, and most atoms in them.
 CHUNK = 64
 CHUNK_ATOMS = 8192
-#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a
-#: thousand times too dense.
-DENSEST = 10.0
+# Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a
+# thousand times too dense.
+_DENSEST = 10.0
 # Seconds between two lines on how far the counting is.
 _LOG_INTERVAL = 10.0
 
@@ -291,7 +291,7 @@ def neighbor_statistics(
     def count(chunk: _Chunk) -> NeighborStatistics:
         system = chunk.system
         frames = system.frames(chunk.numbers)
-        _check_density(system, chunk.numbers, frames)
+        check_density(system, chunk.numbers, frames)
         is_listed = np.ones(len(chunk.numbers), dtype=bool)
         if chunk.listed is not None:
             is_listed = np.isin(chunk.numbers, chunk.listed)
@@ -328,27 +328,18 @@ def _log_progress(
         yield result
 
 
-def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
+def check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
     """Reject cells denser than any matter, a mistake in units that would take minutes to count."""
     if frames.box is None:
         return
-    density = densities(frames)
+    volume = np.abs(np.linalg.det(frames.box))
+    density = (frames.atype >= 0).sum(axis=1) / np.where(volume > 1e-300, volume, np.inf)
     densest = int(density.argmax())
-    if density[densest] > DENSEST:
+    if density[densest] > _DENSEST:
         raise NeighborError(
             f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ "
             "(diamond has 0.18); box and coord must be in Å (nm would look like this)"
         )
-
-
-def densities(frames: Frames) -> np.ndarray:
-    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a volume."""
-    natoms = (frames.atype >= 0).sum(axis=1)
-    if frames.box is None:
-        return np.zeros(len(natoms))
-    volume = np.abs(np.linalg.det(frames.box))
-    has_volume = volume > 1e-300
-    return np.asarray(np.divide(natoms, volume, out=np.zeros(len(volume)), where=has_volume))
 
 
 def number_of_types(system: System) -> int:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.stores.ase_labels import Labels, parameters_of, values_of
+from deepmd_muon.data.stores.ase_labels import Labels, is_label, parameters_of, values_of
 from deepmd_muon.data.stores.ase_weights import Weights
 from deepmd_muon.data.stores.memory import FrameOrigin, MemoryStore
 from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
+from deepmd_muon.data.stores.programs import COMPRESSED
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
 from deepmd_muon.files import open_regular
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 _WITH_TAIL = ("xtd",)
 # Beginning of a trajectory of ASE.
 _TRAJECTORY = b"- of UlmASE-Trajectory"
-# Endings of files that ASE decompresses.
-_COMPRESSED = (".gz", ".bz2", ".xz")
 # Numbers compress to a quarter or so, repeated frames to a hundredth.
 _MAX_COMPRESSION = 200
 _ALWAYS_FITS = 64 << 20  # smaller contents fit in any memory [bytes]
@@ -123,7 +122,7 @@ class _Contents(NamedTuple):
 
 def _check_size(path: str) -> None:
     """Refuse a compressed file with an implausible ratio: it could fill the memory many times."""
-    if not path.endswith(_COMPRESSED):
+    if not path.endswith(COMPRESSED):
         return
     from ase.io.formats import open_with_compression
 
@@ -176,6 +175,8 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
                 "not read: an empty line or a second file may end the frames early",
             )
         return _Contents(frames, [])
+    if kind == "db":
+        return _Contents(_read_rows(path), [])
     # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
     frames = read(path, index=":", format=kind, do_not_split_by_at_sign=True)
     converged: list[bool] = []
@@ -186,6 +187,26 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
     elif kind == "orca-output":
         converged = orca_convergence(frames)
     return _Contents(frames, converged)
+
+
+def _read_rows(path: str) -> list[Atoms]:
+    """Return the rows of a database of ASE, their key-value pairs as words of a header.
+
+    The results of a row's calculator are its labels, so that pairs with names of labels are left
+    out: they may be other methods'.
+    """
+    from ase.db import connect
+
+    frames = []
+    with connect(path, type="db", serial=True) as database:
+        for row in database.select():
+            atoms = row.toatoms()
+            for name in row.key_value_pairs:
+                if atoms.calc is None or not is_label(name):
+                    # row.charge is the sum of initial charges, whatever the pair says.
+                    atoms.info[name] = vars(row)[name]
+            frames.append(atoms)
+    return frames
 
 
 def _refuse_joined(path: str) -> None:

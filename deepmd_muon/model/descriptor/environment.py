@@ -12,16 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.layers import linear
-
-
-class Reach(NamedTuple):
-    """The radii of the switch [Å]."""
-
-    rcut: float  # where the switch ends
-    rcut_smth: float  # where it starts
-    protection: float = 0.0  # `env_protection`, added to distances in denominators
 
 
 class Jacobian(NamedTuple):
@@ -75,7 +68,7 @@ def environment(edges: Tensor, neighbor: Tensor, reach: Reach) -> Environment:
     if triton_support.usable(edges.device):
         from deepmd_muon.model.descriptor import environment_kernels
 
-        rows = environment_kernels.environment(edges, neighbor, *reach)
+        rows = environment_kernels.environment(edges, neighbor, reach)
         return Environment(rows, Jacobian(reach, (edges, neighbor)))
     rcut, rcut_smth, protection = reach
     edges = torch.where((neighbor < 0).unsqueeze(-1), rcut, edges)
@@ -108,7 +101,7 @@ def _pull(reach: Reach, adjoint: Tensor, factor: Tensor, edges: Tensor, *stored:
     if len(stored) == 1:  # the neighbours, for kernels
         from deepmd_muon.model.descriptor import environment_kernels
 
-        return environment_kernels.pull(adjoint, factor, edges, *stored, *reach)
+        return environment_kernels.pull(adjoint, factor, edges, *stored, reach)
     radial, isotropic, bend = stored
     row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
     along = (row_adjoint[..., 1:] * edges).sum(-1)
@@ -123,7 +116,7 @@ def _push(
     if len(stored) == 1:  # the neighbours, for kernels
         from deepmd_muon.model.descriptor import environment_kernels
 
-        return environment_kernels.push(cotangent, factor, edges, *stored, *reach)
+        return environment_kernels.push(cotangent, factor, edges, *stored, reach)
     radial, isotropic, bend = stored
     along = (cotangent * edges).sum(-1)
     out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)

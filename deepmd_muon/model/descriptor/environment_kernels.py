@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepmd_muon.model.descriptor.reach import Reach
+
 BLOCK = 256
 WARPS_OF_BLOCK = 8  # a thread for each edge
 WARPS = 1  # of a program for the edges of an atom: one warp waits for no other
@@ -50,39 +52,40 @@ def edges_of_program(count, block: tl.constexpr):
 
 
 @triton.jit
-def loaded_edges(edges, neighbor, edge, real, rcut: tl.constexpr):
+def loaded_edges(edges, neighbor, edge, real, reach):
     """Return x, y, z of some edges.
 
     Empty slots are at the cut-off, where everything vanishes.
     """
     none = tl.load(neighbor + edge, real, -1) < 0
-    x = tl.where(none, rcut, tl.load(edges + edge * 3, real, 1.0))
-    y = tl.where(none, rcut, tl.load(edges + edge * 3 + 1, real, 1.0))
-    z = tl.where(none, rcut, tl.load(edges + edge * 3 + 2, real, 1.0))
+    x = tl.where(none, reach.rcut, tl.load(edges + edge * 3, real, 1.0))
+    y = tl.where(none, reach.rcut, tl.load(edges + edge * 3 + 1, real, 1.0))
+    z = tl.where(none, reach.rcut, tl.load(edges + edge * 3 + 2, real, 1.0))
     return x, y, z
 
 
 @triton.jit
-def switched(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
+def switched(x, y, z, reach):
     """Return `Switched`: w = v³·(10 − 15v + 6v²) with v = (rcut − r)/(rcut − rcut_smth) in [0, 1].
 
     Written in v, w does not cancel near the cut-off.
     """
     distance = tl.sqrt(x * x + y * y + z * z)
-    v = tl.minimum(tl.maximum((rcut - distance) / (rcut - rcut_smth), 0.0), 1.0)
+    v = (distance - reach.rcut) / (reach.rcut_smth - reach.rcut)
+    v = tl.minimum(tl.maximum(v, 0.0), 1.0)
     bump = v * (1.0 - v)
     return Switched(
         distance=distance,
-        t=1.0 / (distance + protection),
+        t=1.0 / (distance + reach.protection),
         switch=v * v * v * (10.0 - (15.0 - 6.0 * v) * v),
-        slope=bump * bump * (-30.0 / (rcut - rcut_smth)),
+        slope=bump * bump * (-30.0 / (reach.rcut - reach.rcut_smth)),
     )
 
 
 @triton.jit
-def curvature(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
+def curvature(x, y, z, reach):
     """Return `Curvature`."""
-    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    f = switched(x, y, z, reach)
     per_distance = 1.0 / f.distance
     isotropic = f.switch * f.t * f.t
     slope_t = f.slope * f.t
@@ -191,74 +194,60 @@ def _edge_vectors_kernel(
 # ----- environment rows and their derivative -----------------------------------------------------
 
 
-def environment(
-    edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, protection: float
-) -> Tensor:
-    """Return rows (nreal, nnei, 4); arguments as in `environment.environment`."""
-    rows = edges.new_empty(*neighbor.shape, 4)
-    _environment_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        rows=rows,
+def launch_on_edges(
+    kernel: triton.JITFunction, edges: Tensor, neighbor: Tensor, reach: Reach, **others: Tensor
+) -> None:
+    """Launch a kernel on all edges; `others` are its other tensors."""
+    count = neighbor.numel()
+    if not count:
+        return
+    kernel[(triton.cdiv(count, BLOCK),)](
         edges=edges.contiguous(),
         neighbor=neighbor.contiguous(),
-        count=neighbor.numel(),
-        rcut=rcut,
-        rcut_smth=rcut_smth,
-        protection=protection,
+        count=count,
+        nnei=neighbor.shape[1],
+        reach=Reach(*map(tl.constexpr, reach)),
         block=BLOCK,
         num_warps=WARPS_OF_BLOCK,
+        **others,
     )
+
+
+def environment(edges: Tensor, neighbor: Tensor, reach: Reach) -> Tensor:
+    """Return rows (nreal, nnei, 4); arguments as in `environment.environment`."""
+    rows = edges.new_empty(*neighbor.shape, 4)
+    launch_on_edges(_environment_kernel, edges, neighbor, reach, rows=rows)
     return rows
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "nnei"])
 def _environment_kernel(
     rows,  # (nreal, nnei, 4), written
     edges,  # (nreal, nnei, 3)
     neighbor,  # (nreal, nnei)
     count,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    nnei,
+    reach,
     block: tl.constexpr,
 ):
     """Write row = w·(t, x·t², y·t², z·t²)."""
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(x, y, z, reach)
     isotropic = f.switch * f.t * f.t
     store_four(
         rows, edge, real, a=f.switch * f.t, b=isotropic * x, c=isotropic * y, d=isotropic * z
     )
 
 
-def pull(
-    adjoint: Tensor,
-    factor: Tensor,
-    edges: Tensor,
-    neighbor: Tensor,
-    rcut: float,
-    rcut_smth: float,
-    protection: float,
-) -> Tensor:
+def pull(adjoint: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, reach: Reach) -> Tensor:
     """Return dE/dr_ij (nreal, nnei, 3) from dE/dR (nreal, nnei, 4).
 
     R is `factor` (nreal, 4) · row + constant.
     """
     out = torch.empty(edges.shape, dtype=edges.dtype, device=edges.device)
-    _pull_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out=out,
-        adjoint=adjoint.contiguous(),
-        factor=factor.contiguous(),
-        edges=edges.contiguous(),
-        neighbor=neighbor.contiguous(),
-        count=neighbor.numel(),
-        nnei=neighbor.shape[1],
-        rcut=rcut,
-        rcut_smth=rcut_smth,
-        protection=protection,
-        block=BLOCK,
-        num_warps=WARPS_OF_BLOCK,
-    )
+    tensors = {"out": out, "adjoint": adjoint.contiguous(), "factor": factor.contiguous()}
+    launch_on_edges(_pull_kernel, edges, neighbor, reach, **tensors)
     return out
 
 
@@ -271,9 +260,7 @@ def _pull_kernel(
     neighbor,  # (nreal, nnei)
     count,
     nnei,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    reach,
     block: tl.constexpr,
 ):
     """Write dE/dr_ij = isotropic·(a₁, a₂, a₃) + (radial·a₀ + bend·(a₁x + a₂y + a₃z))·r_ij.
@@ -281,8 +268,8 @@ def _pull_kernel(
     Here a = factor·dE/dR.
     """
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    j = curvature(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
+    j = curvature(x, y, z, reach)
     at = factor + edge // nnei * 4
     a0 = tl.load(adjoint + edge * 4, real, 0.0).to(tl.float64) * tl.load(at, real, 0.0)
     a1 = tl.load(adjoint + edge * 4 + 1, real, 0.0).to(tl.float64) * tl.load(at + 1, real, 0.0)
@@ -300,30 +287,12 @@ def _pull_kernel(
 
 
 def push(
-    cotangent: Tensor,
-    factor: Tensor,
-    edges: Tensor,
-    neighbor: Tensor,
-    rcut: float,
-    rcut_smth: float,
-    protection: float,
+    cotangent: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, reach: Reach
 ) -> Tensor:
     """Apply the transpose of `pull` (nreal, nnei, 4), in the dtype of `factor`."""
     out = factor.new_empty(*neighbor.shape, 4)
-    _push_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out=out,
-        cotangent=cotangent.contiguous(),
-        factor=factor.contiguous(),
-        edges=edges.contiguous(),
-        neighbor=neighbor.contiguous(),
-        count=neighbor.numel(),
-        nnei=neighbor.shape[1],
-        rcut=rcut,
-        rcut_smth=rcut_smth,
-        protection=protection,
-        block=BLOCK,
-        num_warps=WARPS_OF_BLOCK,
-    )
+    tensors = {"out": out, "cotangent": cotangent.contiguous(), "factor": factor.contiguous()}
+    launch_on_edges(_push_kernel, edges, neighbor, reach, **tensors)
     return out
 
 
@@ -336,15 +305,13 @@ def _push_kernel(
     neighbor,  # (nreal, nnei)
     count,
     nnei,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    reach,
     block: tl.constexpr,
 ):
     """Write out = factor·(radial·(c·r_ij), isotropic·c + bend·(c·r_ij)·r_ij)."""
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    j = curvature(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
+    j = curvature(x, y, z, reach)
     c1, c2, c3 = load_three(cotangent, edge, real)
     along = c1 * x + c2 * y + c3 * z
     turn = j.bend * along

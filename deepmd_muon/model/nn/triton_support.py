@@ -106,10 +106,11 @@ def _works() -> bool:
         return False
     try:
         from deepmd_muon.model.descriptor import environment_kernels
+        from deepmd_muon.model.descriptor.reach import Reach
 
         edge = torch.ones(1, 1, 3, dtype=torch.float64, device="cuda")
         environment_kernels.environment(
-            edge, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 6.0, 0.5, 0.0
+            edge, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), Reach(6.0, 0.5)
         )
     except Exception as error:  # a missing compiler fails in many ways
         log.warning(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +16,7 @@ from torch import Tensor
 from deepmd_muon.optim.cuda import try_record
 from deepmd_muon.optim.polar.dispatch import Geometry, geometry_of
 from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
-from deepmd_muon.optim.polar.kernels.whole import (
-    BFLOAT16,
-    DOUBLE,
-    FLOAT16,
-    FLOAT32,
-    TILES,
-    small_matrices,
-)
+from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.tables import (
     AddressTable,
@@ -122,7 +115,8 @@ def _recording(
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return a batch of matrices that is contiguous along rows or columns, as kernels read it."""
+    """Return a batch of matrices as kernels read it: fp32, contiguous along rows or columns."""
+    x = x.float()
     if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1:
         return x
     return x.contiguous()
@@ -150,7 +144,7 @@ def start_launch(
     kernel[(launch.grid,)](
         programs=launch.programs,
         half=torch.empty(launch.half, dtype=torch.float16, device=device),
-        sums=torch.empty(2 * launch.grid, dtype=torch.float64, device=device),
+        sums=torch.empty(launch.grid, dtype=torch.float64, device=device),
         counters=torch.zeros(launch.matrices, dtype=torch.int32, device=device),
         # Programs wait for each other, so all must run at the same time.
         launch_cooperative_grid=True,
@@ -166,13 +160,6 @@ def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
 
 # ----- launch sets -------------------------------------------------------------------------------
 
-_KINDS = {
-    torch.float32: FLOAT32.value,
-    torch.float64: DOUBLE.value,
-    torch.float16: FLOAT16.value,
-    torch.bfloat16: BFLOAT16.value,
-}
-
 
 @functools.lru_cache(maxsize=64)
 def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchSet:
@@ -180,7 +167,7 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
     locations: list[MatrixLocation] = []
     out_places = []
     out_size = 0
-    for tensor, (shape, strides, dtype) in enumerate(geometry):
+    for tensor, (shape, strides, _) in enumerate(geometry):
         out_places.append(out_size)
         batch = shape[0]
         tall = shape[1] > shape[2]
@@ -192,7 +179,6 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
         locations += [
             MatrixLocation(
                 tensor=tensor,
-                kind=_KINDS[dtype],
                 offset=i * strides[0],
                 rows=rows,
                 columns=columns,
@@ -255,15 +241,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _only_kind(locations: Iterable[MatrixLocation]) -> int:
-    """Return the kind of dtype of all matrices; −1 for several kinds.
-
-    Kernels need no code for other kinds.
-    """
-    kinds = {location.kind for location in locations}
-    return kinds.pop() if len(kinds) == 1 else -1
-
-
 def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Put few matrices in one launch, and many in one launch per tile size.
 
@@ -287,7 +264,6 @@ def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -
                 table=torch.tensor(table, dtype=torch.int64, device=device),
                 constants={
                     "MASK": sum(1 << tile for tile in launch_tiles),
-                    "ONLY": _only_kind(members),
                     # The same for every tile size: results do not depend on the other matrices.
                     "num_warps": 8,
                 },
@@ -347,7 +323,6 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
         constants = {
             "MASK": sum(1 << kind for kind in {matrix.kind for matrix in members}),
             "WIDE": wide,
-            "ONLY": _only_kind(matrix.location for matrix in members),
             "num_warps": 8,
             "num_stages": 4,
         }
@@ -430,7 +405,6 @@ def _tiles_launches(locations: Sequence[MatrixLocation], device: torch.device) -
         "T": tile,
         "G": symmetric,
         "K": _TILE,
-        "ONLY": _only_kind(locations),
         "num_warps": 4,
         "num_stages": 4,
     }

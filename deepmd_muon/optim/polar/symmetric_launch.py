@@ -391,7 +391,7 @@ class _Iteration:
         for span in self.spans:
             x = tensors[span.tensor]
             stored = x if x.stride(2) == 1 else x.mT
-            if x.dtype != torch.float32 or not stored.is_contiguous():
+            if not stored.is_contiguous():
                 return []
             # A square matrix that is stored by columns is read transposed, too.
             transposed = (stored is x) == (x.shape[1] > x.shape[2])
@@ -446,7 +446,7 @@ class _Iteration:
         """Allocate the shares of the matrices' norms; see `normalized`."""
         if not self.out.is_cuda:
             shares = 4  # Triton's interpreter runs programs one after the other
-        return self._empty(self.count, shares, 2, dtype=torch.float64)
+        return self._empty(self.count, shares, dtype=torch.float64)
 
     def _normalize(self, addresses: Tensor, master: Tensor, iterate: Tensor, *, keep: bool) -> None:
         """Write X / ‖X‖ in fp16, and with `keep` in fp32, from inputs of any strides."""

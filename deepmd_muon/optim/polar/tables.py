@@ -66,14 +66,12 @@ def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLocation:
-    """One matrix and its result, read with the smaller dimension as rows.
+    """One fp32 matrix and its result, read with the smaller dimension as rows.
 
     Attributes
     ----------
     tensor
         Number of its tensor in the launch.
-    kind
-        Its dtype, by the number that kernels know (`whole.KIND`).
     offset
         Of its first element in the tensor.
     rows, columns
@@ -89,7 +87,6 @@ class MatrixLocation:
     """
 
     tensor: int
-    kind: int
     offset: int
     rows: int
     columns: int
@@ -107,7 +104,6 @@ class MatrixLocation:
         return [
             tile,
             self.tensor,
-            self.kind,
             self.offset,
             self.rows,
             self.columns,
@@ -238,8 +234,7 @@ class Application(NamedTuple):
         For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and
         numbers of their factors.
     squares
-        For each tensor of matrices, float64 (count, 1, 2): 1 and the sum of the squares of each
-        matrix.
+        For each tensor of matrices, float64 (count, 1): the sum of the squares of each matrix.
     dtype
         Of the parameters: float32, float16 or bfloat16.
     factors

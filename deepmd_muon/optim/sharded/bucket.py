@@ -94,7 +94,7 @@ class CopyList:
 class Bucket:
     """One exchange, compiled for this rank.
 
-    `groups` has the number of the parameter group of every parameter of the plan.
+    `groups` has the number of the parameter group of each parameter, by position in the plan.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ class Bucket:
         plan: Plan,
         domain: Domain,
         exchange: Exchange,
-        groups: Sequence[int],
+        groups: Mapping[int, int],
         rank: int,
         device: torch.device,
     ) -> None:
@@ -183,7 +183,7 @@ class Bucket:
             pieces.append(piece_of(self._plan, job.parameter, job.block, holder, leg))
         return pieces
 
-    def _stack_owned_blocks(self, groups: Sequence[int]) -> list[Stack]:
+    def _stack_owned_blocks(self, groups: Mapping[int, int]) -> list[Stack]:
         jobs_by_kind: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for j in self.exchange.messages.owned:
             job = self.exchange.messages.jobs[j]
@@ -203,7 +203,7 @@ class Bucket:
         buffers: tuple[Tensor, Tensor],
         workspace: Tensor,
         local_params: Mapping[int, LocalParameter],
-        momenta: Sequence[Tensor],
+        momenta: Mapping[int, Tensor],
         rows: Mapping[int, int],
     ) -> None:
         """Create all views.
@@ -215,7 +215,7 @@ class Bucket:
         workspace
             Memory for the matrices, float64.
         local_params, momenta
-            All parameters of the plan on this rank, and their local momenta.
+            This rank's parameters and their local momenta, by position in the plan.
         rows
             Each parameter's first row in the table of statistics that `pack` takes.
         """
@@ -225,7 +225,7 @@ class Bucket:
         self._bind_applying(local_params)
         self._rule_state.bind({i: param.state for i, param in local_params.items()})
 
-    def _bind_packing(self, momenta: Sequence[Tensor], rows: Mapping[int, int]) -> None:
+    def _bind_packing(self, momenta: Mapping[int, Tensor], rows: Mapping[int, int]) -> None:
         """Create the views into which `pack` writes elements, and the headers."""
         plan = self._plan
         side = self.exchange.outward["gather"]
@@ -406,7 +406,7 @@ class Bucket:
         state = self._rule_state.arrive(of_blocks[:, 0])
         return OwnedBlocks(list(present), measured, state)
 
-    @phase("scatter")
+    @phase("return")
     def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
         """Write every holder's piece of the updates into the buffer for the holders.
 
@@ -422,7 +422,7 @@ class Bucket:
         headers = torch.stack(columns, dim=1)[self._block_of_leaving]
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
 
-    @phase("scatter")
+    @phase("return")
     def take_state(self) -> None:
         """Write the returned state of rules to the state on this rank."""
         self._rule_state.take(self.returned_headers)

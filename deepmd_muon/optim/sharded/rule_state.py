@@ -85,11 +85,13 @@ class RuleState:
         self._rank = rank
         self._device = device
         self._jobs = exchange.messages.jobs
-        self.keys = carried(rules).blocks
+        self.keys = carried(rules).block_keys
         self._dtypes = {
             key: tensor.dtype_for(exchange.full_dtype) for key, tensor in tensors_of(rules).items()
         }
-        self._single_values = {key for key, tensor in carried(rules).lines if tensor.along is None}
+        self._single_values = {
+            key for key, tensor in carried(rules).line_tensors if tensor.along is None
+        }
         self._place_of_job = place_of_job
         self._stack_sizes = [len(stack.jobs) for stack in stacks]
         # The lines of owned matrices, (matrices, lines, values), from their arrival until they
@@ -106,7 +108,7 @@ class RuleState:
 
     def _line_tensors(self, job: int) -> tuple[tuple[str, StateTensor], ...]:
         """Return key and description of the state per row or column of a job's parameter."""
-        return carried(self._plan.parameters[self._jobs[job].parameter].rules).lines
+        return carried(self._plan.parameters[self._jobs[job].parameter].rules).line_tensors
 
     # ----- views, created once -------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class RuleState:
     def _local_lines(self, side: Side, buffer: Tensor, state: LocalState) -> LineCopies:
         """Return the copies between a buffer of this rank's pieces and its state."""
         copies = LineCopies()
-        for payload, (start, _) in zip(side.payloads, side.lines, strict=True):
+        for payload, start in zip(side.payloads, side.line_starts, strict=True):
             job = self._jobs[payload.job]
             for key, tensor in self._line_tensors(payload.job):
                 lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
@@ -166,7 +168,7 @@ class RuleState:
     def _owned_lines(self, side: Side, buffer: Tensor) -> LineCopies:
         """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
         copies = LineCopies()
-        for payload, peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
+        for payload, peer, start in zip(side.payloads, side.peers, side.line_starts, strict=True):
             job = self._jobs[payload.job]
             stack_number, index = self._place_of_job[payload.job]
             for key, tensor in self._line_tensors(payload.job):

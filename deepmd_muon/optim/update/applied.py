@@ -48,7 +48,7 @@ class MatrixGroup(NamedTuple):
     targets
         Address in the parameters and number of the factor of each block, int64 (matrices, 2).
     squares
-        1 and Σ u² of each block, float64 (matrices, 1, 2).
+        Σ u² of each block, float64 (matrices, 1).
     """
 
     number: int
@@ -142,12 +142,11 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
         expected = p.float()
         apply_updates([expected], [factors.view(2, 1, 1) * o], lr=0.1, weight_decay=0.01)
 
-        norms = x.double().square().sum((1, 2))
         group = MatrixGroup(
             number=0,
             schedule=schedule,
             targets=torch.tensor([[q.data_ptr(), k] for k, q in enumerate(p)], device=device),
-            squares=torch.stack([torch.ones_like(norms), norms], dim=1).unsqueeze(1),
+            squares=x.double().square().sum((1, 2)).unsqueeze(1),
         )
         AppliedGroups([group], dtype, factors, numbers.values).run([x])
         error = float((p.float() - expected).abs().max())

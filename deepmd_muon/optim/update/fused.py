@@ -254,7 +254,7 @@ class FusedMuon:
         columns[1] = columns[1].argsort()
         blocks = torch.cat([chunks.of_blocks, columns.T], dim=1)
         self._blocks = blocks.to(self._device)
-        self._squares = torch.ones(len(rows), 2, dtype=torch.float64, device=self._device)
+        self._squares = torch.zeros(len(rows), dtype=torch.float64, device=self._device)
 
         # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
         # The programs of these kernels do not wait for each other, so they cannot block the

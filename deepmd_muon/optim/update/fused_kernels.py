@@ -218,7 +218,7 @@ def combine(
     sums,  # (chunks, SUMS)
     scales,  # float32 (blocks,)
     factors,  # float32 (blocks,), written with MAGMA
-    squares,  # float64 (blocks, 2): 1 and Σ u², written with SQUARES
+    squares,  # float64 (blocks,): Σ u² of each, written with SQUARES
     numbers,  # of the step, see `application`
     MAGMA: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -235,7 +235,7 @@ def combine(
     count = tl.load(row + CHUNK_COUNT)
     if SQUARES:
         u_squares = total(block_sums, count, U_SQUARES, WIDTH)
-        tl.store(squares + 2 * tl.load(row + PLACE) + 1, u_squares)
+        tl.store(squares + tl.load(row + PLACE), u_squares)
     if MAGMA:
         m_squares = total(block_sums, count, M_SQUARES, WIDTH)
         g_squares = total(block_sums, count, G_SQUARES, WIDTH)

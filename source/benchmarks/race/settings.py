@@ -28,6 +28,7 @@ TAIL = 0.25
 #: AdamW's best rate in the race: of five for se_e2_a, 3,000 and 30,000 steps; of four or five for DPA-3, 3,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
 ADAMW_RATES |= {"salt": 0.012}  # of three, se_e2_a, 3,000 steps
+ADAMW_RATES |= {"aluminides": 0.012}  # of three, 3,000 steps
 ADAMW_RATES |= {"silicon": 0.012}  # of six, 3,000 steps; after 30,000 it is within 2 % of the best
 ADAMW_RATES |= {"dpa3/water": 0.006, "dpa3/molecules": 0.012, "dpa3/alloys": 0.024}
 
@@ -152,7 +153,10 @@ SETTINGS |= {
     for ratio in RATIOS
 }
 
-
+# AdamW at one rate, for sets whose best one is not known.
+SETTINGS |= {
+    f"adamw_{rate:g}": Setting(ADAMW, dict.fromkeys(SETS, rate)) for rate in (0.006, 0.012, 0.024)
+}
 # The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
 SETTINGS["first"] = muon(adamw_patterns=list(ROUTES["first"]))
 SETTINGS |= {

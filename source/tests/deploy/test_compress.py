@@ -13,7 +13,6 @@ from small_models import SE_E2_A
 from deepmd_muon.cli.main import main
 from deepmd_muon.deploy.compress import compress, restored
 from deepmd_muon.deploy.errors import FreezeError
-from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.deploy.program import Program
 from deepmd_muon.infer import DeepPotCalculator, Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
@@ -259,11 +258,15 @@ def test_other_descriptors_and_kinks_are_refused(tmp_path):
             build(SE_E2_A | {"activation_function": "relu"}), tmp_path / "c.pth", min_distance=0.7
         )
     assert list(tmp_path.iterdir()) == []
-    freeze(build(LARGER["se_atten"] | {"seed": 1}), tmp_path / "a.pth")
     with pytest.raises(ModelError, match="attention"):
         compress(build(LARGER["se_atten"] | {"seed": 1}), tmp_path / "c.pth")
+
+
+def test_a_file_without_weights_is_refused(tmp_path):
+    model = build(SE_E2_A)
+    torch.jit.save(torch.jit.script(Program(model, {})), tmp_path / "bare.pth")
     with pytest.raises(FreezeError, match="give the checkpoint"):
-        restored(tmp_path / "a.pth")
+        restored(tmp_path / "bare.pth")
 
 
 @pytest.mark.parametrize("name", ["se_e2_a", "se_atten_v2, standardised, one side"])

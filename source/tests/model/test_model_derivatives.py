@@ -6,7 +6,8 @@ import torch
 from model_batches import make_batch, read_fixture, section
 
 from deepmd_muon.model import build_model
-from deepmd_muon.model.descriptor.environment import Reach, edge_derivative, environment
+from deepmd_muon.model.descriptor.environment import edge_derivative, environment
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.embedding import (
     SumInputs,

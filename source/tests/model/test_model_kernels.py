@@ -31,6 +31,7 @@ from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
 from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
 from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
 from deepmd_muon.model.descriptor.pieces import lengths, uniform
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a import kernels as se_e2_a_kernels
 from deepmd_muon.model.nn import layer_kernels, layers, triton_support
@@ -149,7 +150,7 @@ def test_contraction_kernels(dtype, width, axis):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_geometry_kernels(monkeypatch, dtype):
     """Including empty slots, edges beyond the cut-off, and some so near to it that their directions are shortened."""
-    draw, reach = Draw(9), environment.Reach(6.0, 0.5, 0.01)
+    draw, reach = Draw(9), Reach(6.0, 0.5, 0.01)
     vectors, neighbor = 3.0 * draw.normal(3, 300, 3), draw.integers(-1, 3, (3, 300))
     if dtype == torch.float64:
         near = torch.linspace(1e-5, 5e-4, 30, dtype=torch.float64, device=DEVICE)
@@ -201,7 +202,7 @@ def test_rows_kernels(dtype):
     draw, kinds, reach = (
         Draw(8),
         torch.tensor([0, 1, 1], device=DEVICE),
-        environment.Reach(6.0, 0.5, 0.01),
+        Reach(6.0, 0.5, 0.01),
     )
     vectors, neighbor = 3.0 * draw.normal(3, 7 + 200, 3), draw.integers(-1, 3, (3, 7 + 200))
     mean, stddev = draw.uniform(2, 2, 1, 4, dtype=dtype).expand(2, 2, 9, 4).contiguous().unbind()
@@ -221,10 +222,10 @@ def test_rows_kernels(dtype):
 @without_kernels()
 @pytest.mark.parametrize("protection", [0.0, 0.01])
 def test_environment_kernels(protection):
-    draw, reach = Draw(2), environment.Reach(6.0, 0.5, protection)
+    draw, reach = Draw(2), Reach(6.0, 0.5, protection)
     vectors, neighbor = 3.0 * draw.normal(5, 60, 3), draw.integers(-1, 4, (5, 60))
     env = environment.environment(vectors, neighbor, reach)
-    close(environment_kernels.environment(vectors, neighbor, *reach), env.rows)
+    close(environment_kernels.environment(vectors, neighbor, reach), env.rows)
     for dtype in DTYPES:
         adjoint, factor = (
             draw.normal(5, 60, 4, dtype=dtype).requires_grad_(),
@@ -232,10 +233,10 @@ def test_environment_kernels(protection):
         )
         slope = environment.edge_derivative(adjoint, factor, env.jacobian)
         limit = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
-        found = environment_kernels.pull(adjoint.detach(), factor, vectors, neighbor, *reach)
+        found = environment_kernels.pull(adjoint.detach(), factor, vectors, neighbor, reach)
         torch.testing.assert_close(found, slope.detach(), **limit)
         moved = draw.normal(*slope.shape)
-        pushed = environment_kernels.push(moved, factor, vectors, neighbor, *reach)
+        pushed = environment_kernels.push(moved, factor, vectors, neighbor, reach)
         close(pushed, torch.autograd.grad(slope, adjoint, moved)[0])
 
 

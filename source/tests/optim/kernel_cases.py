@@ -243,9 +243,7 @@ def check_scales(way: Way, shape: tuple[int, int], some: tuple[float, ...] = SCA
     for i, scale in enumerate(some):
         if scale in (2.0**-90, 2.0**90):
             assert torch.equal(o[i], expected[i]), scale
-    wide = x.double() * torch.tensor([1e-300, 1.0, 1e300], dtype=torch.float64)[:, None, None]
-    assert difference(way(wide)[0], expected[:1].expand(3, *shape)) <= LIKE
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
         narrow = x.to(dtype)
         assert torch.equal(way(narrow)[0], way(narrow.float())[0]), dtype
 

@@ -189,7 +189,7 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
     with recorded_launches() as found:
         targets, squares = (
             torch.zeros(shape[0], 2, dtype=torch.int64),
-            torch.zeros(shape[0], 1, 2, dtype=torch.float64),
+            torch.zeros(shape[0], 1, dtype=torch.float64),
         )
         numbers = torch.zeros(5, dtype=torch.float64)
         given = Application([targets], [squares], torch.float32, torch.zeros(3), numbers)

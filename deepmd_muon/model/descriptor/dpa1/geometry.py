@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS
-from deepmd_muon.model.descriptor.environment import Reach, quintic
+from deepmd_muon.model.descriptor.environment import quintic
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.nn import triton_support
 
 

@@ -14,18 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS
-from deepmd_muon.model.descriptor.environment import Reach
 from deepmd_muon.model.descriptor.environment_kernels import (
-    BLOCK,
-    WARPS_OF_BLOCK,
     curvature,
     edges_of_program,
+    launch_on_edges,
     load_three,
     loaded_edges,
     store_four,
     store_three,
     switched,
 )
+from deepmd_muon.model.descriptor.reach import Reach
 
 _LEAST = tl.constexpr(NORMALIZE_EPS)
 
@@ -52,15 +51,12 @@ def geometry(
     edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach
 ) -> tuple[Tensor, Tensor]:
     """Return R and D; see `geometry.geometry`."""
-    rows = mean.new_empty(*neighbor.shape, 4)
-    direction = mean.new_empty(*neighbor.shape, 3)
-    _launch(
-        _geometry_kernel,
-        {"rows": rows, "direction": direction},
-        {"edges": edges, "neighbor": neighbor, "mean": mean, "inverse": inverse},
-        reach,
-    )
-    return rows, direction
+    outputs = {
+        "rows": mean.new_empty(*neighbor.shape, 4),
+        "direction": mean.new_empty(*neighbor.shape, 3),
+    }
+    launch_on_edges(_geometry_kernel, edges, neighbor, reach, mean=mean, inverse=inverse, **outputs)
+    return outputs["rows"], outputs["direction"]
 
 
 def pull(
@@ -74,18 +70,16 @@ def pull(
 ) -> Tensor:
     """Return the cotangent of the edges (nreal, nnei, 3) from those of R and D."""
     edges_bar = edges.new_empty(*neighbor.shape, 3)
-    _launch(
+    launch_on_edges(
         _pull_kernel,
-        {"edges_bar": edges_bar},
-        {
-            "rows_bar": rows_bar,
-            "direction_bar": direction_bar,
-            "edges": edges,
-            "neighbor": neighbor,
-            "mean": mean,
-            "inverse": inverse,
-        },
+        edges,
+        neighbor,
         reach,
+        edges_bar=edges_bar,
+        rows_bar=rows_bar.contiguous(),
+        direction_bar=direction_bar.contiguous(),
+        mean=mean,
+        inverse=inverse,
     )
     return edges_bar
 
@@ -94,45 +88,21 @@ def push(
     edges_dot: Tensor, edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach
 ) -> tuple[Tensor, Tensor]:
     """Apply the transpose of `pull`: return derivatives of R and D along a change of the edges."""
-    rows_dot = mean.new_empty(*neighbor.shape, 4)
-    direction_dot = mean.new_empty(*neighbor.shape, 3)
-    _launch(
+    outputs = {
+        "rows_dot": mean.new_empty(*neighbor.shape, 4),
+        "direction_dot": mean.new_empty(*neighbor.shape, 3),
+    }
+    launch_on_edges(
         _push_kernel,
-        {"rows_dot": rows_dot, "direction_dot": direction_dot},
-        {
-            "edges_dot": edges_dot,
-            "edges": edges,
-            "neighbor": neighbor,
-            "mean": mean,
-            "inverse": inverse,
-        },
+        edges,
+        neighbor,
         reach,
-    )
-    return rows_dot, direction_dot
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    outputs: dict[str, Tensor],
-    inputs: dict[str, Tensor],
-    reach: Reach,
-) -> None:
-    """Launch a kernel on all edges."""
-    neighbor = inputs["neighbor"]
-    count = neighbor.numel()
-    if not count:
-        return
-    kernel[(triton.cdiv(count, BLOCK),)](
+        edges_dot=edges_dot.contiguous(),
+        mean=mean,
+        inverse=inverse,
         **outputs,
-        **{name: tensor.contiguous() for name, tensor in inputs.items()},
-        count=count,
-        nnei=neighbor.shape[1],
-        rcut=reach.rcut,
-        rcut_smth=reach.rcut_smth,
-        protection=reach.protection,
-        block=BLOCK,
-        num_warps=WARPS_OF_BLOCK,
     )
+    return outputs["rows_dot"], outputs["direction_dot"]
 
 
 @triton.jit(do_not_specialize=["count", "nnei"])
@@ -145,15 +115,13 @@ def _geometry_kernel(
     inverse,  # (nreal, 4)
     count,
     nnei,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    reach,
     block: tl.constexpr,
 ):
     """Write R = (row − mean)·inverse and D = e·min(1, L/1e-12)."""
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(x, y, z, reach)
     r = _rows(x, y, z, f, mean=mean, inverse=inverse, edge=edge, nnei=nnei, real=real)
     store_four(rows, edge, real, a=r.r0, b=r.r1, c=r.r2, d=r.r3)
     shortening = tl.minimum(r.length, 1.0)
@@ -173,9 +141,7 @@ def _pull_kernel(
     inverse,
     count,
     nnei,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    reach,
     block: tl.constexpr,
 ):
     """Write the cotangents of the edges, 0 in empty slots.
@@ -188,8 +154,8 @@ def _pull_kernel(
     contributes (ē − (ē·e)·e)/r.
     """
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(x, y, z, reach)
     r = _rows(x, y, z, f, mean=mean, inverse=inverse, edge=edge, nnei=nnei, real=real)
     d1, d2, d3 = load_three(direction_bar, edge, real)
     d1 = d1.to(tl.float64)
@@ -210,7 +176,7 @@ def _pull_kernel(
     e2_bar = d2 * shortening + length_bar * r.r2
     e3_bar = d3 * shortening + length_bar * r.r3
     inward = e1_bar * r.e1 + e2_bar * r.e2 + e3_bar * r.e3
-    j = curvature(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    j = curvature(x, y, z, reach)
     scale = j.radial * a0 + j.bend * (a1 * x + a2 * y + a3 * z)
     x_bar = j.isotropic * a1 + scale * x + (e1_bar - inward * r.e1) * r.per_distance
     y_bar = j.isotropic * a2 + scale * y + (e2_bar - inward * r.e2) * r.per_distance
@@ -237,9 +203,7 @@ def _push_kernel(
     inverse,
     count,
     nnei,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    reach,
     block: tl.constexpr,
 ):
     """Write the tangents of R and D along c, the tangent of the edges; empty slots have c = 0.
@@ -250,12 +214,12 @@ def _push_kernel(
         Ḋ = q·ė + e·q̇,   q̇ = (Ṙ·e + R·ė)/1e-12 where L < 1e-12, else 0.
     """
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    f = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(x, y, z, reach)
     r = _rows(x, y, z, f, mean=mean, inverse=inverse, edge=edge, nnei=nnei, real=real)
     has_neighbor = real & (tl.load(neighbor + edge, real, -1) >= 0)
     c1, c2, c3 = load_three(edges_dot, edge, has_neighbor)
-    j = curvature(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+    j = curvature(x, y, z, reach)
     along = c1 * x + c2 * y + c3 * z
     turn = j.bend * along
     r1_dot = (j.isotropic * c1 + turn * x) * r.inverse1

@@ -14,8 +14,9 @@ from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.embedding import Embedding, Inputs
 from deepmd_muon.model.descriptor.dpa1.geometry import geometry
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
-from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
+from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.nn import layers
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run

@@ -87,7 +87,7 @@ class Edges(FourPasses):
         n_update = Y - self.width
         kernels = _kernels(self, weight)
         if kernels is not None:
-            message, update, moment = kernels.update(terms, _layer(self, weight))
+            message, update, moment = kernels.value(terms, _layer(self, weight))
             return (message, update if n_update else None, moment), ()
         n_atoms, n_slots = self.neighbor.shape
         V = terms.table.shape[1] - Y

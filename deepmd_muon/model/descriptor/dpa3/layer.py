@@ -223,28 +223,31 @@ class RepflowLayer(torch.nn.Module):
         repflow = self.repflow
         messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.nodes import NodeInputs, Nodes
+            from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
+                ResidualSum,
+                SumInputs,
+            )
+            from deepmd_muon.model.descriptor.dpa3.kernels.symmetrization import (
+                Moment,
+                Symmetrization,
+            )
 
+            symmetrize = Symmetrization(axis=repflow.axis_neuron, edge_columns=repflow.e_dim)
+            (environment,) = run(symmetrize, Moment(moment), force=force)
             alpha, step_sizes = _residual_weights(
                 repflow.update_style, self.n_residual, node, 2 + len(messages)
             )
-            passes = Nodes(
-                activation=self.activation,
-                alpha=alpha,
-                axis=repflow.axis_neuron,
-                edge_columns=repflow.e_dim,
-            )
+            passes = ResidualSum(activation=self.activation, alpha=alpha, reads_x=True)
             self_weight, self_bias, _ = self.node_self_mlp.tensors
             symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
-            inputs = NodeInputs(
+            inputs = SumInputs(
                 x=node,
-                moment=moment,
-                messages=tuple(messages),
-                self_weight=self_weight,
-                self_bias=self_bias,
-                symmetric_weight=symmetric_weight,
-                symmetric_bias=symmetric_bias,
-                step_sizes=tuple(step_sizes),
+                terms=tuple(messages),
+                arguments=(environment,),
+                weights=(self_weight, symmetric_weight),
+                biases=(self_bias, symmetric_bias),
+                term_sizes=tuple(step_sizes[2:]),
+                layer_sizes=tuple(step_sizes[:2]),
             )
             node_new: Tensor
             (node_new,) = run(passes, inputs, force=force)
@@ -334,26 +337,30 @@ class RepflowLayer(torch.nn.Module):
             return _residual_sum(style, edge, [update], self.e_residual)
         smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
         if smooth_and_padded and kernels_fit(edge, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum, EdgeSumInputs
+            from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
+                ResidualSum,
+                SumInputs,
+            )
 
-            alpha, step_sizes = _residual_weights(style, self.e_residual, edge, 2)
-            passes = EdgeSum(
-                activation=self.activation, alpha=alpha, near=graph.plan.blocks[0].width
+            alpha, (update_size, angle_size) = _residual_weights(style, self.e_residual, edge, 2)
+            passes = ResidualSum(
+                activation=self.activation,
+                alpha=alpha,
+                slots=edge.shape[1],
+                near=graph.plan.blocks[0].width,
             )
             weight, bias, _ = self.edge_angle_linear2.tensors
-            rho_u, rho_h = step_sizes
-            inputs = EdgeSumInputs(
-                e=edge,
-                u=update,
-                m=angle_message,
-                weight=weight,
-                bias=bias,
-                rho_u=rho_u,
-                rho_h=rho_h,
+            inputs = SumInputs(
+                x=edge.flatten(0, 1),
+                terms=(update.flatten(0, 1),),
+                arguments=(angle_message,),
+                weights=(weight,),
+                biases=(bias,),
+                term_sizes=(update_size,),
+                layer_sizes=(angle_size,),
             )
-            edge_new: Tensor
             (edge_new,) = run(passes, inputs, force=force)
-            return edge_new
+            return edge_new.view_as(edge)  # type: ignore[no-any-return]
         angle_update = self._update_by_angles(edge, graph, angle_message)
         return _residual_sum(style, edge, [update, angle_update], self.e_residual)
 

@@ -18,8 +18,9 @@ from deepmd_muon.model.descriptor.dpa3.geometry import (
 )
 from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
-from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
+from deepmd_muon.model.descriptor.environment import Environment, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of, run_layer

@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.environment import Reach
 from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
 from deepmd_muon.model.descriptor.pieces import (
     FEWEST,
@@ -39,6 +38,7 @@ from deepmd_muon.model.descriptor.pieces import (
     first_columns,
     places,
 )
+from deepmd_muon.model.descriptor.reach import Reach
 
 ROW_BLOCK = 128  # edges of an atom that are standardised together
 ATOM_BLOCK = 1024  # atoms whose extremes are reduced together
@@ -76,9 +76,7 @@ def _standard_rows_kernel(
     kinds,  # (atoms,): types
     stride,  # between types of the statistics
     nnei,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
+    reach,
     block: tl.constexpr,
 ):
     """R = (w·(t, t²·r) − mean)/stddev with t = 1/(|r| + protection), and R∅ = −mean/stddev.
@@ -102,8 +100,8 @@ def _standard_rows_kernel(
         column = begin + tl.arange(0, block)
         edge = atom * nnei + column
         mask = column < nnei
-        x, y, z = loaded_edges(edges, neighbor, edge, mask, rcut)
-        _, t, switch, _ = switched(x, y, z, rcut=rcut, rcut_smth=rcut_smth, protection=protection)
+        x, y, z = loaded_edges(edges, neighbor, edge, mask, reach)
+        _, t, switch, _ = switched(x, y, z, reach)
         isotropic = switch * t * t
         store_four(
             rows,
@@ -141,9 +139,7 @@ def standard_rows(
             kinds=kinds,
             stride=mean.stride(0),
             nnei=nnei,
-            rcut=reach.rcut,
-            rcut_smth=reach.rcut_smth,
-            protection=reach.protection,
+            reach=Reach(*map(tl.constexpr, reach)),
             block=ROW_BLOCK,
         )
     return rows, empty, scale

@@ -13,12 +13,12 @@ from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.environment import (
     Environment,
     Jacobian,
-    Reach,
     edge_derivative,
     environment,
 )
 from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.pieces import Pieces
+from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.embedding import (
     SumInputs,
