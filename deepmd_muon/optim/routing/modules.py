@@ -89,10 +89,11 @@ def _output_layers(
     some hidden Linears, such as fused queries, keys and values. Therefore only these count, if no
     layer takes their width, and not the only matrix of a model:
 
-    - the last layer, if it is no fused Linear of a repeated block (`_is_in_repeated_block`), and
-      Linears of its shape or in the same module;
-    - else Linears that the model itself holds and registers before all other layers. Those that
-      make a multiple of their input are none, because fused Linears do;
+    - the last layer, if it is no fused Linear of a repeated block (`_is_in_repeated_block`);
+    - Linears of its shape or in the same module, if no other parameter has their width;
+    - if the last layer is no output, Linears that the model itself holds and registers before all
+      other layers, if no other parameter has their width. Those that make a multiple of their input
+      are none, because fused Linears do;
     - Linears with the shape of a table. The last one counts even if a layer takes its width.
     """
     layers = {
@@ -111,20 +112,32 @@ def _output_layers(
         and last.out_features not in consumed
         and not _is_in_repeated_block(last_path, linears)
     )
-    registered_first = list(itertools.takewhile(lambda path: "." not in path, layers))
+    if ends_with_output:
+        reason = "output layer: no layer takes the output of the last Linear"
+        outputs = {
+            path: linear
+            for path, linear in linears.items()
+            if path.rpartition(".")[0] == last_path.rpartition(".")[0]
+            or _shape_of(linear) == _shape_of(last)
+        }
+    else:
+        reason = "output layer: no layer takes the output of a Linear before the body"
+        outputs = {
+            path: linears[path]
+            for path in itertools.takewhile(lambda path: "." not in path, layers)
+            if path in linears and linears[path].out_features % max(1, linears[path].in_features)
+        }
+    of_outputs = {p for linear in outputs.values() for p in linear.parameters()}
+    # The sizes of kernels are no widths.
+    of_others = {width for p in model.parameters() if p not in of_outputs for width in p.shape[:2]}
     for path, linear in linears.items():
-        reason = ""
-        if ends_with_output:
-            is_beside = path.rpartition(".")[0] == last_path.rpartition(".")[0]
-            if is_beside or _shape_of(linear) == _shape_of(last):
-                reason = "output layer: no layer takes the output of the last Linear"
-        elif path in registered_first and linear.out_features % max(1, linear.in_features):
-            reason = "output layer: no layer takes the output of a Linear before the body"
         is_taken = linear.out_features in consumed
+        is_last_output = ends_with_output and linear is last
+        is_output = path in outputs and (is_last_output or linear.out_features not in of_others)
         for weight in weights_of(linear):
             if weight.shape in table_shapes and (linear is last or not is_taken):
                 yield weight, "output layer: a Linear with the shape of a table"
-            elif reason and not is_taken:
+            elif is_output and not is_taken:
                 yield weight, reason
 
 

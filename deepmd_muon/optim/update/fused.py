@@ -64,6 +64,8 @@ TYPES = {
 _SHORT = 1024
 _LONG = 4096
 SMALL = 4 * 2**20  # elements of a small model
+# Steps of a large model before one is recorded: who captures whole training steps needs no graph here.
+_STEPS_BEFORE_RECORDING = 10
 _ADVANCE_WARPS = 4  # with more, sums in float64 allow too few programs on a multiprocessor
 _APPLY_WARPS = 4
 _CHUNKS_AT_A_TIME = 256  # that a program of `combine` reads
@@ -213,7 +215,8 @@ class Directions(NamedTuple):
 class FusedMuon:
     """One Muon step of a fixed list of contiguous parameters and momenta, as `muon_` defines it.
 
-    With `recording`, the launches of a small model are recorded in a CUDA graph.
+    With `recording`, the launches on a GPU are recorded in a CUDA graph, which keeps the memory of
+    a step.
     """
 
     def __init__(
@@ -232,7 +235,8 @@ class FusedMuon:
         self._dtype = params[0].dtype
         self._wide = moment_dtype(self._dtype)
         self._magma = bool(scores)
-        self._is_small = sum(p.numel() for p in params) <= SMALL
+        self.elements = sum(p.numel() for p in params)
+        self._is_small = self.elements <= SMALL
         self._width = _SHORT if self._is_small else _LONG
 
         rows, self._groups = block_rows(params, buffers, views)
@@ -268,7 +272,8 @@ class FusedMuon:
             self._on_side_stream = []
         self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
         self._recorded: dict[torch.dtype, torch.cuda.CUDAGraph] = {}
-        self._record_launches = recording and self._is_small and self._device.type == "cuda"
+        self.records = recording and self._device.type == "cuda"
+        self._steps_before_recording = 0 if self._is_small else _STEPS_BEFORE_RECORDING
 
         self._separate = self._chunks  # of the matrices that `apply` updates
         self._applied = self._make_applied(rows)
@@ -388,12 +393,13 @@ class FusedMuon:
             graph.replay()
             return
         self._launch(table, dtype, capturing)
-        if self._record_launches and not capturing:
+        self._steps_before_recording -= 1
+        if self.records and not capturing and self._steps_before_recording < 0:
             recording = try_record(
                 lambda: self._launch(table, dtype, True), self._device, "a fused step"
             )
             if recording is None:
-                self._record_launches = False
+                self.records = False
             else:
                 self._recorded[dtype], _ = recording
 

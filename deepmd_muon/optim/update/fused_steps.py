@@ -34,6 +34,10 @@ from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
+# Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python they
+# would wait for the host: a launch takes about 0.1 ms.
+_RECORDED_SHARE = 1 / 64
+_BYTES_PER_ELEMENT = 27  # of a step, see `arguments.workspace`
 # Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
 # always new lists.
 _MOST_LISTS = 16
@@ -121,7 +125,8 @@ class FusedStepCache:
             if fused is None:
                 if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
                     return False
-                fused = self._known[key] = self._make(params, buffers, scores, views, settings)
+                fused = self._make(params, buffers, scores, views, settings, replaced=known)
+                self._known[key] = fused
                 if len(self._known) > _MOST_LISTS:
                     del self._known[next(iter(self._known))]
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -139,11 +144,25 @@ class FusedStepCache:
         scores: Sequence[Tensor],
         views: Sequence[MatrixView],
         settings: HybridMuonConfig,
+        *,
+        replaced: FusedMuon | None,
     ) -> FusedMuon:
         # If tensors or lists change repeatedly, recording costs more than it saves.
         self._made[params[0]] += 1
-        recording = self._made[params[0]] <= _MAX_RECORDINGS
-        return FusedMuon(params, buffers, scores, views, settings, recording=recording)
+        is_stable = self._made[params[0]] <= _MAX_RECORDINGS
+        elements = sum(p.numel() for p in params)
+        others = [fused for fused in self._known.values() if fused is not replaced]
+        held = sum(fused.elements for fused in others if fused.records)
+        fits = elements <= SMALL or held + elements <= _most_recorded(params[0].device)
+        return FusedMuon(params, buffers, scores, views, settings, recording=is_stable and fits)
+
+
+def _most_recorded(device: torch.device) -> int:
+    """Return how many elements may be recorded, with a small part of the device's memory."""
+    if device.type != "cuda":
+        return 0
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return int(_RECORDED_SHARE * memory) // _BYTES_PER_ELEMENT
 
 
 @functools.lru_cache(maxsize=256)

@@ -197,6 +197,13 @@ def test_the_last_layer_of_a_plain_net_is_its_output():
     for layer in (Block, FusedLast):
         assert not tables_and_heads(nn.Sequential(layer(), layer()))
     assert not tables_and_heads(Block())
+    own_layers = nn.Module()
+    own_layers.enter = nn.Linear(3, 8)
+    own_layers.body = nn.ParameterList([torch.ones(8, 8), torch.ones(2, 8)])
+    own_layers.leave = nn.Linear(2, 5)
+    assert set(tables_and_heads(own_layers)) == {"leave.weight"}
+    own_layers.leave = nn.Linear(2, 3)  # it reads its output again
+    assert not tables_and_heads(own_layers)
 
 
 def test_positions_and_tokens_are_added_and_not_multiplied():
