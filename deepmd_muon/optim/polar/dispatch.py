@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ def geometry_of(tensors: Sequence[Tensor]) -> Geometry:
     return tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
 
 
-class MatrixBatch(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MatrixBatch:
     """The input of the choice: `count` matrices of one shape, rows ≤ columns."""
 
     rows: int
