@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.cuda import try_record
+from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.polar.dispatch import Geometry, geometry_of
 from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
 from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.tables import (
-    AddressTable,
     EqualShapes,
     Inputs,
     Launch,
@@ -32,12 +31,6 @@ from deepmd_muon.optim.polar.tables import (
 
 # ----- calls -------------------------------------------------------------------------------------
 
-# Launches with up to this many elements are recorded; with more, the device takes longer than the
-# host.
-_RECORDED = 4 * 2**20
-# Bound on the recordings of one launch set: if more sets alternate than the cache holds, recording
-# costs more than it saves.
-_MAX_RECORDINGS = 8
 # Captured graphs, whose lifetime is unknown, read the tables of these launch sets at each replay.
 _CAPTURED: set[LaunchSet] = set()
 
@@ -52,66 +45,19 @@ def run_launches(
 ) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of any strides in as few launches as the device allows.
 
-    The float32 results (b, m, n) are parts of one new tensor. The second call records the launches
-    of small matrices; it and later calls replay them. Without results nothing is recorded.
+    The float32 results (b, m, n) are parts of one new tensor.
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = launches_for(name, geometry_of(matrices), device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    capturing = _capturing(device)
-    if capturing:
+    if is_capturing():
         _CAPTURED.add(plan)
-        addresses = captured_addresses(matrices)
-    else:
-        if stream not in plan.addresses:
-            plan.addresses[stream] = AddressTable(len(matrices), device)
-        addresses = plan.addresses[stream].of(matrices)
-    inputs = Inputs(addresses, matrices)
-    if not with_results:
-        _launch_all(plan, start, inputs, coefficients, out_size=0)
-        return []
-
-    recording = None
-    small = device.type == "cuda" and plan.out_size <= _RECORDED
-    if small and not capturing and plan.recordings <= _MAX_RECORDINGS:
-        if (stream, coefficients) in plan.seen:
-            recording = _recording(plan, start, coefficients, stream)
-        plan.seen.add((stream, coefficients))  # the first call compiles the kernels
-    if recording is None:
-        out = _launch_all(plan, start, inputs, coefficients, plan.out_size)
-    else:
-        graph, graph_out = recording
-        graph.replay()
-        out = graph_out.clone()  # the next replay overwrites `graph_out`
-    return plan.results(out, matrices)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _launch_all(
-    plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficients: Coefficients, out_size: int
-) -> Tensor:
-    out = torch.empty(out_size, dtype=torch.float32, device=inputs.addresses.device)
+    inputs = Inputs(captured_addresses(matrices), matrices)
+    out_size = plan.out_size if with_results else 0
+    out = torch.empty(out_size, dtype=torch.float32, device=device)
     for launch in plan.launches:
-        start(plan.name, launch, inputs, coefficients, out)
-    return out
-
-
-@functools.lru_cache(maxsize=8)  # each keeps its workspace, at most a few hundred MiB
-def _recording(
-    plan: LaunchSet, start: StartLaunch, coefficients: Coefficients, stream: int
-) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-    """Record all launches of a launch set for one stream; return None if that fails."""
-    plan.recordings += 1
-    inputs = Inputs(plan.addresses[stream].table, None)
-    return try_record(
-        lambda: _launch_all(plan, start, inputs, coefficients, plan.out_size),
-        inputs.addresses.device,
-        plan.name,
-    )
+        start(name, launch, inputs, coefficients, out)
+    return plan.results(out, matrices) if with_results else []
 
 
 def readable(x: Tensor) -> Tensor:

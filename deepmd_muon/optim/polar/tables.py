@@ -173,10 +173,10 @@ class Launch:
 
 
 class Inputs(NamedTuple):
-    """The matrices: addresses on the device, and tensors (None in a recording)."""
+    """The matrices, and their addresses on the device."""
 
     addresses: Tensor
-    tensors: Sequence[Tensor] | None
+    tensors: Sequence[Tensor]
 
 
 class StepNumbers(NamedTuple):
@@ -266,21 +266,12 @@ class LaunchSet:
         Elements of all results.
     out_places
         For each tensor of matrices, the place of its results.
-    addresses
-        By stream, the table of addresses that its launches read.
-    seen
-        Streams and coefficients of earlier calls; the kernels for these are compiled.
-    recordings
-        How often these launches were recorded.
     """
 
     name: str
     launches: list[Launch]
     out_size: int
     out_places: list[int]
-    addresses: dict[int, AddressTable] = dataclasses.field(default_factory=dict)
-    seen: set[tuple[int, Coefficients]] = dataclasses.field(default_factory=set)
-    recordings: int = 0
 
     def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Return the results as views of `out`, with the shapes of `matrices`."""

@@ -154,32 +154,22 @@ def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
 class GroupColumns:
     """Settings of groups, as columns of the small all-reduce that a step needs anyway.
 
-    `entries` are those of the compared parameters; `watch` gives the groups.
+    `entries` are those of the compared parameters, `groups` the present groups.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
         self.entries = settings_entries(params)
-        self._numbers: dict[int, list[float]] = {}
-        self._groups: Sequence[Group] = ()
-        self._rates: list[tuple[float, bool]] | None = None
-
-    def watch(self, groups: Sequence[Group]) -> None:
-        """Compare the settings of these groups; the next call of `numbers` reads all of them."""
-        self._groups = groups
-        self._rates = None
+        self.groups: Sequence[Group] = ()
 
     def numbers(self) -> Mapping[int, list[float]]:
         """Return the settings `KEYS` of each compared group as numbers."""
-        # In most steps only these two can have changed: new settings come with a call of `watch`.
-        rates = [(_lr_on_host(group), group.values["maximize"]) for group in self._groups]
-        if rates != self._rates:
-            self._rates = rates
-            self._numbers = {}
-            for group in {entry.group for entry in self.entries}:
-                settings = self._groups[group].settings
-                values = (*rates[group], *(getattr(settings, key) for key in _CONFIG_KEYS))
-                self._numbers[group] = [_as_number(value) for value in values]
-        return self._numbers
+        numbers = {}
+        for number in {entry.group for entry in self.entries}:
+            group = self.groups[number]
+            values = [_lr_on_host(group), group.values["maximize"]]
+            values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
+            numbers[number] = [_as_number(value) for value in values]
+        return numbers
 
 
 def _lr_on_host(group: Group) -> float:

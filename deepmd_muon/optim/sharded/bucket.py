@@ -22,7 +22,7 @@ from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import Piece, Stack, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
-from deepmd_muon.optim.sharded.rule_state import RuleState
+from deepmd_muon.optim.sharded.rule_state import CopyList, RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
 from deepmd_muon.optim.torch_hooks import phase
 
@@ -81,14 +81,6 @@ class PackSource(NamedTuple):
     parameter: int
     shape: tuple[int, int, int]  # of the local tensor, (batch, rows, columns)
     local_index: tuple[int, slice, slice] | None  # of the piece in it; None: all of it
-
-
-@dataclasses.dataclass
-class CopyList:
-    """Pairs of views: elements are copied between `matrices` and `buffer`, in either direction."""
-
-    matrices: list[Tensor] = dataclasses.field(default_factory=list)
-    buffer: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 class Bucket:
@@ -321,7 +313,7 @@ class Bucket:
             matrix = matrices[stack_number][index]
             in_buffer = flat.view(piece.rows.size, piece.columns.size)
             for in_piece, in_block in rectangles(piece):
-                copies.matrices.append(matrix[in_block])
+                copies.local.append(matrix[in_block])
                 copies.buffer.append(in_buffer[in_piece])
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
@@ -388,8 +380,7 @@ class Bucket:
     @phase("gather")
     def assemble(self) -> OwnedBlocks:
         """Assemble the received pieces in `matrices` and `inputs`."""
-        if self._arrive.matrices:
-            torch._foreach_copy_(self._arrive.matrices, self._arrive.buffer)
+        self._arrive.read_buffer()
         headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
         # A last row of zeros is what the table is padded with.
         headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
@@ -414,8 +405,7 @@ class Bucket:
         """
         if updates:
             torch._foreach_copy_(self.matrices, list(updates))
-        if self._leave.matrices:
-            torch._foreach_copy_(self._leave.buffer, self._leave.matrices)
+        self._leave.write_buffer()
         if not self.stacks:
             return
         columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)]

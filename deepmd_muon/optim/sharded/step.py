@@ -210,14 +210,9 @@ class ShardedStep:
         same_structures = structures == self._structures
         self._structures = structures
         self._prepared = groups, state
-        self._columns.watch(groups)
+        self._columns.groups = groups
         self._compiled = False
         self._bound = self._bound and same_tensors and same_structures
-
-    def follow_schedules(self) -> None:
-        """Compare the groups with those of other ranks in this step: schedulers have changed them."""
-        groups, _ = self._prepared
-        self._columns.watch(groups)
 
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
         """Agree with the other ranks to take a step; return the maximum of all ranks' flags.

@@ -99,16 +99,12 @@ class Way:
 def default_choice(shape: tuple[int, int], batch: int) -> str:
     """Return what the table chooses for a batch of float32 matrices on an H200."""
     m, n = min(shape), max(shape)
-    return dispatch.choose(
-        dispatch.MatrixBatch(m, n, batch, torch.float32, "cuda", (9, 0), torch.float16)
-    )
+    return dispatch.choose(dispatch.MatrixBatch(m, n, batch))
 
 
 def fits(name: str, shape: tuple[int, int]) -> bool:
     """Say whether the table would give an implementation three float32 matrices of a shape, were it the only one."""
-    batch = dispatch.MatrixBatch(
-        min(shape), max(shape), 3, torch.float32, "cuda", (9, 0), torch.float16
-    )
+    batch = dispatch.MatrixBatch(min(shape), max(shape), 3)
     return dispatch.choose(batch, (name,)) == name
 
 

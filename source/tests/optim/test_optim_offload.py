@@ -13,7 +13,6 @@ from optim_builders import assert_same
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
-from deepmd_muon.optim.polar.one_launch import _recording
 from deepmd_muon.optim.state.host_memory import DeviceBuffers, HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import ALL_MOMENTS, StateHolder
 
@@ -318,10 +317,8 @@ class TestOnAGPU:
     def memory_of_tensors(self):
         """Bytes on the device without what a process keeps for any optimizer, and drops for any.
 
-        That is the last recorded launches of polar factors, with their results, and a workspace of
-        cuBLAS for each stream that it has run on. Both may be of earlier tests.
+        That is a workspace of cuBLAS for each stream that it has run on, maybe in earlier tests.
         """
-        _recording.cache_clear()
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         return torch.cuda.memory_allocated()

@@ -47,25 +47,6 @@ def measure(
 
 
 @triton.jit
-def measure_contiguous(
-    inputs,  # fp32 (matrices, size)
-    sums,  # (matrices, SHARES), written
-    size,
-    SHARES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Store this program's share of the norms of contiguous matrices."""
-    matrix = tl.program_id(1)
-    start = inputs + matrix.to(tl.int64) * size
-    total = tl.zeros((WIDTH,), tl.float64)
-    for run in range(tl.program_id(0) * WIDTH, size, SHARES * WIDTH):
-        element = run + tl.arange(0, WIDTH)
-        wide = tl.load(start + element, mask=element < size, other=0.0).to(tl.float64)
-        total += wide * wide
-    tl.store(sums + matrix * SHARES + tl.program_id(0), tl.sum(total))
-
-
-@triton.jit
 def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
     """Return two factors in fp32 with the product 1 / ‖X‖, which itself may overflow in fp32.
 

@@ -49,6 +49,20 @@ class Team(NamedTuple):
 
 
 @triton.jit
+def team_of_program(programs, table, counters):
+    """Return the table row of this program's matrix, and its team.
+
+    `programs`, int32 (programs, 3), has matrix, rank and number of programs of that matrix.
+    """
+    number = tl.program_id(0)
+    matrix = tl.load(programs + 3 * number).to(tl.int64)
+    rank = tl.load(programs + 3 * number + 1)
+    count = tl.load(programs + 3 * number + 2)
+    team = Team(rank=rank, count=count, rank_0=number - rank, counter=counters + matrix)
+    return table + matrix * ROW, team
+
+
+@triton.jit
 def read_counter(counter):
     """Read a counter with acquire semantics."""
     return tl.inline_asm_elementwise(
@@ -238,12 +252,7 @@ def tiles(
 
     Sizes are padded to multiples of K, the number of columns per iteration of a product.
     """
-    entry = programs + 3 * tl.program_id(0)
-    matrix = tl.load(entry).to(tl.int64)
-    rank = tl.load(entry + 1)
-    count = tl.load(entry + 2)
-    team = Team(rank=rank, count=count, rank_0=tl.program_id(0) - rank, counter=counters + matrix)
-    row = table + matrix * ROW
+    row, team = team_of_program(programs, table, counters)
     order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
     shape = Shape(order=order, width=width, down=order // T, along=width // T)
@@ -254,12 +263,12 @@ def tiles(
     polynomial = gram + tl.multiple_of(order * order, T)
 
     store_squares(row, addresses, sums, team=team, shape=shape, T=T)
-    barrier(team.counter, count)
+    barrier(team.counter, team.count)
     store_normalized(
         row, addresses, sums, master=master, iterate=iterate, team=team, shape=shape, T=T
     )
-    barrier(team.counter, 2 * count)
-    arrivals = 2 * count
+    barrier(team.counter, 2 * team.count)
+    arrivals = 2 * team.count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)
         b = tl.load(coefficients + 3 * k + 1)
@@ -270,11 +279,11 @@ def tiles(
         store_symmetric_tiles(
             gram, current, depth=width, tiles=order // G, team=team, b=b, d=d, ADD=False, T=G, K=K
         )
-        barrier(team.counter, arrivals + count)
+        barrier(team.counter, arrivals + team.count)
         store_symmetric_tiles(
             polynomial, gram, depth=order, tiles=order // G, team=team, b=b, d=d, ADD=True, T=G, K=K
         )
-        barrier(team.counter, arrivals + 2 * count)
+        barrier(team.counter, arrivals + 2 * team.count)
         is_last = k + 1 == STEPS
         update_tiles(
             row,
@@ -290,7 +299,7 @@ def tiles(
             T=T,
             K=K,
         )
-        arrivals += 3 * count
+        arrivals += 3 * team.count
         if not is_last:
             barrier(team.counter, arrivals)
 
@@ -397,12 +406,7 @@ def strips(
     A program keeps WIDE columns in its registers, or half as many of the tallest kind (256 rows).
     The other arguments are those of `tiles`.
     """
-    entry = programs + 3 * tl.program_id(0)
-    matrix = tl.load(entry).to(tl.int64)
-    rank = tl.load(entry + 1)
-    count = tl.load(entry + 2)
-    row = table + matrix * ROW
-    team = Team(rank=rank, count=count, rank_0=tl.program_id(0) - rank, counter=counters + matrix)
+    row, team = team_of_program(programs, table, counters)
     height = tl.load(row + TILE)
     for i in tl.static_range(_N_HEIGHTS):
         if MASK & (1 << i):
