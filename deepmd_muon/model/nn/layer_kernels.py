@@ -50,9 +50,12 @@ def curve(h, kind: tl.constexpr, curve_constants: tl.constexpr):
         value = tanh(h)
         slope = 1.0 - value * value
         return value, slope, -2.0 * value * slope
-    # "silu" and "silut"
+    # silu: f = h·σ(h), f′ = σ + h·σ(1 − σ), f″ = σ(1 − σ)·(2 + h·(1 − 2σ)).
+    # silut is silu up to the threshold, then start + tanh(rate·(h − threshold)). One sigmoid serves
+    # both pieces: with u = rate·(h − threshold) and σ = σ(2u), tanh u = 2σ − 1 and
+    # 1 − tanh² u = 4σ(1 − σ).
     x = h
-    if kind == "silut":  # one sigmoid σ serves both pieces, since tanh x = 2σ(2x) − 1
+    if kind == "silut":
         # Arguments and variables would be rounded to single precision; constants are not.
         threshold: tl.constexpr = curve_constants[0]
         rate: tl.constexpr = curve_constants[1]
@@ -61,16 +64,16 @@ def curve(h, kind: tl.constexpr, curve_constants: tl.constexpr):
         x = tl.where(past >= 0.0, 2.0 * rate * past, h)
     sigmoid = tl.sigmoid(x)
     complement = 1.0 - sigmoid
-    change = sigmoid * complement
-    turn = complement - sigmoid
-    q = h * change
+    product = sigmoid * complement  # σ(1 − σ)
+    turn = complement - sigmoid  # 1 − 2σ
+    q = h * product
     value = h * sigmoid
     slope = sigmoid + q
-    bend = 2.0 * change + q * turn
+    bend = 2.0 * product + q * turn
     if kind == "silut":
         value = tl.where(past >= 0.0, start - turn, value)
-        slope = tl.where(past >= 0.0, 4.0 * rate * change, slope)
-        bend = tl.where(past >= 0.0, 8.0 * rate * rate * change * turn, bend)
+        slope = tl.where(past >= 0.0, 4.0 * rate * product, slope)
+        bend = tl.where(past >= 0.0, 8.0 * rate * rate * product * turn, bend)
     return value, slope, bend
 
 
@@ -112,7 +115,7 @@ def _forward_kernel(
     """Y = f(h)∘idt + copies of x with h = x·W + b."""
     index, mask, row, column = _elements(count, width, block)
     value = tl.load(keep + index, mask, 0.0) + tl.load(bias + column, mask, 0.0)
-    # Derivatives of tanh follow from its value: that is kept instead of h.
+    # `keep` is overwritten by h, or by tanh h, from which all derivatives of tanh follow.
     if kind == "tanh":
         value = tanh(value)
     tl.store(keep + index, value, mask)
@@ -215,7 +218,7 @@ def _cotangent_kernel(
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and atom by atom by idt.
+    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and row by row by idt.
 
     ĥ = idt∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), h̄ = idt∘f′(h)∘ȳ; the gradient of idt sums f(h)∘ŷ + f′(h)∘ḣ∘ȳ
     over rows.
@@ -227,7 +230,7 @@ def _cotangent_kernel(
     y_bar_value = tl.load(y_bar + row * stride + column, mask, 0.0)
     if scaled:
         tl.store(out + index, value * y_hat_value + slope * h_dot_value * y_bar_value, mask)
-        out += count
+        out += count  # ĥ and h̄ come behind the terms of the gradient of idt
         scale = tl.load(idt + column, mask, 0.0)
         y_hat_value *= scale
         y_bar_value *= scale

@@ -47,6 +47,8 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
+MessageKey = tuple[int, int, int]
+"""Bucket, sender and receiver."""
 
 VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
@@ -56,39 +58,6 @@ NARROW = 2  # bytes of an element in a 16-bit type
 FLOPS_PER_SECOND = 1e14  # of one rank's orthogonalizations
 BYTES_PER_SECOND = 2e10  # that one rank sends
 SECONDS_PER_COLLECTIVE = 5e-5
-
-
-class Carried(NamedTuple):
-    """The values that messages carry for some rules, besides directions and updates.
-
-    Attributes
-    ----------
-    block_keys
-        Keys of state tensors with one number per block; the numbers are gathered and returned.
-    line_tensors
-        State tensors with values per line (row or column), by key; gathered and returned.
-    inputs
-        Inputs that rules request; gathered, one value for each element.
-    sums
-        Number of values of statistics; gathered, for each piece.
-    """
-
-    block_keys: tuple[str, ...]
-    line_tensors: tuple[tuple[str, StateTensor], ...]
-    inputs: tuple[Input, ...]
-    sums: int
-
-
-@functools.lru_cache(maxsize=256)
-def carried(rules: tuple[MatrixRule, ...]) -> Carried:
-    """Return the values that messages carry for these rules."""
-    tensors = tensors_of(rules).items()
-    return Carried(
-        block_keys=tuple(key for key, tensor in tensors if tensor.extent == "blocks"),
-        line_tensors=tuple((key, x) for key, x in tensors if x.extent in ("rows", "columns")),
-        inputs=inputs_of(rules),
-        sums=sum(rule.sums for rule in rules),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +145,9 @@ class PlannedParameter:
 class Job(NamedTuple):
     """The exchange of one block.
 
+    A matrix of 8 × 6 with its first half of rows on rank 0 and the second on rank 1 is one block;
+    sources and destinations are {0: 24, 1: 24}, the owner one of them.
+
     Attributes
     ----------
     parameter, block
@@ -204,16 +176,37 @@ class Job(NamedTuple):
         return self.sources if leg == "gather" else self.destinations
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
-    """Return the floating-point operations of one orthogonalization, in the form for this shape."""
-    m = min(rows, columns)
-    n = max(rows, columns)
-    if m == 1:
-        return 4 * n
-    if gram and n >= 2 * m:
-        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
-        return steps * 8 * m**3 + 12 * m * m * n
-    return steps * (4 * m * m * n + 2 * m**3)
+class Carried(NamedTuple):
+    """The values that messages carry for some rules, besides directions and updates.
+
+    Attributes
+    ----------
+    block_keys
+        Keys of state tensors with one number per block; the numbers are gathered and returned.
+    line_tensors
+        State tensors with values per line (row or column), by key; gathered and returned.
+    inputs
+        Inputs that rules request; gathered, one value for each element.
+    sums
+        Number of values of statistics; gathered, for each piece.
+    """
+
+    block_keys: tuple[str, ...]
+    line_tensors: tuple[tuple[str, StateTensor], ...]
+    inputs: tuple[Input, ...]
+    sums: int
+
+
+@functools.lru_cache(maxsize=256)
+def carried(rules: tuple[MatrixRule, ...]) -> Carried:
+    """Return the values that messages carry for these rules."""
+    tensors = tensors_of(rules).items()
+    return Carried(
+        block_keys=tuple(key for key, tensor in tensors if tensor.extent == "blocks"),
+        line_tensors=tuple((key, x) for key, x in tensors if x.extent in ("rows", "columns")),
+        inputs=inputs_of(rules),
+        sums=sum(rule.sums for rule in rules),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,16 +281,11 @@ class Domain:
                 sent[sender] += size
         return sent
 
-    def bytes_of_messages(
-        self, leg: Leg, settings: ShardedSettings
-    ) -> dict[tuple[int, int, int], int]:
-        """Return the bytes of every message of one leg, by bucket, sender and receiver.
-
-        Messages of a rank to itself are left out.
-        """
-        pieces: Counter[tuple[int, int, int]] = Counter()
-        line_values: Counter[tuple[int, int, int]] = Counter()
-        elements: Counter[tuple[int, int, int]] = Counter()
+    def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
+        """Return the bytes of every message of one leg; those of a rank to itself are left out."""
+        pieces: Counter[MessageKey] = Counter()
+        line_values: Counter[MessageKey] = Counter()
+        elements: Counter[MessageKey] = Counter()
         for job in self.jobs:
             if job.bucket is None:
                 continue
@@ -411,11 +399,11 @@ def make_plan(
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize].append(i)
-    # More ranks first: all ranks of a domain then know the work that they have from those before.
-    in_order = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
     domains: list[Domain] = []
-    for (ranks, itemsize), positions in in_order:
-        domain_parameters = {i: parameters[i] for i in positions}
+    # More ranks first: all ranks of a domain then know the work that they have from those before.
+    # Domains on the same ranks keep the order of their first parameters.
+    for ranks, itemsize in sorted(members, key=lambda member: -len(member[0])):
+        domain_parameters = {i: parameters[i] for i in members[ranks, itemsize]}
         outer = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
         choices = [
             _plan_domain(
@@ -426,7 +414,7 @@ def make_plan(
                 settings=settings,
                 spread=spread,
             )
-            for spread in _ways_to_replicate(list(domain_parameters.values()), settings)
+            for spread in _spread_choices(list(domain_parameters.values()), settings)
         ]
         best = choices[0]
         if len(choices) > 1:  # only then: predicting takes time
@@ -492,10 +480,10 @@ def _refuse_overlaps(parameters: Sequence[PlannedParameter]) -> None:
             )
 
 
-def _ways_to_replicate(
+def _spread_choices(
     parameters: Sequence[PlannedParameter], settings: ShardedSettings
 ) -> list[bool]:
-    """Return the values of `Domain.spread` to choose from, for the parameters of one domain."""
+    """Return the values of `Domain.spread` to choose from for the parameters of one domain."""
     replicated_parameters = [p for p in parameters if len(p.layout.replicas()) > 1]
     if any(p.state_layout for p in replicated_parameters):
         # To repeat the work, each replica needs whole momenta.
@@ -519,17 +507,6 @@ def _fit_one_gather(parameters: Sequence[PlannedParameter], settings: ShardedSet
         for p in parameters
     )
     return settings.gather_dtype == "full" and size <= settings.bucket_bytes and only_momenta
-
-
-class _PlannedBlock(NamedTuple):
-    """A block of a parameter: its work [FLOPs], its size [bytes], and the ranks that hold it."""
-
-    parameter: int
-    name: str
-    number: int
-    work: int
-    size: int
-    holders: BlockHolders
 
 
 def _plan_domain(
@@ -564,6 +541,7 @@ def _plan_domain(
         for owner, sources, destinations in assignments:
             bucket = None
             if any(rank != owner for rank in (*sources, *destinations)):
+                # The owner gathers the block once, and returns a copy to each replica it serves.
                 returned = sum(destinations.values()) * itemsize
                 n_bytes = max(block.size, returned)
                 bucket = _bucket_with_room(filling, owner, n_bytes, settings.bucket_bytes)
@@ -591,28 +569,15 @@ def _plan_domain(
     )
 
 
-class _Filling(NamedTuple):
-    """The bucket that an owner is filling, and the bytes of its jobs in it."""
+class _PlannedBlock(NamedTuple):
+    """A block of a parameter: its work [FLOPs], its size [bytes], and the ranks that hold it."""
 
-    bucket: int
-    used: int
-
-
-def _bucket_with_room(
-    filling: dict[int, _Filling], owner: int, n_bytes: int, bucket_bytes: int
-) -> int:
-    """Return the number of the bucket that takes a job, and count its bytes in `filling`, by owner.
-
-    Each owner fills its part of one bucket after the other, so the bound is on what one owner
-    handles: whole blocks in full precision. A rank that holds most of the elements may send more,
-    and headers and the inputs of rules come on top.
-    """
-    bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
-    if used and used + n_bytes > bucket_bytes:
-        bucket += 1
-        used = 0
-    filling[owner] = _Filling(bucket, used + n_bytes)
-    return bucket
+    parameter: int
+    name: str
+    number: int
+    work: int
+    size: int
+    holders: BlockHolders
 
 
 def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_PlannedBlock]:
@@ -643,12 +608,48 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
     ]
 
 
+def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
+    """Return the floating-point operations of one orthogonalization, in the form for this shape."""
+    m = min(rows, columns)
+    n = max(rows, columns)
+    if m == 1:
+        return 4 * n
+    if gram and n >= 2 * m:
+        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
+        return steps * 8 * m**3 + 12 * m * m * n
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
 def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
     """Return the number of elements of the first rank, which has the largest part."""
     place = layout.places()[layout.ranks[0]]
     return math.prod(
         held_interval(size, dim, layout, place).length for dim, size in enumerate(shape)
     )
+
+
+class _Filling(NamedTuple):
+    """The bucket that an owner is filling, and the bytes of its jobs in it."""
+
+    bucket: int
+    used: int
+
+
+def _bucket_with_room(
+    filling: dict[int, _Filling], owner: int, n_bytes: int, bucket_bytes: int
+) -> int:
+    """Return the number of the bucket that takes a job, and count its bytes in `filling`, by owner.
+
+    Each owner fills its part of one bucket after the other, so the bound is on what one owner
+    handles: whole blocks in full precision. A rank that holds most of the elements may send more,
+    and headers and the inputs of rules come on top.
+    """
+    bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
+    if used and used + n_bytes > bucket_bytes:
+        bucket += 1
+        used = 0
+    filling[owner] = _Filling(bucket, used + n_bytes)
+    return bucket
 
 
 # ----- describing a plan -------------------------------------------------------------------------

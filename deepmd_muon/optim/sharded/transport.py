@@ -123,7 +123,7 @@ class Exchange:
                 self.outward[leg].splits,
                 group=self._group,
             )
-        return phase(leg)(wait)
+        return phase(leg)(wait)  # waiting belongs to the same range of the profiler
 
 
 class Side:

@@ -304,7 +304,7 @@ class TileOrder(NamedTuple):
     """`tiles` and `used` of `geometry.Incoming`."""
 
     order: Any  # (tiles·atoms,): the tiles with an edge, then the others
-    n_used: Any  # (): how many have an edge
+    n_used: Any  # (1,): how many have an edge
 
 
 # ----- kernels -----------------------------------------------------------------------------------
