@@ -339,20 +339,22 @@ class CompiledStep:
                     group, route, members, state=state, memory=memory, workspace=workspace
                 )
         compiled.sort(key=lambda wave: wave.route != "muon")
-        self.side_stream = None
-        self.wave_streams = ()
-        if memory is None and len({wave.device for wave in compiled}) == 1:
-            self._choose_streams(compiled)
+        self._choose_streams(compiled, offloaded=memory is not None)
         return compiled
 
-    def _choose_streams(self, compiled: Sequence[Wave]) -> None:
+    def _choose_streams(self, compiled: Sequence[Wave], *, offloaded: bool) -> None:
         """Let small Adam routes run beside the Muon route, and large waves take turns, on a GPU."""
-        device = compiled[0].device
+        self.side_stream = None
+        self.wave_streams = ()
+        devices = {wave.device for wave in compiled}
+        if offloaded or len(devices) != 1:
+            return
+        (device,) = devices
         if device.type != "cuda":
             return
         if device not in self._streams:
             self._streams[device] = [SideStream(device) for _ in range(3)]
-        side_stream, *wave_streams = self._streams[device]
+        *wave_streams, side_stream = self._streams[device]
         adam_waves = [wave for wave in compiled if wave.route != "muon"]
         n_beside = sum(p.numel() for wave in adam_waves for p in wave.params)
         if 0 < len(adam_waves) < len(compiled) and n_beside <= MOST_BESIDE:

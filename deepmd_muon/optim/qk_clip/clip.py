@@ -82,21 +82,22 @@ class Clipper:
         scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
         self._first_head: dict[str, int] = {}  # by layer
         self._first_key: dict[str, int] = {}  # by layer
-        heads_of_keys: list[list[int]] = []
-        n_heads = 0
+        key_of_head: list[int] = []
+        n_keys = 0
         for layer in clip.layers:
-            self._first_head[layer.name] = n_heads
-            self._first_key[layer.name] = len(heads_of_keys)
+            self._first_head[layer.name] = len(key_of_head)
+            self._first_key[layer.name] = n_keys
             key_heads = layer.key_heads or layer.heads
-            group_size = layer.heads // key_heads
-            for _ in range(key_heads):
-                heads_of_keys.append(list(range(n_heads, n_heads + group_size)))
-                n_heads += group_size
+            heads_per_key = layer.heads // key_heads
+            key_of_head += [n_keys + head // heads_per_key for head in range(layer.heads)]
+            n_keys += key_heads
+        n_heads = len(key_of_head)
         # The table of factors: γ^α of all heads, γ^(1−α) of all keys, γ of all heads, and 1.
-        n_keys = len(heads_of_keys)
         self._starts = {"query": 0, "key": n_heads, "rotary": n_heads + n_keys}
         self._n_heads = n_heads
+        self._n_keys = n_keys
         self._place_of_one = 2 * n_heads + n_keys
+        self._key_of_head = torch.tensor(key_of_head, device="cpu")
         self._targets = [
             self._target(*by_name[name], rows)
             for name, rows in sorted(scaled.items())
@@ -106,11 +107,6 @@ class Clipper:
             clip, scaled, by_name, self._first_head, replicas=replicas, local_names=local_names
         )
         self._reduced_heads: dict[torch.device, list[Tensor]] = {}
-        widest = max(map(len, heads_of_keys))
-        # (keys, widest); smaller groups repeat their first head.
-        self._heads_of_keys = torch.tensor(
-            [heads + heads[:1] * (widest - len(heads)) for heads in heads_of_keys], device="cpu"
-        )
 
     def _target(self, p: Tensor, entry: RouteEntry, scaled: Sequence[LayerRows]) -> _Target:
         """Return a parameter with the place of each row's factor in the table."""
@@ -244,8 +240,9 @@ class Clipper:
         if skip is not None:
             is_over &= skip.to(is_over.device) <= 0
         gamma = torch.where(is_over, self._clip.threshold / largest, 1.0)
-        self._heads_of_keys = self._heads_of_keys.to(gamma.device)
-        gamma_of_keys = gamma[self._heads_of_keys].amin(1)
+        self._key_of_head = self._key_of_head.to(gamma.device)
+        ones = gamma.new_ones(self._n_keys)
+        gamma_of_keys = ones.scatter_reduce(0, self._key_of_head, gamma, "amin")
         alpha = self._clip.alpha
         return torch.cat([gamma**alpha, gamma_of_keys ** (1.0 - alpha), gamma, gamma.new_ones(1)])
 

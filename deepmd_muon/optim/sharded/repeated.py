@@ -237,15 +237,16 @@ def _sources(params: Sequence[Tensor], shardings: Sequence[StateSharding]) -> tu
     A gather receives the parts of all ranks, one behind the other; each takes as much space as the
     longest. The second result has an entry for each element of the memory of whole momenta.
     """
-    *starts, end = _starts([p.numel() for p in params], _ALIGNMENT)
-    # By rank, the positions of its elements in the memory of whole momenta.
-    positions: list[list[Tensor]] = [[] for _ in shardings[0].layout.ranks]
-    for p, sharding, start in zip(params, shardings, starts, strict=True):
-        numbers = torch.arange(start, start + p.numel(), device="cpu").view(p.shape)
-        for rank_positions, interval in zip(positions, sharding.intervals(p.shape), strict=True):
-            in_interval = numbers.narrow(sharding.dim, interval.start, interval.length)
-            rank_positions.append(in_interval.reshape(-1))
-    by_rank = [torch.cat(rank_positions) for rank_positions in positions]
+    end = _starts([p.numel() for p in params], _ALIGNMENT)[-1]
+    # The number of each element in the memory of whole momenta.
+    numbers = _views(torch.arange(end, device="cpu"), [p.shape for p in params], _ALIGNMENT)
+    by_rank = []
+    for rank in range(len(shardings[0].layout.ranks)):
+        parts = []
+        for x, sharding in zip(numbers, shardings, strict=True):
+            start, length = sharding.intervals(x.shape)[rank]
+            parts.append(x.narrow(sharding.dim, start, length).reshape(-1))
+        by_rank.append(torch.cat(parts))
     longest = max(map(len, by_rank))
     source = torch.zeros(end, dtype=torch.int64, device="cpu")
     for number, elements in enumerate(by_rank):

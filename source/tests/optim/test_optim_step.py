@@ -392,6 +392,11 @@ def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
         ]
 
     compiled = CompiledStep()
+
+    def streams(waves):
+        compiled._choose_streams(waves, offloaded=False)
+        return compiled.wave_streams
+
     for too_few in (
         waves_of(large),
         waves_of(small, large, small),
@@ -399,13 +404,11 @@ def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
         waves_of(large, large, route="adam"),
         [*waves_of(large, device="cuda:0"), *waves_of(large, device="cuda:1")],
     ):
-        assert compiled._wave_streams_for(too_few) == ()
+        assert streams(too_few) == ()
     found = waves_of(large, large, small, large)
-    compiled.wave_streams = compiled._wave_streams_for(found)
-    assert compiled._wave_streams_for(waves_of(large)) == ()
-    assert (
-        compiled._wave_streams_for(found) is compiled.wave_streams
-    )  # kept when the step is compiled anew
+    turns = streams(found)
+    assert streams(waves_of(large)) == ()
+    assert streams(found) == turns  # kept when the step is compiled anew
     compiled._step_waves(found, None, StepControl())
     assert notes == [
         *(
