@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
@@ -24,71 +24,14 @@ HELP = (
 )
 
 
-class _Topic(NamedTuple):
-    """A topic of `dp show`.
-
-    Attributes
-    ----------
-    file
-        The file that it takes; the message of a missing one names it.
-    description
-        What `dp show TOPIC -h` says.
-    picture
-        Its picture without `-o`.
-    """
-
-    file: str
-    description: str
-    picture: str = ""
-
-
-_TOPICS = {
-    "routing": _Topic(
-        file="input.json or model.ckpt.pt",
-        description="Print which update every parameter gets, and why: of an input before a run, "
-        "or recorded in a checkpoint.",
-    ),
-    "plan": _Topic(
-        file="input.json",
-        description="Print the plan of HybridMuon's step on several processes: messages between "
-        "them, and the process that orthogonalizes each matrix.",
-    ),
-    "lcurve": _Topic(
-        file="lcurve.out",
-        description="Draw the learning curves of one or more runs in one picture.",
-        picture="lcurve.png",
-    ),
-    "weights": _Topic(
-        file="model.ckpt.pt",
-        description="Print and draw singular values of weights and momenta, and the size of the "
-        "next update of every parameter.",
-        picture="weights.png",
-    ),
-    "kernels": _Topic(
-        file="no file",
-        description="Print which code orthogonalizes matrices of which size on this machine.",
-    ),
-}
+_TOPICS = ("routing", "plan", "lcurve", "weights", "kernels")
+_PICTURES = {"lcurve": "lcurve.png", "weights": "weights.png"}  # without -o
 
 
 class _TopicAction(argparse.Action):
-    """Takes the topic, and fits the command line to it.
+    """Takes the topic; of all topics, kernels alone takes no file."""
 
-    Of all topics, kernels alone takes no file. `-h` after a topic shows the help of this topic.
-
-    Attributes
-    ----------
-    file
-        The argument FILE.
-    options
-        Options of topics, by the names of these topics.
-    groups
-        Titled groups of these options; the title is a topic.
-    """
-
-    file: argparse.Action
-    options: Mapping[tuple[str, ...], Sequence[argparse.Action]]
-    groups: Sequence[argparse._ArgumentGroup]
+    file: argparse.Action  # the argument FILE
 
     def __call__(
         self,
@@ -103,23 +46,6 @@ class _TopicAction(argparse.Action):
             # With '*' from the start, Python 3.11 would take no file that follows an option.
             self.file.nargs = "*"
             self.file.required = False
-        if values in _TOPICS:
-            self._narrow_help(parser, values)
-
-    def _narrow_help(self, parser: argparse.ArgumentParser, topic: str) -> None:
-        """Leave the other topics out of the help."""
-        parser.description = _TOPICS[topic].description
-        parser.prog = f"{parser.prog} {topic}"
-        self.help = argparse.SUPPRESS
-        self.file.metavar = _TOPICS[topic].file
-        self.file.help = argparse.SUPPRESS if topic == "kernels" else "several of lcurve, else one"
-        for topics, actions in self.options.items():
-            for action in actions:
-                if topic not in topics:
-                    action.help = argparse.SUPPRESS
-        for group in self.groups:
-            if group.title != topic:
-                group.description = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,9 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "topic",
         metavar="TOPIC",
         action=_TopicAction,
-        help="routing (of an input file or a checkpoint), plan (of its step on several processes), "
-        "weights (spectra and updates of a checkpoint), lcurve (draw one or more) or kernels (of "
-        "this machine, by shape); `dp show TOPIC -h` lists options; or deepmd-kit's form, a "
+        help="routing (which update each parameter gets, of an input file or a checkpoint), plan "
+        "(of its step on several processes), weights (spectra and updates of a checkpoint), lcurve "
+        "(draw one or more) or kernels (of this machine, by shape); or deepmd-kit's form, a "
         f"checkpoint or frozen file, followed by {', '.join(ATTRIBUTES)}",
     )
     assert isinstance(topic, _TopicAction)
@@ -138,44 +64,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out"
     )
     add_model_options(parser, "trust")
-    pictures = [f"{name}: {topic.picture}" for name, topic in _TOPICS.items() if topic.picture]
-    output = parser.add_argument(
-        "-o", "--output", metavar="FILE", help=f"picture [{', '.join(pictures)}]"
-    )
+    pictures = ", ".join(f"{topic}: {picture}" for topic, picture in _PICTURES.items())
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"picture [{pictures}]")
     curve = parser.add_argument_group(
         "lcurve", "several files, one a run, are drawn in one picture"
     )
-    curve_options = [
-        curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run"),
-        curve.add_argument(
-            "--against",
-            choices=("step", "time"),
-            default="step",
-            help="axis; time needs logs of training.jsonl_file",
-        ),
-        curve.add_argument(
-            "--stacked", action="store_true", help="panels one below the other, for one column"
-        ),
-    ]
+    curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run")
+    curve.add_argument(
+        "--against",
+        choices=("step", "time"),
+        default="step",
+        help="axis; time needs logs of training.jsonl_file",
+    )
+    curve.add_argument(
+        "--stacked", action="store_true", help="panels one below the other, for one column"
+    )
     plan = parser.add_argument_group("plan", "zero_stage and hsdp default to those of the input")
-    plan_options = [
-        plan.add_argument("--world-size", type=int, metavar="N", help="processes"),
-        plan.add_argument(
-            "--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage"
-        ),
-        plan.add_argument(
-            "--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree"
-        ),
-        plan.add_argument(
-            "--owners", action="store_true", help="list which process orthogonalizes which matrix"
-        ),
-    ]
-    topic.groups = (curve, plan)
-    topic.options = {
-        ("lcurve", "weights"): [output],
-        ("lcurve",): curve_options,
-        ("plan",): plan_options,
-    }
+    plan.add_argument("--world-size", type=int, metavar="N", help="processes")
+    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage")
+    plan.add_argument(
+        "--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree"
+    )
+    plan.add_argument(
+        "--owners", action="store_true", help="list which process orthogonalizes which matrix"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -192,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     if options.topic == "lcurve":
         from deepmd_muon.show.learning_curve import plot_learning_curves
 
-        picture = options.output or _TOPICS["lcurve"].picture
+        picture = options.output or _PICTURES["lcurve"]
         curves = {f"the curve {path}": path for path in options.file}
         refuse_clashes(CommandError, {"-o": picture}, curves)
         plot_learning_curves(
@@ -203,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     if len(options.file) != 1:
         files = ", ".join(options.file) or "none"
         raise CommandError(f"show {options.topic} takes one file; found {files}")
-    from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX, checkpoint_path
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
 
     path = checkpoint_path(options.file[0])
     if path.suffix == ".pth":
@@ -226,16 +138,12 @@ def run(options: argparse.Namespace) -> int:
     if options.topic == "weights":
         from deepmd_muon.show.weights import weights_page
 
-        picture = options.output or _TOPICS["weights"].picture
+        picture = options.output or _PICTURES["weights"]
         refuse_clashes(CommandError, {"-o": picture}, {"the checkpoint": path})
         print(weights_page(path, Path(picture)))
         print(f"{picture}: drawn")
         return 0
-    print(
-        _checkpoint_routing(path)
-        if path.suffix in (".pt", DIRECTORY_SUFFIX)
-        else _input_routing(path)
-    )
+    print(_checkpoint_routing(path) if path.suffix == ".pt" else _input_routing(path))
     return 0
 
 
@@ -246,7 +154,7 @@ def _run_attributes(options: argparse.Namespace) -> int:
         advice = choices(unknown[0], ATTRIBUTES)
         raise CommandError(f"a model has no attribute {unknown[0]!r}; {advice}")
     if unknown:
-        advice = choices(options.topic, tuple(_TOPICS))
+        advice = choices(options.topic, _TOPICS)
         raise CommandError(f"there is no topic {options.topic!r}; {advice}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
@@ -117,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
     check_labels([system for systems in series.values() for system in systems])
     for name, systems in series.items():
         total: Errors = {}
+        weighted: Errors = {}
         by_config_type: dict[str, Errors] = {}
         atomization = AtomizationErrors(len(predictor.type_map), predictor.model.rcut)
         for system in systems:
@@ -128,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
                 shuffle=shuffle,
                 atomic=options.atomic,
             )
-            of_types = _test_system(
+            tested = _test_system(
                 batches,
                 system,
                 series=name,
@@ -136,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
                 details=details,
                 picture=picture,
             )
-            for config_type, errors in of_types.items():
+            weighted = add_errors(weighted, tested.weighted)
+            for config_type, errors in tested.by_config_type.items():
                 total = add_errors(total, errors)
                 summed = by_config_type.get(config_type, {})
                 by_config_type[config_type] = add_errors(summed, errors)
@@ -144,12 +146,21 @@ def run(options: argparse.Namespace) -> int:
         of_series = f" of {name} data" if name else ""
         log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
+        if weighted:
+            _report(weighted, "# errors of frames times their weights in the loss")
         if any(by_config_type):
             for config_type, errors in by_config_type.items():
                 _report(errors, f"# config_type : {config_type or 'none'}")
     if picture is not None:
         picture.save()
     return 0
+
+
+class _Tested(NamedTuple):
+    """Errors of the frames of one system."""
+
+    by_config_type: dict[str, Errors]  # "" for frames without one
+    weighted: Errors  # each times the weight of its frame; none if no frame has a weight
 
 
 def _begin(options: argparse.Namespace) -> None:
@@ -177,14 +188,12 @@ def _test_system(
     atomization: AtomizationErrors,
     details: DetailFiles | None,
     picture: ParityPicture | None,
-) -> dict[str, Errors]:
-    """Report the errors of one system; hand its frames on to sums, files and picture.
-
-    Return the errors by the frames' config_type, "" where they have none.
-    """
-    from deepmd_muon.infer.metrics import add_errors, frame_errors
+) -> _Tested:
+    """Report the errors of one system; hand its frames on to sums, files and picture."""
+    from deepmd_muon.infer.metrics import add_errors, frame_errors, weighted_frame_errors
 
     errors: Errors = {}
+    weighted: Errors = {}
     by_config_type: dict[str, Errors] = {}
     nframes = 0
     for batch in batches:
@@ -201,6 +210,9 @@ def _test_system(
             of_type = frame_errors(batch.reference.rows(rows), batch.prediction.rows(rows))
             summed = by_config_type.get(config_type, {})
             by_config_type[config_type] = add_errors(summed, of_type)
+        if batch.reference.weight is not None:
+            of_batch = weighted_frame_errors(batch.reference, batch.prediction)
+            weighted = add_errors(weighted, of_batch)
         nframes += batch.reference.nframes
         atomization.add(batch.reference, batch.prediction)
         if details is not None:
@@ -208,7 +220,7 @@ def _test_system(
         if picture is not None:
             picture.add(batch.reference, batch.prediction, series)
     _report(errors, f"# number of test data : {nframes}")
-    return by_config_type
+    return _Tested(by_config_type, weighted)
 
 
 def _picture(paths: list[str] | None) -> ParityPicture | None:

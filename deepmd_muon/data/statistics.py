@@ -115,9 +115,6 @@ class StatFile:
     def load(self, key: Mapping[str, object]) -> dict[str, np.ndarray] | None:
         """Return the arrays kept under `key` (plain values that JSON can write), None without them.
 
-        Entries of releases that wrote no checksum, or wrote it as a string of variable length,
-        count as none.
-
         Raises
         ------
         DataError
@@ -137,13 +134,7 @@ class StatFile:
         name = _name_of(_text_of(key))
         with self._h5py_errors(), self._open(self.path, "r") as file:
             entry = file.get(f"{self.GROUP}/{name}")
-            # Strings of variable length lie in a heap without checksums. If it is damaged, HDF5 can
-            # search it for ever.
-            if (
-                entry is None
-                or "sha256" not in entry.attrs
-                or entry.attrs.get_id("sha256").dtype.kind != "S"
-            ):
+            if entry is None:
                 return None
             for array_name, dataset in entry.items():
                 if dataset.dtype != np.float64:
@@ -174,7 +165,8 @@ class StatFile:
             if name in group:
                 del group[name]
             entry = group.create_group(name)
-            # Of fixed length: others lie in a heap, see `load`.
+            # Strings of variable length would lie in a heap without checksums. If it were damaged,
+            # HDF5 could search it for ever.
             entry.attrs["key"] = np.bytes_(text)
             entry.attrs["sha256"] = np.bytes_(_checksum(arrays))
             for array_name, array in arrays.items():

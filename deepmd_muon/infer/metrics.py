@@ -45,6 +45,13 @@ class ErrorSum:
             weight=self.weight + other.weight,
         )
 
+    def __mul__(self, factor: float) -> ErrorSum:
+        return ErrorSum(
+            absolute=self.absolute * factor,
+            square=self.square * factor,
+            weight=self.weight * factor,
+        )
+
     @property
     def mae(self) -> float:
         """Mean absolute error; NaN without values."""
@@ -105,6 +112,18 @@ def frame_errors(reference: Frames, prediction: Prediction) -> Errors:
         errors["stress"] = ErrorSum.of(difference / volumes(reference.box)[:, None])
     if reference.atom_ener is not None:
         errors["atom_energy"] = ErrorSum.of((prediction.atom_energy - reference.atom_ener)[real])
+    return errors
+
+
+def weighted_frame_errors(reference: Frames, prediction: Prediction) -> Errors:
+    """Return the errors of frames, each multiplied by the frame's weight in the loss."""
+    assert reference.weight is not None
+    errors: Errors = {}
+    for weight in np.unique(reference.weight):
+        rows = np.flatnonzero(reference.weight == weight).tolist()
+        alike = frame_errors(reference.rows(rows), prediction.rows(rows))
+        weighted = {name: error * float(weight) for name, error in alike.items()}
+        errors = add_errors(errors, weighted)
     return errors
 
 

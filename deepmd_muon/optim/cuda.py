@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -106,9 +108,34 @@ def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.de
         with contextlib.suppress(Exception), on_stream, torch.no_grad():
             launch()
 
+    keep_launchers_apart()
     n_threads = min(len(launches), os.cpu_count() or 1)
     with ThreadPoolExecutor(n_threads, thread_name_prefix="deepmd_muon-compile") as pool:
         list(pool.map(run, launches))
+
+
+@functools.cache
+def keep_launchers_apart() -> None:
+    """Let threads that compile Triton kernels load C launchers without receiving one another's.
+
+    Triton before 3.7 compiles a launcher for each signature. All launchers are Python modules of one
+    name, and CPython keeps one module of a name: a thread that loads a launcher again writes its
+    function into the module that another thread has just received.
+    """
+    from triton.runtime import build
+
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None:
+        return
+    turns = threading.Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        module = ModuleType(name)
+        with turns:
+            module.__dict__.update(load(name, path).__dict__)
+        return module
+
+    build._load_module_from_path = load_apart
 
 
 def is_capturing() -> bool:

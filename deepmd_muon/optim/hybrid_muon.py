@@ -236,8 +236,7 @@ class HybridMuon(QuickOptimizer):
 
         Meanwhile TF32 may be off.
         """
-        skip = getattr(self, "found_inf", None) is not None
-        self._compiled.compile_kernels(self._groups(), self.workspace, skip=skip)
+        self._compiled.compile_kernels(self._groups(), self.workspace)
 
     def _groups(self) -> list[Group]:
         return self._routing.groups(self.param_groups)

@@ -170,8 +170,7 @@ class CompiledStep:
         self._waves: list[Wave] | None = None
         self._snapshot: Snapshot | None = None
         # Kept, since memory allocated on a stream is reused by that stream only.
-        self._made_side_stream: SideStream | None = None
-        self._made_wave_streams: tuple[SideStream, ...] = ()
+        self._streams: dict[torch.device, list[SideStream]] = {}
         self._fused: FusedStepCache | None = None
 
     def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
@@ -191,8 +190,6 @@ class CompiledStep:
         if [matrix_rules(group.settings) for group in self._groups] != self._rules:
             return False
         self._numbers = numbers
-        if self.sharded is not None:
-            self.sharded.follow_schedules()
         return True
 
     def prepare(self, groups: Sequence[Group], state: State) -> None:
@@ -302,24 +299,19 @@ class CompiledStep:
                 shared=[] if self.sharded is None else self.sharded.params,
             )
 
-    def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
-        """Compile the kernels of the Muon route of one process before the first step, on a GPU.
-
-        `skip` says whether steps will have a predicate that skips them.
-        """
+    def compile_kernels(self, groups: Sequence[Group], workspace: int) -> None:
+        """Compile the kernels of the Muon route of one process before the first step, on a GPU."""
         exchanges = self.sharded is not None and self.sharded.params and not self.sharded.gathers
         if unavailable() or exchanges:
             return
-        from deepmd_muon.optim.update.fused import Variant  # needs Triton
-        from deepmd_muon.optim.update.fused_steps import compile_kernels
+        from deepmd_muon.optim.update.fused_steps import compile_kernels  # needs Triton
 
         for group in groups:
             for wave in waves(_of_route(group.routed, "muon"), workspace):
                 p = wave[0][0]
                 if _can_be_fused(p.device, group.settings):
                     views = tuple(entry.view for _, entry in wave if entry.view is not None)
-                    variant = Variant(p.dtype, group.values["maximize"], skip, False)
-                    compile_kernels(views, p.device, p.dtype, variant, group.settings)
+                    compile_kernels(views, p.device, p.dtype, p.dtype, group.settings)
 
     def reset(self, sharded: ShardedStep | None) -> None:
         """Release all references to parameters, gradients and state, and set `sharded`.
@@ -349,33 +341,24 @@ class CompiledStep:
         compiled.sort(key=lambda wave: wave.route != "muon")
         self.side_stream = None
         self.wave_streams = ()
-        if memory is None:
-            self.side_stream = self._side_stream_for(compiled)
-            self.wave_streams = self._wave_streams_for(compiled)
+        if memory is None and len({wave.device for wave in compiled}) == 1:
+            self._choose_streams(compiled)
         return compiled
 
-    def _side_stream_for(self, compiled: Sequence[Wave]) -> SideStream | None:
-        """Return the stream of small Adam routes beside a Muon route on one GPU, else None."""
-        devices = {wave.device for wave in compiled}
-        routes = {wave.route for wave in compiled}
-        if len(devices) != 1 or "muon" not in routes or len(routes) == 1:
-            return None
-        (device,) = devices
-        adam_params = [p for wave in compiled if wave.route != "muon" for p in wave.params]
-        if device.type != "cuda" or sum(p.numel() for p in adam_params) > MOST_BESIDE:
-            return None
-        if self._made_side_stream is None or self._made_side_stream.device != device:
-            self._made_side_stream = SideStream(device)
-        return self._made_side_stream
-
-    def _wave_streams_for(self, compiled: Sequence[Wave]) -> tuple[SideStream, ...]:
-        """Return the streams on which at least two large Muon waves of one GPU take turns."""
-        devices = [wave.device for wave in compiled if _is_large(wave)]
-        if len(devices) < 2 or len(set(devices)) != 1 or devices[0].type != "cuda":
-            return ()
-        if not self._made_wave_streams or self._made_wave_streams[0].device != devices[0]:
-            self._made_wave_streams = (SideStream(devices[0]), SideStream(devices[0]))
-        return self._made_wave_streams
+    def _choose_streams(self, compiled: Sequence[Wave]) -> None:
+        """Let small Adam routes run beside the Muon route, and large waves take turns, on a GPU."""
+        device = compiled[0].device
+        if device.type != "cuda":
+            return
+        if device not in self._streams:
+            self._streams[device] = [SideStream(device) for _ in range(3)]
+        side_stream, *wave_streams = self._streams[device]
+        adam_waves = [wave for wave in compiled if wave.route != "muon"]
+        n_beside = sum(p.numel() for wave in adam_waves for p in wave.params)
+        if 0 < len(adam_waves) < len(compiled) and n_beside <= MOST_BESIDE:
+            self.side_stream = side_stream
+        if sum(map(_is_large, compiled)) > 1:
+            self.wave_streams = tuple(wave_streams)
 
     def _step_waves(
         self, compiled: Sequence[Wave], memory: HostMemory | None, control: StepControl

@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 Method = TypeVar("Method", bound=Callable[..., Any])
-Phase = Literal["momentum", "gather", "orthogonalize", "update", "scatter", "adam"]
+Phase = Literal["momentum", "gather", "orthogonalize", "update", "return", "adam"]
 
 _NO_RANGE = contextlib.nullcontext()
 

@@ -1,4 +1,18 @@
-"""The command `dp train` without its command line."""
+"""The command `dp train` without its command line.
+
+All ranks go through `run` together; rank 0 alone reads and writes what only one may
+(`Ranks.run_on_rank0`), and its results or errors reach the others.
+
+1. The outputs are checked and locked; only then it is known which checkpoint `--restart auto` is.
+2. Checkpoints are read (`sources`, by branch), and the input takes from them what it omits.
+3. `_prepare`: data, `sel`, models, statistics and weights, the trainer.
+4. A restart takes the optimizer's state and the step from its checkpoint.
+5. Files of earlier runs that this one would overwrite are set aside, and training begins.
+
+`run_input` becomes complete in four places: from checkpoints (`take_from_checkpoint`), when data are
+opened (`open_training_systems`), by counting neighbours (`resolve_sel`), and by the length of
+descriptors (`suit_scales`). Each returns another input.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +28,7 @@ import torch
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.argcheck.differences import unlike_deepmd_kit
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
-from deepmd_muon.data import DataLoader, NeighborCache, StatFile
+from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, StatFile
 from deepmd_muon.data.sampling.sampler import new_seed
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel
@@ -122,21 +136,20 @@ def run(  # noqa: PLR0913 - the options of dp train
     """
     begun = time.monotonic() if begun is None else begun
     training = run_input.settings.training
+    # The checkpoint of --restart as far as it is known: "auto" is resolved under the lock below.
+    restart_file = None if restart in AUTOMATIC else restart
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(run_input, output, log_path)
-        # "auto" is resolved below, once the files are locked; until then no checkpoint can be named.
-        named_restart = None if restart in AUTOMATIC else restart
-        named = named_restart or init_model or finetune
-        ranks.run_on_rank0("looking at its outputs", lambda: files.check(named))
-        # The checkpoint that an error message names as the last good one; with --finetune there is
-        # none to continue from.
-        last_good = init_model or named_restart
-        stack.enter_context(
-            explained(
-                lambda: Moment("preparing"),
-                lambda: checkpoint_path(last_good) if last_good else None,
-            )
-        )
+        checkpoint_file = restart_file or init_model or finetune
+        ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint_file))
+
+        def last_good_checkpoint() -> Path | None:
+            """Return the checkpoint that an error message names; called when the run fails."""
+            # With --finetune there is none to continue from.
+            checkpoint = init_model or restart_file
+            return checkpoint_path(checkpoint) if checkpoint else None
+
+        stack.enter_context(explained(lambda: Moment("preparing"), last_good_checkpoint))
         set_up_logging(
             log_level,
             log_path,
@@ -147,15 +160,14 @@ def run(  # noqa: PLR0913 - the options of dp train
         def lock_files() -> str | None:
             """Lock the run's files; return the checkpoint that it continues."""
             stack.enter_context(files.held())
-            continued = continued_by(restart, training.save_ckpt)
+            continued_file = continued_by(restart, training.save_ckpt)
             if restart in AUTOMATIC:
-                files.check(continued)
-            return continued
+                files.check(continued_file)
+            return continued_file
 
-        restart = ranks.run_on_rank0("locking its files", lock_files)
-        last_good = init_model or restart  # read by `explained` above when an error ends the run
+        restart_file = ranks.run_on_rank0("locking its files", lock_files)
         ways: dict[Way, str | None] = {
-            "restart": restart,
+            "restart": restart_file,
             "init_model": init_model,
             "finetune": finetune,
         }
@@ -168,6 +180,7 @@ def run(  # noqa: PLR0913 - the options of dp train
             _check_outputs(run_input, output)
         if make_data is not None:
             ranks.run_on_rank0("drawing structures to replay", make_data)
+
         trainer = _prepare(
             run_input,
             sources,
@@ -176,14 +189,15 @@ def run(  # noqa: PLR0913 - the options of dp train
             count_neighbors=not skip_neighbor_stat,
             force_load=force_load,
         )
-        continued = next(iter(sources.values())) if restart else None
-        if continued is not None:
+        # Sources of several branches share one file: any of them stands for it.
+        restart_source = next(iter(sources.values())) if restart_file else None
+        if restart_source is not None:
             content = state_of(sources, trainer.model, trainer.optimizer)
-            with understood(continued.path):
-                trainer.restart(content, continued.path)
+            with understood(restart_source.path):
+                trainer.restart(content, restart_source.path)
         ranks.run_on_rank0(
             "keeping other files",
-            lambda: files.keep(continued, trainer.step, trainer.validation.keep_earlier),
+            lambda: files.keep(restart_source, trainer.step, trainer.validation.keep_earlier),
         )
         return trainer.run(begun)
 
@@ -228,14 +242,6 @@ def _check_outputs(run_input: Input, output: str) -> None:
         require_wandb()
 
 
-def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]) -> None:
-    """Refuse a model whose table of `use_srtab` cannot be read and is in no checkpoint."""
-    for name, branch_model in branches_of(model).items():
-        carried = name in sources and sources[name].has_table
-        if branch_model.missing_file and not carried:
-            raise TrainingError(branch_model.missing_file)
-
-
 def _prepare(
     run_input: Input,
     sources: dict[str, Source],
@@ -247,20 +253,19 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the models with their statistics or weights, and make the trainer.
 
-    `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting,
-    statistics, energy bias) run on rank 0 alone, whose results or errors reach the other ranks
-    (`Ranks.run_on_rank0`).
+    `count_neighbors` is whether `sel` is compared with the data.
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
 
-    # The data, and with them the last values that the input may leave open.
+    # Data, and the settings that depend on them.
     run_input, systems = open_training_systems(run_input)
     check_same_run(run_input, systems, ranks)
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
+    # Branches with a number for `sel` in the input have no neighbour statistics yet.
     run_input, neighbor_stats = ranks.run_on_rank0(
         "counting neighbours",
         lambda: resolve_sel(
@@ -272,7 +277,7 @@ def _prepare(
     if ranks.first:
         dump(run_input.normalized, output)
 
-    # The models, without statistics or weights.
+    # Models, without statistics or weights, and loaders, which need the models' cut-offs.
     model = build_of(run_input)
     _require_tables(model, sources)
     _require_trainable(model)
@@ -285,36 +290,26 @@ def _prepare(
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
-    # Statistics: neighbours that were not counted above, the descriptor's mean and deviation,
-    # energy biases.
+    # What is measured in the data before the first step: neighbours, statistics, energy biases.
     needs_statistics = force_load or not _all_have_statistics(run_input, sources)
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
-        refits_energies = any(source.way == "finetune" for source in sources.values())
-        for name, branch_model in branches_of(model).items():
-            if name not in neighbor_stats:
-                counting = counting_of(
-                    run_input,
-                    branch_model,
-                    loaders[name],
-                    samples.get(name),
-                    measured=needs_statistics or refits_energies,
-                )
-                compare_with_sel = partial(
-                    check_sel,
-                    branch_model,
-                    loaders[name],
-                    counting,
-                    run_input.branches[name].model_path,
-                )
-                neighbor_stats[name] = ranks.run_on_rank0("counting neighbours", compare_with_sel)
+        fits_energies = any(source.way == "finetune" for source in sources.values())
+        neighbor_stats |= _count_remaining(
+            run_input,
+            {name: x for name, x in branches_of(model).items() if name not in neighbor_stats},
+            loaders,
+            samples,
+            ranks,
+            reads_frames=needs_statistics or fits_energies,
+        )
     _log_size(model, ranks)
     branches = make_branches(
         run_input,
         model,
         data,
-        {name: stats.min_distance for name, stats in neighbor_stats.items()},
-        {name: source.branch for name, source in sources.items()},
+        distances={name: stats.min_distance for name, stats in neighbor_stats.items()},
+        continued={name: source.branch for name, source in sources.items()},
     )
     _set_weights(
         model,
@@ -327,10 +322,18 @@ def _prepare(
     )
 
     # HybridMuon's scales depend on the length of descriptors, which statistics and weights decide.
-    suited = suit_scales(run_input, branches, ranks, samples)
-    if ranks.first and suited != run_input:
-        dump(suited.normalized, output)
-    return Trainer(suited, model, branches, seed, ranks)
+    suited_input = suit_scales(run_input, branches, ranks, samples)
+    if ranks.first and suited_input != run_input:
+        dump(suited_input.normalized, output)
+    return Trainer(suited_input, model, branches, seed, ranks)
+
+
+def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]) -> None:
+    """Refuse a model whose table of `use_srtab` cannot be read and is in no checkpoint."""
+    for name, branch_model in branches_of(model).items():
+        has_table = name in sources and sources[name].has_table
+        if branch_model.missing_file and not has_table:
+            raise TrainingError(branch_model.missing_file)
 
 
 def _require_trainable(model: EnergyModel | Branches) -> None:
@@ -351,12 +354,10 @@ def _neighbor_caches(run_input: Input, model: EnergyModel | Branches) -> dict[st
 
 def _all_have_statistics(run_input: Input, sources: Mapping[str, Source]) -> bool:
     """Return whether the checkpoints hold statistics of all types of all branches."""
-    with_statistics = {
-        name
-        for name, source in sources.items()
-        if source.has_statistics(run_input.branches[name].model.type_map)
-    }
-    return with_statistics == run_input.branches.keys()
+    return all(
+        name in sources and sources[name].has_statistics(branch.model.type_map)
+        for name, branch in run_input.branches.items()
+    )
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
@@ -370,6 +371,31 @@ def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[
         if sample is not None:
             samples[name] = sample
     return samples
+
+
+def _count_remaining(
+    run_input: Input,
+    models: Mapping[str, EnergyModel],
+    loaders: Mapping[str, DataLoader],
+    samples: Mapping[str, DeviceSample],
+    ranks: Ranks,
+    *,
+    reads_frames: bool,
+) -> dict[str, NeighborStatistics]:
+    """Compare the `sel` of these models with the training data; return their statistics.
+
+    `reads_frames` is whether statistics or energy biases are computed next: then the host lists the
+    neighbours of their frames on the way.
+    """
+    neighbor_stats = {}
+    for name, model in models.items():
+        loader = loaders[name]
+        counting = counting_of(run_input, model, loader, samples.get(name), measured=reads_frames)
+        compare_with_sel = partial(
+            check_sel, model, loader, counting, run_input.branches[name].model_path
+        )
+        neighbor_stats[name] = ranks.run_on_rank0("counting neighbours", compare_with_sel)
+    return neighbor_stats
 
 
 def _log_size(model: EnergyModel | Branches, ranks: Ranks) -> None:
@@ -397,17 +423,16 @@ def _set_weights(
     that are fitted to these weights, and at the end rank 0's values on all ranks. Nothing changes
     weights between here and the first step: `suit_scales` and the average (`Ema`) read them.
 
-    With `needs_statistics` statistics are measured: on the device for branches with a sample, on the
-    host for the others. Weights of a checkpoint are taken on the CPU, so with a checkpoint all
-    statistics are measured there, too.
+    With `needs_statistics` statistics are computed. Without a checkpoint the model is on the device
+    then, and branches with a sample take their frames from there. With a checkpoint the model stays
+    on the CPU until its weights are loaded, and all statistics are computed there.
     """
     if not sources:
         model.to(ranks.device)
     if needs_statistics:
-        # Samples are on the device; with a checkpoint the model is not yet.
-        samples_beside_model = {} if sources else samples
+        usable_samples = {} if sources else samples
         ranks.run_on_rank0(
-            "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
+            "computing statistics", lambda: set_model_statistics(branches, usable_samples)
         )
     # Branches may share parts now that were not shared in the checkpoints. Then the first branch
     # wins, so it is loaded last.

@@ -4,23 +4,31 @@
         --site mace=FOLDER --site nequip=FOLDER
 
 `race/make_bpa.py` and `race/make_water.py` make the sets. Each program trains with its own command line. mace-torch and
-nequip need different versions of e3nn, so `--site` names a folder for PYTHONPATH of each. A short run finds out how
-many epochs or steps take the seconds. They count the training loop alone, after imports and compilation; on a CPU they
-are seconds of the processor, so that other jobs do not matter. The last tenth of the training frames validates. The
-tables are in doc/mace-nequip.md.
+nequip need different versions of e3nn, so `--site` names a folder for PYTHONPATH of each. A callback ends NequIP's
+training after the seconds. For the others a short run finds out how many steps take them, or `--per-step` says it. The
+seconds count the training loop alone, after imports and compilation; on a CPU they are seconds of the processor, so
+that other jobs do not matter. The last tenth of the training frames validates.
+
+Errors of a potential are measured while the next program trains, dynamics one after the other at the end. The file of
+`--json` gets a line for the errors of a program and another one for its dynamics. Every five seconds the last line of
+the running program is printed. A program that takes longer than `--limit` ends, and the others go on. The tables are in
+doc/mace-nequip.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import math
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -44,7 +52,9 @@ TIME_STEP = 0.5  # fs
 # grows by the second factor.
 BONDED = 1.2
 BROKEN = 1.6
-_COMPILE_SECONDS = 120  # then NequIP's model is measured as it was trained
+_PROGRESS_SECONDS = 5.0
+_WARM_UP_STEPS = 1  # of NequIP, before its clock starts
+_START = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,19 @@ class Job:
     elements: tuple[str, ...]
     seed: int
     device: str
+    seconds: float
+    per_step: float | None  # seconds of a step; None finds out
+    limit: float  # seconds of a command, starts included
+    environment: Mapping[str, str]
+
+
+class Trained(NamedTuple):
+    """A trained model, and what is known of its training."""
+
+    model: Path
+    steps: int
+    seconds: float
+    validation: str  # what the program's log says about validation errors
 
 
 def main() -> None:
@@ -70,54 +93,103 @@ def main() -> None:
     run_parser.add_argument("--seconds", type=float, default=60.0)
     run_parser.add_argument("--seed", type=int, default=1)
     run_parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run_parser.add_argument("--per-step", nargs="+", default=[], metavar="PROGRAM=SECONDS")
+    run_parser.add_argument("--limit", type=float, default=3600.0, help="seconds of a command")
     run_parser.add_argument("--dynamics-steps", type=int, default=1000)
+    run_parser.add_argument("--dynamics-seconds", type=float, default=60.0)
+    run_parser.add_argument("--every", type=int, default=1, help="measure every N-th test frame")
     run_parser.add_argument("--work", type=Path, required=True)
     run_parser.add_argument("--json", type=Path, required=True, help="one line for each program")
     run_parser.add_argument("--site", nargs="+", default=[], metavar="PROGRAM=FOLDER")
     measure_parser = commands.add_parser("measure")
-    measure_parser.add_argument("program", choices=CALCULATORS)
+    measure_parser.add_argument("calculator", choices=CALCULATORS)
     measure_parser.add_argument("model", type=Path)
     measure_parser.add_argument("frames", nargs="+", type=Path)
     measure_parser.add_argument("--device", required=True)
     measure_parser.add_argument("--temperature", type=float, required=True)
     measure_parser.add_argument("--dynamics-steps", type=int, required=True)
+    measure_parser.add_argument("--dynamics-seconds", type=float, required=True)
+    measure_parser.add_argument("--every", type=int, required=True)
+    measure_parser.add_argument("--lock", type=Path, required=True)
+    measure_parser.add_argument("--json", type=Path, required=True)
+    measure_parser.add_argument("--line", type=json.loads, required=True, help="its beginning")
     args = parser.parse_args()
     if args.command == "run":
         compare(args)
     else:
-        calculator = CALCULATORS[args.program](args.model, args.device)
-        errors = {path.stem: frame_errors(calculator, path) for path in args.frames}
-        start = read(args.frames[0], index=0)
-        print(json.dumps({"errors": errors} | dynamics(calculator, start, args)))
+        measure(args)
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train and measure one program after the other."""
+    """Train one program after the other, and measure them."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     elements = write_frames(args.data / args.set, work)
     sites = dict(pair.split("=", 1) for pair in args.site)
-    tests = sorted(work.glob("test_*.xyz"))
-    for name in args.methods:
-        program = name if name in sites else "deepmd_muon"
-        environment = environment_of(sites.get(name))
-        job = Job(name, args.set, work / name, elements, args.seed, args.device)
-        job.work.mkdir(exist_ok=True)
-        trained = TRAINERS[name](job, args.seconds, environment)
-        command = [sys.executable, __file__, "measure", program, str(trained.pop("model"))]
-        command += [*map(str, tests), "--device", args.device]
-        command += ["--temperature", str(SETS[args.set])]
-        command += ["--dynamics-steps", str(args.dynamics_steps)]
-        output = run(command, job.work / "measure.log", environment).output
-        result = {
-            "program": name,
-            "set": args.set,
-            **trained,
-            **json.loads(output.splitlines()[-1]),
-        }
-        with args.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(json.dumps(result), flush=True)
+    per_step = {name: float(seconds) for name, seconds in (p.split("=") for p in args.per_step)}
+    with (work / "dynamics.lock").open("w") as lock, ThreadPoolExecutor(len(TRAINERS)) as pool:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # dynamics wait for it
+        for name in args.methods:
+            job = Job(
+                name=name,
+                data_set=args.set,
+                work=work / name,
+                elements=elements,
+                seed=args.seed,
+                device=args.device,
+                seconds=args.seconds,
+                per_step=per_step.get(name),
+                limit=args.limit,
+                environment=environment_of(sites.get(name)),
+            )
+            job.work.mkdir(exist_ok=True)
+            with reported(name):
+                trained = TRAINERS[name](job)
+                tell(f"{name} trained: {trained}")
+                calculator = name if name in sites else "deepmd_muon"
+                pool.submit(measure_job, job, trained, calculator, args)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def measure_job(job: Job, trained: Trained, calculator: str, args: argparse.Namespace) -> None:
+    """Measure a potential in its own environment."""
+    line = {
+        "program": job.name,
+        "set": job.data_set,
+        "steps": trained.steps,
+        "seconds": trained.seconds,
+        "validation": trained.validation,
+    }
+    options = {
+        "device": job.device,
+        "temperature": SETS[job.data_set],
+        "dynamics-steps": args.dynamics_steps,
+        "dynamics-seconds": args.dynamics_seconds,
+        "every": args.every,
+        "lock": job.work.parent / "dynamics.lock",
+        "json": args.json.resolve(),
+        "line": json.dumps(line),
+    }
+    command = [sys.executable, __file__, "measure", calculator, str(trained.model)]
+    command += map(str, sorted(job.work.parent.glob("test_*.xyz")))
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with reported(job.name):
+        done = run(command, job.work / "measure.log", job.environment, limit=3600.0)
+        tell(f"{job.name} measured: {done.output.splitlines()[-1]}")
+
+
+def tell(message: str) -> None:
+    """Print a message after the seconds since the start."""
+    print(f"{time.monotonic() - _START:6.0f} s  {message}", flush=True)
+
+
+@contextmanager
+def reported(name: str) -> Iterator[None]:
+    """Print the error of a program that fails, so that the others go on."""
+    try:
+        yield
+    except (subprocess.SubprocessError, OSError, LookupError, ValueError) as error:
+        tell(f"{name} failed: {type(error).__name__}: {error}")
 
 
 def write_frames(folder: Path, work: Path) -> tuple[str, ...]:
@@ -178,45 +250,65 @@ def run(
     environment: Mapping[str, str],
     *,
     cwd: Path | None = None,
-    limit: float | None = None,
+    limit: float,
 ) -> Done:
-    """Run a command; the log receives its errors."""
+    """Run a command; its errors go to the log, its output to a file beside the log.
+
+    Raises
+    ------
+    subprocess.TimeoutExpired
+        after `limit` seconds; the command is killed.
+    subprocess.CalledProcessError
+        if it fails.
+    """
     begin = time.perf_counter()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with log.open("a") as errors:
-        done = subprocess.run(
-            command,
-            env=environment,
-            cwd=cwd,
-            check=True,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            timeout=limit,
-        )
-    log.with_suffix(".out").write_text(done.stdout)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = log.with_suffix(".out")
+    with log.open("a") as errors, output.open("w") as written:
+        process = subprocess.Popen(command, env=environment, cwd=cwd, stdout=written, stderr=errors)
+        ended = 0
+        told = begin
+        while not ended:
+            time.sleep(0.1)
+            # Seconds of the processor of this command alone: others may end at the same time.
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if time.perf_counter() - told > _PROGRESS_SECONDS:
+                told = time.perf_counter()
+                tell(f"{log.parent.name}/{log.stem}: {last_line(log, output)}")
+            if not ended and time.perf_counter() - begin > limit:
+                process.kill()
+                process.wait()
+                raise subprocess.TimeoutExpired(command[-1], limit)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, f"{log}: {last_line(log)}")
     return Done(
-        output=done.stdout,
+        output=output.read_text(),
         seconds=time.perf_counter() - begin,
-        processor=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        processor=usage.ru_utime + usage.ru_stime,
     )
+
+
+def last_line(*files: Path) -> str:
+    """Return the last line of the file that was written last."""
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    lines = newest.read_text(errors="replace").splitlines()
+    return lines[-1][:160] if lines else "(nothing printed yet)"
 
 
 # --- MACE: mace_run_train, 64 channels, L = 1, two layers, float32 ---
 
 
-def train_mace(job: Job, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+def train_mace(job: Job) -> Trained:
     """Train MACE by its own command: rates fall to a hundredth, averages of weights, stage two at the end."""
 
-    def epochs_of(epochs: int, name: str) -> list[float]:
+    def epochs_of(epochs: int, name: str, frames: str) -> tuple[list[float], str]:
         folder = job.work / name
         folder.mkdir(exist_ok=True)
         settings = {
             "name": "mace",
             "seed": job.seed,
             "work_dir": folder,
-            "train_file": job.work.parent / "train.xyz",
+            "train_file": job.work.parent / frames,
             "valid_file": job.work.parent / "valid.xyz",
             "E0s": "average",
             "num_channels": 64,
@@ -244,18 +336,28 @@ def train_mace(job: Job, seconds: float, environment: Mapping[str, str]) -> dict
             "--amsgrad",
             "--swa",
         ]
-        done = run(command, folder / "train.log", environment, cwd=folder)
-        log = folder / "logs" / f"mace_run-{job.seed}.log"
-        return [done.seconds_on(job.device) * end for end in mace_epoch_ends(log.read_text())]
+        done = run(command, folder / "train.log", job.environment, cwd=folder, limit=job.limit)
+        log = (folder / "logs" / f"mace_run-{job.seed}.log").read_text()
+        epoch_ends = [done.seconds_on(job.device) * end for end in mace_epoch_ends(log)]
+        return epoch_ends, re.findall(r"Epoch \d+: (.*)", log)[-1]
 
-    per_epoch = last_interval(epochs_of(4, "short"))
-    epochs = max(4, round(seconds / per_epoch))
-    ends = epochs_of(epochs, "long")
-    return {
-        "model": job.work / "long" / "mace_stagetwo.model",
-        "steps": epochs * steps_in_epoch(job),
-        "seconds": (ends[-1] - ends[0]) * epochs / (epochs - 1),
-    }
+    if job.per_step is None:
+        frames = read(job.work.parent / "train.xyz", index=":")
+        few = frames[: 16 * BATCH[job.data_set]]
+        write(job.work.parent / "few.xyz", few, format="extxyz")
+        ends, _ = epochs_of(4, "short", "few.xyz")
+        # The first epochs compile. Their validation counts as steps, so epochs are a little shorter.
+        per_epoch = (ends[-1] - ends[1]) / 2 * len(frames) / len(few)
+    else:
+        per_epoch = job.per_step * steps_in_epoch(job)
+    epochs = max(4, round(job.seconds / per_epoch))
+    ends, errors = epochs_of(epochs, "long", "train.xyz")
+    return Trained(
+        model=job.work / "long" / "mace_stagetwo.model",
+        steps=epochs * steps_in_epoch(job),
+        seconds=(ends[-1] - ends[0]) * epochs / (epochs - 1),
+        validation=errors,
+    )
 
 
 def mace_epoch_ends(log: str) -> list[float]:
@@ -267,56 +369,59 @@ def mace_epoch_ends(log: str) -> list[float]:
 # --- NequIP: nequip-train, four layers, l = 2, 32 features, float32 ---
 
 
-class EpochClock:
-    """A callback of Lightning that writes the time at the end of each epoch into a file."""
+class TimedTraining:
+    """A callback of Lightning: rates fall along a cosine of the time, and training ends after the seconds."""
 
-    def __new__(cls, path: str) -> Any:
+    def __new__(cls, seconds: float, device: str, path: str) -> Any:
         """Return a callback; Lightning is in NequIP's environment alone."""
         from lightning.pytorch import Callback
 
-        class Clock(Callback):
-            def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-                if not trainer.sanity_checking:
-                    with open(path, "a") as file:
-                        file.write(f"{time.time()}\n")
+        clock = time.process_time if device == "cpu" else time.perf_counter
 
-        return Clock()
+        class Timed(Callback):
+            begin: float | None = None
+            printed = 0.0
+
+            def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+                if trainer.global_step < _WARM_UP_STEPS:
+                    return
+                if self.begin is None:
+                    self.begin = clock()
+                share = min(1.0, (clock() - self.begin) / seconds)
+                first_rate = trainer.optimizers[0].defaults["lr"]
+                for group in trainer.optimizers[0].param_groups:
+                    group["lr"] = first_rate * 0.5 * (1 + math.cos(math.pi * share))
+                trainer.should_stop = share == 1.0
+
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if time.monotonic() - self.printed > _PROGRESS_SECONDS:
+                    self.printed = time.monotonic()
+                    print(f"step {trainer.global_step}", flush=True)
+
+            def on_validation_epoch_end(self, trainer: Any, *args: Any) -> None:
+                if self.begin is not None:
+                    metrics = {key: float(each) for key, each in trainer.callback_metrics.items()}
+                    content = {
+                        "steps": trainer.global_step,
+                        "seconds": clock() - self.begin,
+                        "validation": json.dumps(metrics),
+                    }
+                    Path(path).write_text(json.dumps(content))
+
+        return Timed()
 
 
-def train_nequip(job: Job, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+def train_nequip(job: Job) -> Trained:
     """Train NequIP by its own command: rates fall along a cosine, averages of weights."""
-
-    def epochs_of(epochs: int, name: str) -> list[float]:
-        folder = job.work / name
-        folder.mkdir(exist_ok=True)
-        (folder / "config.yaml").write_text(json.dumps(nequip_config(job, epochs, folder)))
-        main = "from nequip.scripts.train import main; main()"
-        command = [sys.executable, "-c", main, "-cp", str(folder), "-cn", "config"]
-        done = run(command, folder / "train.log", environment, cwd=folder)
-        ends = (folder / "epochs.txt").read_text().split()
-        return [done.seconds_on(job.device) * float(end) for end in ends]
-
-    per_epoch = last_interval(epochs_of(4, "short"))
-    epochs = max(4, round(seconds / per_epoch))
-    ends = epochs_of(epochs, "long")
-    checkpoint = job.work / "long" / "best.ckpt"
-    model = job.work / "model.nequip.pt2"
-    main = "from nequip.scripts.compile import main; main()"
-    command = [sys.executable, "-c", main, str(checkpoint), str(model)]
-    command += ["--mode", "aotinductor", "--device", job.device, "--target", "ase"]
-    try:
-        run(command, job.work / "compile.log", environment, limit=_COMPILE_SECONDS)
-    except subprocess.SubprocessError:  # see compile.log
-        model = checkpoint
-    return {
-        "model": model,
-        "compiled": model != checkpoint,
-        "steps": epochs * steps_in_epoch(job),
-        "seconds": (ends[-1] - ends[0]) * epochs / (epochs - 1),
-    }
+    (job.work / "config.yaml").write_text(json.dumps(nequip_config(job)))
+    main = "from nequip.scripts.train import main; main()"
+    command = [sys.executable, "-c", main, "-cp", str(job.work), "-cn", "config"]
+    run(command, job.work / "train.log", job.environment, cwd=job.work, limit=job.limit)
+    content = json.loads((job.work / "timed.json").read_text())
+    return Trained(model=job.work / "best.ckpt", **content)
 
 
-def nequip_config(job: Job, epochs: int, folder: Path) -> dict[str, Any]:
+def nequip_config(job: Job) -> dict[str, Any]:
     """Return NequIP's configuration."""
     frames = job.work.parent
     elements = list(job.elements)
@@ -351,19 +456,22 @@ def nequip_config(job: Job, epochs: int, folder: Path) -> dict[str, Any]:
             "_target_": "lightning.Trainer",
             "accelerator": "gpu" if job.device == "cuda" else "cpu",
             "devices": 1,
-            "max_epochs": epochs,
+            "max_epochs": -1,
+            "num_sanity_val_steps": 0,
             "enable_progress_bar": False,
             "logger": False,
             "callbacks": [
                 {
                     "_target_": "lightning.pytorch.callbacks.ModelCheckpoint",
                     "monitor": metric,
-                    "dirpath": str(folder),
+                    "dirpath": str(job.work),
                     "filename": "best",
                 },
                 {
-                    "_target_": "compare_mace_nequip.EpochClock",
-                    "path": str(folder / "epochs.txt"),
+                    "_target_": "compare_mace_nequip.TimedTraining",
+                    "seconds": job.seconds,
+                    "device": job.device,
+                    "path": str(job.work / "timed.json"),
                 },
             ],
         },
@@ -377,14 +485,6 @@ def nequip_config(job: Job, epochs: int, folder: Path) -> dict[str, Any]:
             },
             "val_metrics": {"_target_": "nequip.train.EnergyForceMetrics", "coeffs": coefficients},
             "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01, "amsgrad": True},
-            "lr_scheduler": {
-                "scheduler": {
-                    "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
-                    "T_max": epochs,
-                },
-                "interval": "epoch",
-                "frequency": 1,
-            },
             "model": {
                 "_target_": "nequip.model.NequIPGNNModel",
                 "seed": job.seed,
@@ -408,27 +508,32 @@ def nequip_config(job: Job, epochs: int, folder: Path) -> dict[str, Any]:
 # --- This package: the inputs of the race, HybridMuon at its defaults ---
 
 
-def train_ours(job: Job, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+def train_ours(job: Job) -> Trained:
     """Train a descriptor of this package by `dp train`."""
 
-    def seconds_per_step(steps: int, name: str) -> float:
+    def train(steps: int, name: str) -> tuple[float, dict[str, Any]]:
+        """Return seconds a step, and the last line of the log."""
         folder = job.work / name
         folder.mkdir(exist_ok=True)
         (folder / "input.json").write_text(json.dumps(deepmd_input(job, steps)))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
-        done = run(command, folder / "train.log", environment, cwd=folder)
+        done = run(command, folder / "train.log", job.environment, cwd=folder, limit=job.limit)
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         first = lines[1]  # the first interval compiles
         last = lines[-1]
         seconds = (last["time"] - first["time"]) * done.seconds_on(job.device)
-        return seconds / (last["step"] - first["step"])
+        return seconds / (last["step"] - first["step"]), last
 
-    steps = max(1000, round(seconds / seconds_per_step(600, "short")))
-    return {
-        "model": job.work / "long" / f"model.ckpt-{steps}.pt",
-        "steps": steps,
-        "seconds": seconds_per_step(steps, "long") * steps,
-    }
+    per_step = job.per_step or train(400, "short")[0]
+    steps = max(400, round(job.seconds / per_step))
+    per_step, last = train(steps, "long")
+    errors = {name: last[name] for name in ("rmse_e_val", "rmse_f_val")}
+    return Trained(
+        model=job.work / "long" / f"model.ckpt-{steps}.pt",
+        steps=steps,
+        seconds=per_step * steps,
+        validation=json.dumps(errors),
+    )
 
 
 def deepmd_input(job: Job, steps: int) -> dict[str, Any]:
@@ -461,9 +566,24 @@ def steps_in_epoch(job: Job) -> int:
     return -(-frames // BATCH[job.data_set])
 
 
-def last_interval(ends: list[float]) -> float:
-    """Return the seconds of an epoch after the first two, which compile."""
-    return (ends[-1] - ends[1]) / (len(ends) - 2)
+def measure(args: argparse.Namespace) -> None:
+    """Measure errors, and then dynamics, for which this waits until nothing else runs."""
+    with args.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        calculator = CALCULATORS[args.calculator](args.model, args.device)
+        errors = {path.stem: frame_errors(calculator, path, args.every) for path in args.frames}
+        append_line(args.json, args.line | {"errors": errors})
+        print("errors:", errors, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        measured = dynamics(calculator, read(args.frames[0], index=0), args)
+    append_line(args.json, args.line | {"dynamics": measured})
+    print("dynamics:", measured)
+
+
+def append_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Append a line of JSON to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(content) + "\n")
 
 
 def mace_calculator(model: Path, device: str) -> Calculator:
@@ -474,12 +594,10 @@ def mace_calculator(model: Path, device: str) -> Calculator:
 
 
 def nequip_calculator(model: Path, device: str) -> Calculator:
-    """Return NequIP's calculator of a compiled model."""
+    """Return NequIP's calculator of a checkpoint; its compilation takes minutes."""
     from nequip.integrations.ase import NequIPCalculator
 
-    if model.suffix == ".ckpt":
-        return NequIPCalculator._from_saved_model(str(model), device=device)
-    return NequIPCalculator.from_compiled_model(str(model), device=device)
+    return NequIPCalculator._from_saved_model(str(model), device=device)
 
 
 def deepmd_calculator(model: Path, device: str) -> Calculator:
@@ -489,11 +607,11 @@ def deepmd_calculator(model: Path, device: str) -> Calculator:
     return DeepPotCalculator(model, device=device)
 
 
-def frame_errors(calculator: Calculator, path: Path) -> dict[str, float]:
+def frame_errors(calculator: Calculator, path: Path, every: int) -> dict[str, float]:
     """Return root mean square errors: energy [meV/atom], force [meV/Å]."""
     energies = []
     forces = []
-    for frame in read(path, index=":"):
+    for frame in read(path, index=f"::{every}"):
         atoms = Atoms(frame.symbols, frame.positions, cell=frame.cell, pbc=frame.pbc)
         atoms.calc = calculator
         forces.append((atoms.get_forces() - frame.arrays["REF_forces"]).ravel())
@@ -525,19 +643,20 @@ def dynamics(
     broken = None
     seconds = 0.0
     clock = time.process_time if args.device == "cpu" else time.perf_counter
-    for step in range(0, args.dynamics_steps, 20):
+    steps = 0
+    while steps < args.dynamics_steps and seconds < args.dynamics_seconds and broken is None:
         begin = clock()
         molecular_dynamics.run(20)
         seconds += clock() - begin
+        steps += 20
         stretched = atoms.get_all_distances(mic=bool(atoms.pbc.any()))[bonds]
         # A comparison with nan is false, so this also ends dynamics that blew up.
         if not (stretched < BROKEN * distances[bonds]).all():
-            broken = step + 20
-            break
-    return {"ms_per_step": 1e3 * seconds / (step + 20), "broken_after": broken}
+            broken = steps
+    return {"dynamics_steps": steps, "ms_per_step": 1e3 * seconds / steps, "broken_after": broken}
 
 
-Trainer = Callable[[Job, float, Mapping[str, str]], dict[str, Any]]
+Trainer = Callable[[Job], Trained]
 TRAINERS: dict[str, Trainer] = {
     "mace": train_mace,
     "nequip": train_nequip,

@@ -146,11 +146,10 @@ def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
 
 def atoms_of_a_batch(systems: list[str], names: list[str], batch: int | str) -> float:
     """Return the mean number of atoms in a batch."""
-    from deepmd_muon.data import DataLoader, open_systems
+    from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 
-    loader = DataLoader(
-        open_systems(systems, names), batch, seed=1, rcut=6.0, sel=[100] * len(names)
-    )
+    cache = NeighborCache(6.0, [100] * len(names), by_type=True)
+    loader = DataLoader(open_systems(systems, names), batch, seed=1, cache=cache)
     plans = [loader.draw() for _ in range(500)]
     return float(
         np.mean([sum(loader.systems[k].natoms * len(n) for k, n in plan.parts) for plan in plans])

@@ -2,7 +2,7 @@
 
 The tests come from a clone of dpdata's repository; the script runs them to learn which files they
 read in which format. `python source/benchmarks/dpdata_formats.py DPDATA/tests` prints the table of
-doc/benchmarks/raw/dpdata_formats_2026-11-27.txt.
+doc/benchmarks/raw/dpdata_formats_2026-11-28.txt.
 """
 
 from __future__ import annotations

@@ -475,6 +475,10 @@ def run_case(case: str, options: argparse.Namespace, device: torch.device) -> No
         compare_compiled(case, options, make)
         return
     step = Step(model, frames, structures, device)
+    if options.brief:
+        time_of_step = milliseconds(captured(step.step), 5 * options.repeats)
+        print(f"{case}: captured step: {time_of_step:8.2f} ms", flush=True)
+        return
     with torch.no_grad():
         ours = step.predict()
     kit = step.predict_by_deepmd_kit()
@@ -563,6 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=10, help="eager steps that are timed")
     parser.add_argument("--profile", action="store_true", help="print what takes the time")
     parser.add_argument("--compiled", action="store_true", help="compare the compiled step only")
+    parser.add_argument("--brief", action="store_true", help="time the captured step only")
     parser.add_argument("--slots", action="store_true", help="compute empty slots of lists, too")
     parser.add_argument("--rows", type=int, default=25, help="rows of a profile")
     options = parser.parse_args(arguments)

@@ -163,12 +163,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for the first steps")
     parser.add_argument("--captured", action="store_true", help="CUDA graphs of ours and AdamW")
     parser.add_argument("--only", default="", help="part of the names of tasks")
+    parser.add_argument("--optimizer", default="", help="part of the names of optimizers")
     arguments = parser.parse_args()
     until = time.perf_counter() + arguments.limit
     tasks = tuple(name for name in TASKS_OF_DEFAULTS if arguments.only in name)
     # The processes are as many as the cores; each compiles by itself.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    wanted = cases(tasks, captured=arguments.captured)
+    every = cases(tasks, captured=arguments.captured)
+    wanted = [case for case in every if arguments.optimizer in case.optimizer]
     all_running = [start(case, arguments.device) for case in wanted]
     problems = {each.case: answer(each, until - time.perf_counter()) for each in all_running}
     for each in all_running:
@@ -183,6 +185,7 @@ def main() -> None:
         key = "problem" if isinstance(result, str) else "ms"
         name = each.case.optimizer + (", captured" if each.case.is_captured else "")
         rows.append({"task": each.case.task, "optimizer": name, key: result})
+        print(f"{each.case.task}, {name}: {result}", flush=True)
         arguments.out.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     print(*table(rows), sep="\n")
     for each in all_running:

@@ -84,12 +84,12 @@ def write_input(folder: Path, content: dict[str, Any]) -> None:
     (folder / "input.json").write_text(json.dumps(content))
 
 
-def milliseconds(folder: Path) -> float:
-    """Return the median time of a step [ms], over the intervals of a run's JSON lines after the first three."""
+def milliseconds(folder: Path, skip: int = 3) -> float:
+    """Return the median time of a step [ms], over the intervals of a run's JSON lines after the first ones."""
     rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return statistics.median(
         1e3 * (after["time"] - before["time"]) / (after["step"] - before["step"])
-        for before, after in itertools.pairwise(rows[3:])
+        for before, after in itertools.pairwise(rows[skip:])
     )
 
 

@@ -122,7 +122,9 @@ class Step:
             or math.inf
         )
         for domain in plan.domains:
-            exchanges = sum(map(len, domain.exchanges().values())) + bool(domain.gathered_bytes)
+            exchanges = sum(map(len, domain.crossing_buckets().values())) + bool(
+                domain.gathered_bytes
+            )
             seconds += (
                 max(domain.sent(plan.settings).values()) / link
                 + exchanges * (gpus - 1) * self.network.peer

@@ -14,7 +14,7 @@ weights     float64 weights after 100 steps on N GPUs against one with N times t
 restarts    checkpoints that go from N GPUs to 1 and back, and to more GPUs
 optimizer   the optimizer alone, `sharded_step.py`: dpa3, a transformer of 1.2 G parameters, experts
 balance     10,000 compositions of molecules: costs of the ranks, time of a step
-waiting     the share of a step in which the GPU of rank 0 does nothing but exchange and wait
+waiting     the share of a step in which the GPU of rank 0 does nothing but exchange and wait; with `training`
 peers       the optimizer alone: torch's Muon, and dion's if it is importable
 optimizer2  the optimizer alone on half of the GPUs
 
@@ -51,7 +51,7 @@ from runs import OPTIONS, TRAIN, Job, RunError, Team, milliseconds, write_input
 from several_gpus_checks import kill_rank, restart_on_others, weights_after
 from training_step import make_input
 
-from deepmd_muon.data import DataLoader, open_systems
+from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.data.sampling.balance import cost_of_frame
 
 PARTS = (
@@ -59,7 +59,14 @@ PARTS = (
     *("optimizer", "balance", "waiting", "peers", "optimizer2"),
 )
 #: Most seconds of one entry of a part, with the start of its processes.
-LIMITS = {"training": 110.0, "weights": 150.0, "restarts": 120.0, "killed": 75.0, "optimizer": 60.0}
+LIMITS = {
+    "training": 110.0,
+    "weights": 150.0,
+    "restarts": 120.0,
+    "killed": 75.0,
+    "optimizer": 60.0,
+    "balance": 90.0,
+}
 OTHER_LIMIT = 45.0
 #: A failed job runs again if so many seconds are left.
 RETRY = 30.0
@@ -213,7 +220,10 @@ def input_of(case: str, data: Path, folder: Path, own: dict[str, Any]) -> dict[s
     """Return the input of a case, with its own keys of the section `training`."""
     kind, sizes = case.split(":")
     if kind != "mini":
-        return make_input(kind, sizes, "HybridMuon", own["numb_steps"], data, own)
+        content = make_input(kind, sizes, "HybridMuon", own["numb_steps"], data, own)
+        section = content["training"]["training_data"]
+        section["systems"] = filled(section["systems"], section["batch_size"])
+        return content
     if importlib.util.find_spec("deepmd") is None:
         raise RunError("deepmd-kit is not on PYTHONPATH")
     system = folder / "water_of_mini"
@@ -226,6 +236,21 @@ def input_of(case: str, data: Path, folder: Path, own: dict[str, Any]) -> dict[s
     content["model"] = {"type_map": TYPE_MAP, **MODELS[kind], "fitting_net": fitting}
     content["optimizer"] = {"type": "HybridMuon"}
     return content
+
+
+def filled(systems: Sequence[str], frames: int) -> list[str]:
+    """Return the systems that a batch size divides: a rank with fewer frames waits for the others.
+
+    Raises
+    ------
+    RunError
+        If there are none.
+    """
+    numbers = [system.nframes for system in open_systems(systems)]
+    fitting = [name for name, n in zip(systems, numbers, strict=True) if n % frames == 0]
+    if not fitting:
+        raise RunError(f"no system can be cut into batches of {frames} frames: they have {numbers}")
+    return fitting
 
 
 # ----- training ----------------------------------------------------------------------------------
@@ -330,9 +355,7 @@ def costs_of_ranks(bench: Bench, batch: int | str, ranks: int) -> dict[str, floa
             open_systems(systems, names),
             batch,
             seed=1,
-            rcut=6.0,
-            sel=[120],
-            by_type=False,
+            cache=NeighborCache(6.0, [120], by_type=False, ntypes=len(names)),
             balance=balance,
         )
         of_system = [
@@ -363,8 +386,9 @@ def balance_step(bench: Bench, width: int, balanced: bool) -> dict[str, Any]:
     name, kind, sizes = MOLECULES.split(":", 2)
     systems, names = write_set(bench.folder / name, name, bench.data)
     interval = max(1, round(20 * bench.scale))
+    intervals = 50
     own = {"disp_freq": interval, "jsonl_file": "steps.jsonl"}
-    content = make_input(kind, "f32-b1", "HybridMuon", 15 * interval, bench.data, own)
+    content = make_input(kind, "f32-b1", "HybridMuon", intervals * interval, bench.data, own)
     content["model"]["type_map"] = names
     section = {"systems": systems, "batch_size": sizes.partition("-b")[2]}
     content["training"]["training_data"] |= section
@@ -375,7 +399,8 @@ def balance_step(bench: Bench, width: int, balanced: bool) -> dict[str, Any]:
     (error,) = bench.machine.run(width, [job])
     if error:
         raise RunError(error)
-    return {"ms": round(milliseconds(place), 3), "notes": notes(job)}
+    # Up to step 240 ranks meet shapes for the first or second time, and record their graphs.
+    return {"ms": round(milliseconds(place, skip=intervals // 2), 3), "notes": notes(job)}
 
 
 # ----- the optimizer alone -----------------------------------------------------------------------
@@ -449,7 +474,7 @@ def work_of(bench: Bench, cases: Sequence[str], sets: Sequence[str]) -> list[tup
 def make_water(folder: Path) -> Path:
     """Write three systems of water with random labels."""
     for number in range(3):
-        water(folder / f"data_{number}", ATOMS, frames=100)
+        water(folder / f"data_{number}", ATOMS, frames=96)
     return folder
 
 
@@ -484,8 +509,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         data = options.data.resolve() if options.data else make_water(folder / "water")
         bench = Bench(machine, data, folder, options.scale)
+        parts = {*options.parts}
+        if "waiting" in parts:
+            parts.add("training")  # its steps are what the waiting is a share of
         for what, work in work_of(bench, options.cases, options.sets):
-            if what.split()[0] not in options.parts:
+            if what.split()[0] not in parts:
                 continue
             start = time.monotonic()
             if start > begun + options.most:

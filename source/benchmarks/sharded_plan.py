@@ -185,7 +185,7 @@ def rows_of(case: Case) -> Iterator[str]:
                 f"{row.sent / least_sent:.3f}" if least_sent else "nothing travels",
                 f"{row.work / least_work:.3f}",
                 f"{ELEMENT * row.sent / 2**20:.1f}",
-                f"{domain.buckets}" if mine else "",
+                f"{domain.n_buckets}" if mine else "",
                 f"{in_turn / least_work:.3f}" if mine and not case.experts else "",
                 f"{seconds:.2f} |" if mine else "|",
             ]

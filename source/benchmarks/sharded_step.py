@@ -366,15 +366,15 @@ def step_times(
     mesh = mesh_of(layout, device)
     shapes = shapes_of(name)
     few = shapes_of("2x2048") if name == "llm" else shapes
-    difference = float("nan") if args.alone else disagreement(few, mesh, device, layout)
+    difference = float("nan")
+    if not args.alone and (not args.only or "HybridMuon" in args.only):
+        difference = disagreement(few, mesh, device, layout)
 
     def chosen(model: Parameters) -> dict[str, Callable[[], Callable[[], Any]]]:
         everyone = contestants(
             model, mesh, layout, peers=args.peers, on_gpu=on_gpu, brief=args.brief
         )
-        return {
-            title: make for title, make in everyone.items() if not args.only or title in args.only
-        }
+        return {title: everyone[title] for title in args.only or everyone if title in everyone}
 
     for title in chosen(Parameters([], device)):
         model = sharded(shapes, mesh, device, layout)
@@ -389,7 +389,7 @@ def step_times(
         }
         try:
             entry |= measure(chosen(model)[title], args, device)
-        except (RuntimeError, NotImplementedError, AssertionError, TypeError, ImportError) as error:
+        except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
             entry |= {"optimizer": f"{title} ({reason})"} | dict.fromkeys(MEASURED, float("nan"))
         del model
@@ -453,7 +453,7 @@ def main() -> None:
     )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["fsdp"])
     parser.add_argument("--brief", action="store_true", help="HybridMuon as it is, and the others")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="time these alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="time these alone, in this order")
     parser.add_argument(
         "--alone", type=int, default=0, metavar="N", help="be rank 0 of N without the others"
     )
@@ -480,8 +480,13 @@ def main() -> None:
         for layout in args.layouts:
             for entry in step_times(name, layout, args, device):
                 steps.append(entry)
-                if args.out and dist.get_rank() == 0:
-                    args.out.write_text(json.dumps({**about, "results": steps}, indent=1))
+                if dist.get_rank() == 0:
+                    print(
+                        f"{name}, {layout}, {entry['optimizer']}: {entry['gpu_ms']:.2f} ms",
+                        flush=True,
+                    )
+                    if args.out:
+                        args.out.write_text(json.dumps({**about, "results": steps}, indent=1))
     if dist.get_rank() == 0:
         print(f"\n{machine} × {dist.get_world_size()}, torch {torch.__version__}")
         report(steps)

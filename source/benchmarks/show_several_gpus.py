@@ -1,4 +1,4 @@
-"""Print the tables of doc/benchmarks/several_gpus.md and draw its picture, from results of `several_gpus.py`.
+"""Print the tables of two pages on several GPUs and draw their picture, from results of `several_gpus.py`.
 
 python source/benchmarks/show_several_gpus.py doc/benchmarks/raw/FILE.json … --picture doc/images/weak_scaling.png
 """
@@ -88,10 +88,11 @@ def training_table(content: dict[str, Any]) -> str:
     for case, entry in entries(content, "training").items():
         for stage in (0, 1):
             times = [entry.get(f"{width} GPUs, stage {stage}") for width in widths]
-            if times[-1] is None:
+            if not any(times):
                 continue
             single = entry["1 GPU, ms"]
             goal = GOALS.get(case, GOALS_OF_OTHERS).get(most) if stage == 0 else None
+            on_most = f"{times[-1]['atoms/s and GPU']:,}" if times[-1] else "–"
             share = waiting.get(f"{case} stage {stage}", {}).get("share")
             rows.append(
                 [
@@ -100,7 +101,7 @@ def training_table(content: dict[str, Any]) -> str:
                     span(single),
                     *("–" if t is None else f"{t['ms']:.3g} ({t['ratio']:.2f})" for t in times),
                     "–" if goal is None else f"{goal:.2f}",
-                    f"{entry['1 GPU, atoms/s']:,} / {times[-1]['atoms/s and GPU']:,}",
+                    f"{entry['1 GPU, atoms/s']:,} / {on_most}",
                 ]
             )
             if waiting:

@@ -1,7 +1,8 @@
-"""Atoms that nearly coincide, found in many frames at once by sorting along one direction."""
+"""Atoms that nearly coincide, found in many frames at once by sorting them into small cells."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from deepmd_muon.data.system import System
 #: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider
 #: search takes longer.
 NEARLY_COINCIDE = 0.3
-# Columns of a frame in which atoms are compared.
-_MOST_COLUMNS = 64
+# Cells along an axis of a frame, at most.
+_MOST_CELLS = 64
 # Frames read at once [atoms].
 _CHUNK = 1 << 16
 
@@ -68,89 +69,34 @@ def shortest_distances(system: System, limit: float) -> np.ndarray:
 def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return frames and numbers of pairs of atoms: all nearer than `limit` [Å], and few others.
 
-    Atoms are sorted along one direction within columns across another one. Two sets of columns
-    overlap by halves, so that near atoms share a column of one of them.
+    Frames are cut into cells at least twice as wide as the limit. Along an axis, two near atoms are
+    in the same cell, or in the same one after a shift by half a cell. So eight shifts find all
+    pairs.
     """
     rows, atoms = np.nonzero(frames.atype >= 0)
-    # Sort along the direction with the fewest atoms within the limit.
-    directions = sorted(_directions(frames, limit), key=lambda direction: direction.crowd(limit))
-    sorting, columns, remaining = directions
-    along = sorting.along[rows, atoms]
-    # Columns are at least 2·limit wide.
-    n_columns = np.clip(columns.period // (2.0 * limit), 1, _MOST_COLUMNS)[rows]
-    across = columns.along[rows, atoms] / columns.period[rows] * n_columns
-    # The first atoms of a column follow its last ones, a period later.
-    repeated = np.flatnonzero(along < limit)
-    entry_atom = np.concatenate([np.arange(len(rows)), repeated])
-    entry_along = np.concatenate([along, along[repeated] + sorting.period[rows[repeated]]])
-    span = entry_along.max(initial=0.0) + 2.0 * limit  # longer than any column
-    candidates = []
-    for offset in (0.0, 0.5):
-        column = rows * _MOST_COLUMNS + np.floor(across + offset) % n_columns
-        keys = column[entry_atom] * span + entry_along
-        order = np.argsort(keys)
-        keys = keys[order]
-        near = limit + np.spacing(keys[-1:])
-        for ahead in range(1, len(keys)):
-            at = np.flatnonzero(keys[ahead:] - keys[:-ahead] < near)
-            if not len(at):
-                break
-            candidates.append(np.stack([entry_atom[order[at]], entry_atom[order[at + ahead]]]))
-    if not candidates:
-        none = np.zeros(0, dtype=np.int64)
-        return none, none, none
-    a, b = np.concatenate(candidates, axis=1)  # entries of `rows` and `atoms`
-    distinct = a != b  # a cell may be flatter than the limit
-    frame = rows[a[distinct]]
-    i = atoms[a[distinct]]
-    j = atoms[b[distinct]]
-    # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
-    for direction in (columns, remaining):
-        near_pairs = direction.near(frame, i, j, limit)
-        frame = frame[near_pairs]
-        i = i[near_pairs]
-        j = j[near_pairs]
-    return frame, i, j
-
-
-class _Direction(NamedTuple):
-    """Positions of atoms along a direction."""
-
-    along: np.ndarray  # (nframes, natoms) [Å]; NaN for padding
-    period: np.ndarray  # (nframes,) [Å]
-
-    def crowd(self, limit: float) -> int:
-        """Return the largest number of atoms of frame 0 within `limit` [Å] of each other."""
-        along = np.sort(self.along[0])
-        end = np.searchsorted(along, along + limit)
-        return int((end - np.arange(len(along))).max(initial=0))
-
-    def near(self, rows: np.ndarray, i: np.ndarray, j: np.ndarray, limit: float) -> np.ndarray:
-        """Return which atoms i and j of frames `rows` are nearer than `limit` [Å]."""
-        step = np.abs(self.along[rows, j] - self.along[rows, i])
-        return np.asarray(np.minimum(step, self.period[rows] - step) < limit)
-
-
-def _directions(frames: Frames, limit: float) -> list[_Direction]:
-    """Return the normals of the cell's faces, or the axes without a cell."""
-    real = frames.atype >= 0
     if frames.box is None:
-        lowest = np.where(real[..., None], frames.coord, np.inf).min(axis=1, keepdims=True)
-        positions = frames.coord - lowest
-        # A period that keeps the first and the last atoms apart.
-        periods = np.where(real[..., None], positions, 0.0).max(axis=1) + 2.0 * limit
+        n_cells = np.full((frames.nframes, 3), _MOST_CELLS)
+        places = frames.coord / (2.0 * limit)
     else:
         inverse = np.linalg.inv(frames.box)
-        periods = 1.0 / np.sqrt((inverse**2).sum(axis=1))  # heights of the cell, (nframes, 3)
-        fractions = frames.coord @ inverse
-        fractions -= np.floor(fractions)
-        positions = fractions * periods[:, None]
-    directions = []
-    for axis in range(3):
-        along = positions[..., axis].copy()
-        along[~real] = np.nan  # sorts to the end
-        directions.append(_Direction(along, periods[:, axis]))
-    return directions
+        heights = 1.0 / np.linalg.norm(inverse, axis=1)  # of the box, (nframes, 3)
+        n_cells = np.clip(heights // (2.0 * limit), 1, _MOST_CELLS)
+        places = frames.coord @ inverse * n_cells[:, None]
+    places = places[rows, atoms]  # (natoms of all frames, 3) [cells]
+    # Images of a periodic frame are in the same cell. Without a box, atoms far apart may be.
+    cells = [(np.floor(places + shift) % n_cells[rows]).T.astype(np.int64) for shift in (0.0, 0.5)]
+    candidates = [np.zeros((2, 0), dtype=np.int64)]
+    for x, y, z in itertools.product(*zip(*cells, strict=True)):
+        cell = ((rows * _MOST_CELLS + x) * _MOST_CELLS + y) * _MOST_CELLS + z
+        order = np.argsort(cell)
+        cell = cell[order]
+        for ahead in range(1, len(cell)):
+            at = np.flatnonzero(cell[ahead:] == cell[:-ahead])
+            if not len(at):
+                break
+            candidates.append(np.stack([order[at], order[at + ahead]]))
+    a, b = np.concatenate(candidates, axis=1)
+    return rows[a], atoms[a], atoms[b]
 
 
 def distance_problem(

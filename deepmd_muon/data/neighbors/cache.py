@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 #: Most frames read at once while going through a system, and most atoms in them.
 CHUNK = 64
 CHUNK_ATOMS = 8192
-#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a
-#: thousand times too dense.
-DENSEST = 10.0
+# Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a
+# thousand times too dense.
+_DENSEST = 10.0
 # Seconds between two lines on how far the counting is.
 _LOG_INTERVAL = 10.0
 
@@ -57,6 +57,10 @@ class NeighborRequest(Protocol):
     def inner(self) -> Sequence[tuple[float, int]]:
         """Shorter cut-offs [Å] and the most neighbours within each."""
 
+    @property
+    def bound_edges(self) -> bool:
+        """Whether batches have a bound of the neighbours of all atoms together."""
+
 
 class NeighborCache:
     """Neighbour lists of frames, each built once and kept while the memory budget lasts.
@@ -79,6 +83,8 @@ class NeighborCache:
         Number of types of the model; ``len(sel)`` when left out.
     inner : sequence of (float, int)
         Shorter cut-offs, see `build_neighbors`.
+    bound_edges : bool
+        Whether batches on a device have a bound of the neighbours of all atoms together.
 
     Attributes
     ----------
@@ -96,6 +102,7 @@ class NeighborCache:
         max_bytes: int = 2 << 30,
         ntypes: int | None = None,
         inner: Sequence[tuple[float, int]] = (),
+        bound_edges: bool = False,
     ) -> None:
         if not rcut > 0:
             raise NeighborError(f"rcut must be positive, found {rcut}")
@@ -111,6 +118,7 @@ class NeighborCache:
         self.max_bytes = max_bytes
         self.ntypes = ntypes
         self.inner = tuple(inner)
+        self.bound_edges = bound_edges
         self.nbytes = 0
         self.dropped = 0
         self._limits = group_limits(sel, by_type, ntypes)
@@ -127,6 +135,7 @@ class NeighborCache:
             max_bytes=max_bytes,
             ntypes=ntypes,
             inner=request.inner,
+            bound_edges=request.bound_edges,
         )
 
     def __len__(self) -> int:
@@ -291,7 +300,7 @@ def neighbor_statistics(
     def count(chunk: _Chunk) -> NeighborStatistics:
         system = chunk.system
         frames = system.frames(chunk.numbers)
-        _check_density(system, chunk.numbers, frames)
+        check_density(system, chunk.numbers, frames)
         is_listed = np.ones(len(chunk.numbers), dtype=bool)
         if chunk.listed is not None:
             is_listed = np.isin(chunk.numbers, chunk.listed)
@@ -328,27 +337,18 @@ def _log_progress(
         yield result
 
 
-def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
+def check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
     """Reject cells denser than any matter, a mistake in units that would take minutes to count."""
     if frames.box is None:
         return
-    density = densities(frames)
+    volume = np.abs(np.linalg.det(frames.box))
+    density = (frames.atype >= 0).sum(axis=1) / np.where(volume > 1e-300, volume, np.inf)
     densest = int(density.argmax())
-    if density[densest] > DENSEST:
+    if density[densest] > _DENSEST:
         raise NeighborError(
             f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ "
             "(diamond has 0.18); box and coord must be in Å (nm would look like this)"
         )
-
-
-def densities(frames: Frames) -> np.ndarray:
-    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a volume."""
-    natoms = (frames.atype >= 0).sum(axis=1)
-    if frames.box is None:
-        return np.zeros(len(natoms))
-    volume = np.abs(np.linalg.det(frames.box))
-    has_volume = volume > 1e-300
-    return np.asarray(np.divide(natoms, volume, out=np.zeros(len(volume)), where=has_volume))
 
 
 def number_of_types(system: System) -> int:

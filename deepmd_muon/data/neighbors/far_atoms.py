@@ -26,15 +26,6 @@ _MOST_PAIRS = 1e9
 # Atoms further from their cell [cell lengths] need more than the 32 bits of a translation.
 _MOST_CELLS = float(1 << 30)
 
-# Limits of ordinary frames: lengths of positions and cell vectors, and of the longest cell vector
-# [Å].
-_ORDINARY_LENGTH = 1e4
-_ORDINARY_CELL = 1e-3
-# Least volume of an ordinary cell over the cube of its longest component.
-_ORDINARY_VOLUME = 1e-6
-# Atoms of ordinary frames are at most so many cell lengths away from the cell.
-_ORDINARY_DISTANCE = 1e3
-
 
 class RawPairs(NamedTuple):
     """Pairs that a search found, each both ways: position[j] + shift·box is near position[i]."""
@@ -110,34 +101,6 @@ def _raise_if_any(wrong: np.ndarray, points: np.ndarray, names: np.ndarray, prob
 def heights(inverse: np.ndarray) -> np.ndarray:
     """Return the distances between opposite faces of a cell, (3,) [Å], from its inverse."""
     return np.asarray(1.0 / np.linalg.norm(inverse, axis=0))
-
-
-def are_ordinary(coord: np.ndarray, box: np.ndarray | None) -> np.ndarray:
-    """Return which frames have ordinary positions and cells, bool `(nframes,)`.
-
-    A search that does not check geometries takes only these frames; `check_geometry` names what is
-    wrong with others.
-
-    Parameters
-    ----------
-    coord
-        Positions `(nframes, natoms, 3)` [Å]. Padding counts, too.
-    box
-        Cells `(nframes, 3, 3)` [Å]; None without periodicity.
-    """
-    sound = np.abs(coord).max(axis=(1, 2)) < _ORDINARY_LENGTH
-    if box is None:
-        return np.asarray(sound)
-    longest = np.abs(box).max(axis=(1, 2))
-    sound &= (longest > _ORDINARY_CELL) & (longest < _ORDINARY_LENGTH)
-    sound &= np.abs(np.linalg.det(box)) > _ORDINARY_VOLUME * longest**3
-    # Unsound frames get a unit cell and zeros, which numpy inverts and multiplies without a
-    # warning.
-    is_sound = sound[:, None, None]
-    inverse = np.linalg.inv(np.where(is_sound, box, np.eye(3)))
-    fractions = np.where(is_sound, coord, 0.0) @ inverse
-    sound &= np.abs(fractions).max(axis=(1, 2)) < _ORDINARY_DISTANCE
-    return np.asarray(sound)
 
 
 def is_sparse(points: np.ndarray, inverse: np.ndarray | None, rcut: float) -> bool:

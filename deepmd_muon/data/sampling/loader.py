@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_muon.data.errors import NeighborError, SamplingError
+from deepmd_muon.data.errors import SamplingError
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.cache import (
     CHUNK_ATOMS,
     NeighborCache,
-    number_of_types,
     worker_count,
 )
 from deepmd_muon.data.neighbors.lists import NeighborList, stack_neighbors
@@ -106,10 +105,8 @@ class DataLoader:
         See `system_probabilities`.
     seed : int, optional
         Seed of the order; drawn when left out, and saved with the position either way.
-    rcut, sel, by_type, cache_bytes
-        Settings of the neighbour cache, see `NeighborCache`; not needed with `cache`.
-    cache : NeighborCache, optional
-        Use this cache, e.g. the one that `neighbor_statistics` has filled.
+    cache : NeighborCache
+        The neighbour lists, such as those that `neighbor_statistics` has filled in.
     prefetch : bool
         Build one batch ahead in a thread.
     rank, world_size : int
@@ -131,8 +128,6 @@ class DataLoader:
         Batches of each system.
     probabilities : ndarray, (nsystems,)
         Probability of each system.
-    cache : NeighborCache
-        The neighbour lists.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each setting of training_data
@@ -143,11 +138,7 @@ class DataLoader:
         auto_prob: str = "prob_sys_size",
         sys_probs: Sequence[float] | None = None,
         seed: int | None = None,
-        rcut: float | None = None,
-        sel: Sequence[int] | None = None,
-        by_type: bool = True,
-        cache_bytes: int = 2 << 30,
-        cache: NeighborCache | None = None,
+        cache: NeighborCache,
         prefetch: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -168,16 +159,6 @@ class DataLoader:
             for n, size in zip(nframes, self.batch_sizes, strict=True)
         )
         self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
-        if cache is None:
-            if rcut is None:
-                raise NeighborError("give rcut and sel, or a NeighborCache")
-            cache = NeighborCache(
-                rcut=rcut,
-                sel=sel,
-                by_type=by_type,
-                max_bytes=cache_bytes,
-                ntypes=max(map(number_of_types, self.systems)),
-            )
         self.cache = cache
         self.rank = rank
         self.world_size = world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,8 @@ class Labels:
         labels._log_other_names(path)
         labels._log_free_energies(frames, path)
         labels._warn_of_unknown_names(frames, names_in_file, path)
+        labels._warn_of_stress_without_cell(frames, path)
+        _warn_of_calculators(frames, path)
         return labels
 
     def _log_other_names(self, path: str) -> None:
@@ -133,6 +136,22 @@ class Labels:
                 ", ".join(similar),
             )
 
+    def _warn_of_stress_without_cell(self, frames: Sequence[Atoms], path: str) -> None:
+        """Warn if frames have a stress other than zero, and no periodic direction."""
+        names = [self.names[label] for label in ("virial", "stress")]
+        count = sum(
+            any(np.any(values_of(atoms).get(name, 0.0)) for name in names if name is not None)
+            for atoms in frames
+            if not atoms.pbc.any()
+        )
+        if count:
+            log.warning(
+                "%s: the stress or virial of %d frames is ignored, because they are not periodic; "
+                'if they are, write pbc="T T T"',
+                path,
+                count,
+            )
+
     def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
         """Return the labels that a frame has, in our units and signs.
 
@@ -155,7 +174,7 @@ class Labels:
             energy = values.get("free_energy", energy)
         labels = {"energy": energy, "force": value("force")}
         if cell:
-            labels["virial"] = value("virial")
+            labels["virial"] = _matrix(value("virial"))
             if labels["virial"] is None and value("stress") is not None:
                 labels["virial"] = _virial(value("stress"), atoms, path, place)
         widths = {"energy": 1, "force": 3 * len(atoms), "virial": 9}
@@ -168,11 +187,39 @@ class Labels:
     def other_words(self, atoms: Atoms) -> dict[str, object]:
         """Return the words and single numbers in the header of a frame that are no labels."""
         labels = set(self.names.values())
-        return {
+        words = {
             name: value
             for name, value in atoms.info.items()
             if name not in labels and np.ndim(value) == 0
         }
+        calculator = _calculator_of(atoms)
+        return words if calculator is None else {"calculator": calculator, **words}
+
+
+def is_label(name: str) -> bool:
+    """Return whether a name is a usual one of a label."""
+    return any(pattern.fullmatch(name) for pattern in _NAMES.values())
+
+
+def _calculator_of(atoms: Atoms) -> str | None:
+    """Return the name of the calculator of a frame's results, None if the file has no name."""
+    name = getattr(atoms.calc, "name", None)
+    return None if name == "unknown" else name
+
+
+def _warn_of_calculators(frames: Sequence[Atoms], path: str) -> None:
+    """Warn if several calculators made the results of a file."""
+    counts = Counter(name for atoms in frames if (name := _calculator_of(atoms)) is not None)
+    if len(counts) > 1:
+        listed = ", ".join(f"{name} ({count} frames)" for name, count in counts.most_common())
+        log.warning(
+            "%s: results of several calculators: %s; a potential learns from one method, so choose, "
+            "for instance: ase db %s calculator=%s -i one.db",
+            path,
+            listed,
+            path,
+            next(iter(counts)),
+        )
 
 
 def parameters_of(
@@ -272,12 +319,15 @@ def _choose_name(label: str, key: str | None, names_in_file: set[str], path: str
 
 def _virial(stress: Any, atoms: Atoms, path: str, place: str) -> np.ndarray:
     """Return the virial (9,) [eV] from ASE's stress, (6,) or (9,) [eV/Å³]."""
+    numbers = _numbers(_matrix(stress), "stress", (9,), path, place)
+    return -float(atoms.cell.volume) * numbers
+
+
+def _matrix(tensor: Any) -> Any:
+    """Return a symmetric tensor as a matrix if it has six numbers, in ASE's order."""
     from ase.stress import voigt_6_to_full_3x3_stress
 
-    numbers = _numbers(stress, "stress", (6, 9), path, place)
-    if numbers.size == 6:
-        numbers = voigt_6_to_full_3x3_stress(numbers).reshape(-1)
-    return -float(atoms.cell.volume) * numbers
+    return voigt_6_to_full_3x3_stress(tensor) if np.shape(tensor) == (6,) else tensor
 
 
 def _numbers(value: Any, name: str, sizes: Sequence[int], path: str, place: str) -> np.ndarray:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.stores.ase_labels import Labels, parameters_of, values_of
+from deepmd_muon.data.stores.ase_labels import Labels, is_label, parameters_of, values_of
 from deepmd_muon.data.stores.ase_weights import Weights
 from deepmd_muon.data.stores.memory import FrameOrigin, MemoryStore
 from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
+from deepmd_muon.data.stores.programs import COMPRESSED
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
 from deepmd_muon.files import open_regular
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 _WITH_TAIL = ("xtd",)
 # Beginning of a trajectory of ASE.
 _TRAJECTORY = b"- of UlmASE-Trajectory"
-# Endings of files that ASE decompresses.
-_COMPRESSED = (".gz", ".bz2", ".xz")
 # Numbers compress to a quarter or so, repeated frames to a hundredth.
 _MAX_COMPRESSION = 200
 _ALWAYS_FITS = 64 << 20  # smaller contents fit in any memory [bytes]
@@ -74,7 +73,8 @@ def read_ase(path: str, reading: Reading, kind: str | None = None) -> list[Memor
         raise SystemNotFoundError(
             f"system {path}: {problem} "
             f"({type(error).__name__}: {str(error).strip() or 'unknown format'}); name the right "
-            "format if ASE or dpdata reads it: --format, or format beside systems"
+            "format if ASE or dpdata reads it: --format, or format beside systems; arrays of other "
+            "layouts (.npz) become a system by examples/write_system.py, in eV and Å"
         ) from error
     if not contents.frames:
         raise SystemFormatError(path, "", "the file has no frames")
@@ -123,7 +123,7 @@ class _Contents(NamedTuple):
 
 def _check_size(path: str) -> None:
     """Refuse a compressed file with an implausible ratio: it could fill the memory many times."""
-    if not path.endswith(_COMPRESSED):
+    if not path.endswith(COMPRESSED):
         return
     from ase.io.formats import open_with_compression
 
@@ -160,8 +160,12 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
         return _Contents(outcar.frames, outcar.converged)
     if kind in ("xyz", "extxyz"):
         return _Contents(read_xyz_frames(path, kind), [])
+    if kind in ("db", "json"):
+        return _Contents(_read_rows(path, kind), [])
     if kind == "traj":
         _refuse_joined(path)
+    if kind == "lammps-dump-text":
+        _refuse_types_without_elements(path)
     # A format that ASE also writes is one of structures: a program's output goes on after the last.
     structures = form is not None and form.can_write and form.acceptsfd and not form.isbinary
     if structures and not form.single and kind not in _WITH_TAIL:
@@ -188,6 +192,26 @@ def _read_frames(path: str, kind: str | None) -> _Contents:
     return _Contents(frames, converged)
 
 
+def _read_rows(path: str, kind: str) -> list[Atoms]:
+    """Return the rows of a database of ASE, their key-value pairs as words of a header.
+
+    The results of a row's calculator are its labels, so that pairs with names of labels are left
+    out: they may be other methods'.
+    """
+    from ase.db import connect
+
+    frames = []
+    with connect(path, type=kind, serial=True) as database:
+        for row in database.select():
+            atoms = row.toatoms()
+            for name in row.key_value_pairs:
+                if atoms.calc is None or not is_label(name):
+                    # row.charge is the sum of initial charges, whatever the pair says.
+                    atoms.info[name] = vars(row)[name]
+            frames.append(atoms)
+    return frames
+
+
 def _refuse_joined(path: str) -> None:
     """Refuse trajectories that were joined by `cat`: ASE reads the first one only.
 
@@ -205,6 +229,22 @@ def _refuse_joined(path: str) -> None:
                     "both files, or join them with `ase convert`",
                 )
             overlap = block[-len(_TRAJECTORY) :]
+
+
+def _refuse_types_without_elements(path: str) -> None:
+    """Refuse a dump of LAMMPS without elements: ASE takes type 1 for hydrogen, 2 for helium."""
+    from ase.io.formats import open_with_compression
+
+    with open_with_compression(path, "rt") as file:
+        columns = next((line for line in file if line.startswith("ITEM: ATOMS")), "").split()
+    if not {"element", "mass"}.intersection(columns):
+        raise SystemFormatError(
+            path,
+            "frame 0",
+            "its atoms have types and no elements: write the dump with the column element (dump "
+            "custom … element x y z fx fy fz, dump_modify element …), and energies as labels are "
+            "in no dump",
+        )
 
 
 def _converged_frames(contents: _Contents, path: str) -> list[int]:

@@ -13,7 +13,7 @@ from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.cp2k_trajectory import is_trajectory, read_trajectory
 from deepmd_muon.data.stores.dpdata_reading import dpdata_formats, read_dpdata
 from deepmd_muon.data.stores.memory import MemoryStore
-from deepmd_muon.data.stores.programs import recognize
+from deepmd_muon.data.stores.programs import COMPRESSED, recognize
 from deepmd_muon.label_keys import Reading
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,10 @@ def read_foreign(path: str, reading: Reading) -> list[MemoryStore]:
 
 def _read_first(path: str, names: Sequence[str], reading: Reading) -> list[MemoryStore]:
     """Read a file in the first of dpdata's formats that can read it."""
+    if path.endswith(COMPRESSED):
+        raise SystemNotFoundError(
+            f"system {path}: dpdata reads it as {names[0]}, but no compressed files: decompress it"
+        )
     problem: SystemNotFoundError | None = None
     for name in names:
         try:

@@ -51,7 +51,10 @@ def hdf5_stores(path: str, handles: HandleCache) -> Iterator[HDF5Store]:
                 f"system {path}: {file} has no group {group}; it has {sorted(root)[:_MAX_SHOWN]}"
             )
     if not systems:
-        raise SystemNotFoundError(f"system {path}: no group of {file} has a type.raw")
+        raise SystemNotFoundError(
+            f"system {path}: no group of {file} has a type.raw; examples/write_system.py writes arrays "
+            "of other layouts as systems, in eV and Å"
+        )
     for name in sorted(systems):
         yield HDF5Store(file, f"{start}/{name}", handles)
 

@@ -26,13 +26,11 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile
@@ -54,14 +52,13 @@ _NO_PAGE = (1 << 64) - 1  # root of an empty database
 _MAX_DEPTH = 32
 
 _unpack_u16 = struct.Struct("<H").unpack_from
+_unpack_page_header = struct.Struct("<HH").unpack_from  # flags and the end of the offsets
 _unpack_u64 = struct.Struct("<Q").unpack_from
 _unpack_node_header = struct.Struct("<HHHH").unpack_from
 _unpack_overflow_header = struct.Struct("<HI").unpack_from  # flags and number of pages
 
-# Leaves in memory: 32 MiB, the leaves of a million frames whose values are long.
-_MAX_LEAVES = 8192
-# Parsed branches in memory, about as much; they lead to 300,000 leaves or more.
-_MAX_BRANCHES = 2048
+# Parsed pages in memory: 100 MiB, the leaves of a million frames whose values are long.
+_MAX_PAGES = 8192
 
 
 class _Meta(NamedTuple):
@@ -73,30 +70,19 @@ class _Meta(NamedTuple):
     transaction: int
 
 
-class _Branch(NamedTuple):
-    """A parsed branch."""
-
-    keys: list[bytes]
-    pages: list[int]
-
-
-class _Leaf(NamedTuple):
-    """A leaf as it is in the file."""
+class _Page(NamedTuple):
+    """A branch or a leaf."""
 
     number: int
-    page: bytes
-    n_nodes: int
-    first_number: int  # the first key, if it is a number
-    end: bytes  # first key of the next leaf; empty if there is none
+    content: bytes
+    is_leaf: bool
+    keys: list[bytes]
 
-
-class _Node(NamedTuple):
-    """A node of a leaf."""
-
-    key: bytes
-    length: int  # of the value
-    flags: int
-    value_offset: int  # in the page
+    def node(self, place: int) -> tuple[int, int, int, int]:
+        """Return three shorts of a node's header, and where its value begins."""
+        (offset,) = _unpack_u16(self.content, _PAGE_HEADER + 2 * place)
+        low, middle, high, key_size = _unpack_node_header(self.content, offset)
+        return low, middle, high, offset + _NODE_HEADER + key_size
 
 
 class LmdbFile:
@@ -127,8 +113,7 @@ class LmdbFile:
         self.path = path
         self._handles = handles
         self._watch = FileWatch()
-        self._leaves: dict[int, _Leaf] = {}
-        self._branches: dict[int, _Branch] = {}
+        self._pages: dict[int, _Page] = {}
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
         meta = self._read_meta()
@@ -138,10 +123,10 @@ class LmdbFile:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the pages kept in memory out."""
-        return {**self.__dict__, "_leaves": {}, "_branches": {}}
+        return {**self.__dict__, "_pages": {}}
 
     def values(self, keys: Sequence[bytes]) -> list[bytes | memoryview | None]:
-        """Return the value of each key, None if it is missing; fastest for rising keys.
+        """Return the value of each key, None if it is missing.
 
         Raises
         ------
@@ -152,131 +137,80 @@ class LmdbFile:
         if self._root == _NO_PAGE:
             return [None] * len(keys)
         file = self._open_file()
-        values: list[bytes | memoryview | None] = []
-        leaf = None
-        previous_key = b""
-        for key in keys:
-            # Keys between the previous one and the end of its leaf are in the same leaf.
-            if leaf is None or not previous_key <= key < leaf.end:
-                leaf = self._find_leaf(key, file)
-                previous_key = key
-            node = self._find_node(leaf, key)
-            values.append(None if node is None else self._value(leaf, node, file))
-        return values
+        return [self._value(key, file) for key in keys]
 
     # ----- the tree ------------------------------------------------------------------------------
 
-    def _find_leaf(self, key: bytes, file: OpenFile) -> _Leaf:
-        """Return the leaf that has a key, if any leaf has it."""
+    def _value(self, key: bytes, file: OpenFile) -> bytes | memoryview | None:
+        """Go down the tree for a key, and read its value."""
         number = self._root
-        end = b""
         for _ in range(_MAX_DEPTH):
-            branch = self._branches.get(number)
-            if branch is None:
-                leaf = self._leaves.get(number)
-                if leaf is not None:
-                    return leaf
-                page = self._read_page(number, file)
-                n_nodes = self._node_count(number, page)
-                flags = _unpack_u16(page, 10)[0]
-                if flags & _LEAF:
-                    leaf = _Leaf(number, page, n_nodes, _first_number(page, len(key)), end)
-                    _remember(self._leaves, number, leaf, _MAX_LEAVES)
-                    return leaf
-                if not flags & _BRANCH:
-                    raise self._damaged(
-                        f"page {number} has flags {flags:#x}, expected a branch or a leaf"
-                    )
-                branch = self._parse_branch(number, page, n_nodes)
-                _remember(self._branches, number, branch, _MAX_BRANCHES)
+            page = self._pages.get(number) or self._parse(number, file)
+            if page.is_leaf:
+                place = bisect_left(page.keys, key)
+                if page.keys[place : place + 1] == [key]:
+                    return self._value_at(page, place, file)
+                return None
             # The key of the first node counts as smaller than all others.
-            place = bisect_right(branch.keys, key, lo=1)
-            number = branch.pages[place - 1]
-            if place < len(branch.keys):
-                end = branch.keys[place]
+            place = bisect_right(page.keys, key, lo=1) - 1
+            low, middle, high, _ = page.node(place)
+            number = low | middle << 16 | high << 32
         raise self._damaged(f"the tree is deeper than {_MAX_DEPTH} pages")
 
-    def _parse_branch(self, number: int, page: bytes, n_nodes: int) -> _Branch:
-        if n_nodes == 0:
-            raise self._damaged(f"branch {number} leads nowhere")
-        offsets = np.frombuffer(page, "<u2", n_nodes, _PAGE_HEADER).astype(np.int64)
-        if offsets.min() < _PAGE_HEADER or offsets.max() + _NODE_HEADER > len(page):
-            raise self._damaged(
-                f"page {number} has nodes at bytes {offsets.min()} to {offsets.max()}"
-            )
-        header_bytes = offsets[:, None] + np.arange(_NODE_HEADER)
-        headers = np.frombuffer(page, np.uint8)[header_bytes].view("<u2").astype(np.int64)
-        pages = headers[:, 0] | headers[:, 1] << 16 | headers[:, 2] << 32
-        starts = offsets + _NODE_HEADER
-        ends = starts + headers[:, 3]
-        if ends.max() > len(page):
-            raise self._damaged(f"page {number} has a key that ends at byte {ends.max()}")
-        keys = [page[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-        if any(key >= following for key, following in pairwise(keys[1:])):
-            raise self._damaged(f"the keys of page {number} are not sorted")
-        return _Branch(keys, pages.tolist())
-
-    def _find_node(self, leaf: _Leaf, key: bytes) -> _Node | None:
-        """Return the node of a key, None if the leaf lacks it."""
-        low = 0
-        high = leaf.n_nodes
-        # The keys of frames are consecutive numbers: usually this is the place.
-        place = int(key) - leaf.first_number if key.isdigit() else -1
-        while low < high:
-            if not low <= place < high:
-                place = (low + high) // 2
-            node = self._node(leaf, place)
-            if node.key == key:
-                return node
-            if node.key < key:
-                low = place + 1
-            else:
-                high = place
-        return None
-
-    def _node_count(self, number: int, page: bytes) -> int:
-        end = _unpack_u16(page, 12)[0]
-        if not _PAGE_HEADER <= end <= len(page) or end % 2:
+    def _parse(self, number: int, file: OpenFile) -> _Page:
+        """Read a branch or a leaf, and keep it in memory."""
+        if number < 2:
+            raise self._damaged(f"a link to page {number}")
+        content = self._read(file, number * self._page_size, self._page_size)
+        flags, end = _unpack_page_header(content, 10)
+        if not flags & (_BRANCH | _LEAF):
+            raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
+        n_nodes = (end - _PAGE_HEADER) // 2
+        if not 0 < n_nodes <= (len(content) - _PAGE_HEADER) // 2 or end % 2:
             raise self._damaged(f"page {number} says that its nodes end at byte {end}")
-        return (int(end) - _PAGE_HEADER) // 2
+        offsets = struct.unpack_from(f"<{n_nodes}H", content, _PAGE_HEADER)
+        keys = []
+        for offset in offsets:
+            start = offset + _NODE_HEADER
+            if not _PAGE_HEADER + _NODE_HEADER <= start <= len(content):
+                raise self._damaged(f"page {number} has a node at byte {offset}")
+            key_end = start + _unpack_u16(content, start - 2)[0]
+            if key_end > len(content):
+                raise self._damaged(f"page {number} has a key that ends at byte {key_end}")
+            keys.append(content[start:key_end])
+        is_leaf = bool(flags & _LEAF)
+        if any(key >= following for key, following in pairwise(keys[not is_leaf :])):
+            raise self._damaged(f"the keys of page {number} are not sorted")
+        if len(self._pages) >= _MAX_PAGES:
+            self._pages.clear()
+        page = _Page(number, content, is_leaf, keys)
+        self._pages[number] = page
+        return page
 
-    def _node(self, leaf: _Leaf, place: int) -> _Node:
-        page = leaf.page
-        (offset,) = _unpack_u16(page, _PAGE_HEADER + 2 * place)
-        if offset < _PAGE_HEADER or offset + _NODE_HEADER > len(page):
-            raise self._damaged(f"page {leaf.number} has a node at byte {offset}")
-        low, high, flags, key_size = _unpack_node_header(page, offset)
-        key_start = offset + _NODE_HEADER
-        key_end = key_start + key_size
-        if key_end > len(page):
-            raise self._damaged(
-                f"page {leaf.number} has a key of {key_size} bytes at byte {offset}"
-            )
-        return _Node(page[key_start:key_end], low | high << 16, flags, key_end)
-
-    def _value(self, leaf: _Leaf, node: _Node, file: OpenFile) -> bytes | memoryview:
-        if node.flags & _SUB_DATABASE:
+    def _value_at(self, leaf: _Page, place: int, file: OpenFile) -> bytes | memoryview:
+        key = leaf.keys[place]
+        low, high, flags, start = leaf.node(place)
+        length = low | high << 16
+        if flags & _SUB_DATABASE:
             raise self._problem(
-                f"key {node.key!r} is a database of its own, which DeePMD's format does not have"
+                f"key {key!r} is a database of its own, which DeePMD's format does not have"
             )
-        is_long = node.flags & _LONG_VALUE
-        end = node.value_offset + (8 if is_long else node.length)
-        if end > len(leaf.page):
-            raise self._damaged(f"the value of {node.key!r} ends beyond page {leaf.number}")
+        is_long = flags & _LONG_VALUE
+        end = start + (8 if is_long else length)
+        if end > len(leaf.content):
+            raise self._damaged(f"the value of {key!r} ends beyond page {leaf.number}")
         if not is_long:
-            return leaf.page[node.value_offset : end]
+            return leaf.content[start:end]
 
-        (number,) = _unpack_u64(leaf.page, node.value_offset)
+        (number,) = _unpack_u64(leaf.content, start)
         offset = number * self._page_size
-        length = _PAGE_HEADER + node.length
+        length += _PAGE_HEADER
         if number < 2 or offset + length > self._size:
-            raise self._damaged(
-                f"truncated: the value of {node.key!r} ends at byte {offset + length}"
-            )
+            raise self._damaged(f"truncated: the value of {key!r} ends at byte {offset + length}")
         content = self._read(file, offset, length)
         flags, n_pages = _unpack_overflow_header(content, 10)
         if not flags & _OVERFLOW or n_pages * self._page_size < length:
-            raise self._damaged(f"the value of {node.key!r} does not start at page {number}")
+            raise self._damaged(f"the value of {key!r} does not start at page {number}")
         return memoryview(content)[_PAGE_HEADER:]
 
     # ----- the file ------------------------------------------------------------------------------
@@ -309,11 +243,6 @@ class LmdbFile:
         entries, root, _, transaction = struct.unpack_from("<QQQQ", page, 120)
         return _Meta(page_size, entries, root, transaction)
 
-    def _read_page(self, number: int, file: OpenFile) -> bytes:
-        if number < 2:
-            raise self._damaged(f"a link to page {number}")
-        return self._read(file, number * self._page_size, self._page_size)
-
     def _open_file(self) -> OpenFile:
         try:
             file: OpenFile = self._handles.get(self.path, lambda: OpenFile(self.path))
@@ -336,17 +265,3 @@ class LmdbFile:
         return self._problem(
             f"damaged ({problem}; the file has {self._size} bytes); copy or write it again"
         )
-
-
-def _remember(cache: dict[int, Any], number: int, page: _Branch | _Leaf, limit: int) -> None:
-    """Keep a page in a cache, which is emptied when it is full."""
-    if len(cache) >= limit:
-        cache.clear()
-    cache[number] = page
-
-
-def _first_number(page: bytes, key_size: int) -> int:
-    """Return the first key of a leaf as a number, if it has this size; 0 if it is none."""
-    start = _unpack_u16(page, _PAGE_HEADER)[0] + _NODE_HEADER
-    key = page[start : start + key_size]
-    return int(key) if key.isdigit() else 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from io import BufferedIOBase
+from typing import BinaryIO, NamedTuple
 
 from deepmd_muon.files import open_regular
 
 _HEAD = 1 << 16  # searched for a program's name [bytes]
+COMPRESSED = (".gz", ".bz2", ".xz")  # endings of files that ASE decompresses
 # Files of a folder that are looked at to say what it holds; a folder of calculations may have
 # thousands.
 _MOST_FILES = 200
@@ -80,12 +82,29 @@ def recognize(path: str) -> Program | None:
     """Return the program that wrote a file, None if its first lines do not tell."""
     try:
         with open_regular(path) as file:
-            head = file.read(_HEAD)
-    except OSError:
+            head = _decompressed(file, path).read(_HEAD)
+    except Exception:  # not readable; decompressors raise errors of their own kinds
         return None
     if _XYZ.match(head):
         return None
     return next((program for program in _PROGRAMS if program.signature.search(head)), None)
+
+
+def _decompressed(file: BinaryIO, path: str) -> BinaryIO | BufferedIOBase:
+    """Return the contents of a file that its ending calls compressed."""
+    if path.endswith(".gz"):
+        import gzip
+
+        return gzip.GzipFile(fileobj=file)
+    if path.endswith(".bz2"):
+        import bz2
+
+        return bz2.BZ2File(file)
+    if path.endswith(".xz"):
+        import lzma
+
+        return lzma.LZMAFile(file)
+    return file
 
 
 def describe_files(folder: str) -> str:

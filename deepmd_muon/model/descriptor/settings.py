@@ -46,12 +46,15 @@ class NeighborRequest:
     inner
         Shorter cut-offs [Å] of a mixed list, each with the most neighbours kept within it.
         `Structures.inner` then counts for every atom the leading columns inside.
+    bound_edges
+        Whether the model reads a list of edges, so that `Structures.edges` saves it the empty slots.
     """
 
     rcut: float
     sel: tuple[int, ...]
     by_type: bool
     inner: tuple[tuple[float, int], ...] = ()
+    bound_edges: bool = False
 
 
 class NeighborCounts(Protocol):

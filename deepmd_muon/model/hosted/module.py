@@ -224,7 +224,12 @@ def _neighbors(module: Any, form: Any) -> NeighborRequest:
         sel = (MOST_NEIGHBORS,)
     elif not by_type:
         sel = (sum(sel),)
-    return NeighborRequest(float(module.get_rcut()), sel, by_type)
+    return NeighborRequest(
+        rcut=float(module.get_rcut()),
+        sel=sel,
+        by_type=by_type,
+        bound_edges=isinstance(form, EdgeForm),
+    )
 
 
 def _counted(module: Any, ntypes: int) -> Tensor | None:

@@ -50,9 +50,12 @@ def curve(h, kind: tl.constexpr, curve_constants: tl.constexpr):
         value = tanh(h)
         slope = 1.0 - value * value
         return value, slope, -2.0 * value * slope
-    # "silu" and "silut"
+    # silu: f = h·σ(h), f′ = σ + h·σ(1 − σ), f″ = σ(1 − σ)·(2 + h·(1 − 2σ)).
+    # silut is silu up to the threshold, then start + tanh(rate·(h − threshold)). One sigmoid serves
+    # both pieces: with u = rate·(h − threshold) and σ = σ(2u), tanh u = 2σ − 1 and
+    # 1 − tanh² u = 4σ(1 − σ).
     x = h
-    if kind == "silut":  # one sigmoid σ serves both pieces, since tanh x = 2σ(2x) − 1
+    if kind == "silut":
         # Arguments and variables would be rounded to single precision; constants are not.
         threshold: tl.constexpr = curve_constants[0]
         rate: tl.constexpr = curve_constants[1]
@@ -61,16 +64,16 @@ def curve(h, kind: tl.constexpr, curve_constants: tl.constexpr):
         x = tl.where(past >= 0.0, 2.0 * rate * past, h)
     sigmoid = tl.sigmoid(x)
     complement = 1.0 - sigmoid
-    change = sigmoid * complement
-    turn = complement - sigmoid
-    q = h * change
+    product = sigmoid * complement  # σ(1 − σ)
+    turn = complement - sigmoid  # 1 − 2σ
+    q = h * product
     value = h * sigmoid
     slope = sigmoid + q
-    bend = 2.0 * change + q * turn
+    bend = 2.0 * product + q * turn
     if kind == "silut":
         value = tl.where(past >= 0.0, start - turn, value)
-        slope = tl.where(past >= 0.0, 4.0 * rate * change, slope)
-        bend = tl.where(past >= 0.0, 8.0 * rate * rate * change * turn, bend)
+        slope = tl.where(past >= 0.0, 4.0 * rate * product, slope)
+        bend = tl.where(past >= 0.0, 8.0 * rate * rate * product * turn, bend)
     return value, slope, bend
 
 
@@ -113,7 +116,7 @@ def _push_kernel(
     kept = tl.load(keep + index, mask, 0.0)
     if h_dot is None:
         value = kept + tl.load(bias + column, mask, 0.0)
-        # Derivatives of tanh follow from its value: that is kept instead of h.
+        # `keep` is overwritten by h, or by tanh h, from which all derivatives of tanh follow.
         if kind == "tanh":
             value = tanh(value)
         tl.store(keep + index, value, mask)
@@ -169,7 +172,7 @@ def _pull_kernel(
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and atom by atom by idt.
+    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and row by row by idt.
 
     ĥ = idt∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), h̄ = idt∘f′(h)∘ȳ; the gradient of idt sums f(h)∘ŷ + f′(h)∘ḣ∘ȳ
     over rows. Without ȳ only ĥ = idt∘f′(h)∘ŷ.
@@ -182,7 +185,7 @@ def _pull_kernel(
         bar = tl.load(y_bar + row * bar_stride + column, mask, 0.0)
         if idt is not None:
             tl.store(out + index, value * hat + slope * dot * bar, mask)
-            out += count
+            out += count  # ĥ and h̄ come behind the terms of the gradient of idt
     if idt is not None:
         scale = tl.load(idt + column, mask, 0.0)
         hat *= scale

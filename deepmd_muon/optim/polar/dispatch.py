@@ -36,21 +36,16 @@ class MatrixBatch:
     rows: int
     columns: int
     count: int
-    dtype: torch.dtype
-    device: str
-    capability: tuple[int, int]
-    operand: torch.dtype
-
-    @property
-    def readable(self) -> bool:
-        """Whether kernels can read them: on tensor cores with asynchronous copies, in fp16."""
-        on_gpu = self.device == "cuda" and self.capability >= (8, 0)
-        return on_gpu and self.operand == torch.float16 and self.dtype in _READABLE
 
     @property
     def tiles(self) -> int:
         """Number of 64 × 64 tiles in all matrices."""
         return self.count * -(-self.rows // _TILE) * -(-self.columns // _TILE)
+
+
+def kernels_can_read(dtype: torch.dtype, capability: tuple[int, int], operand: torch.dtype) -> bool:
+    """Return whether kernels take such matrices: tensor cores with asynchronous copies, in fp16."""
+    return capability >= (8, 0) and operand == torch.float16 and dtype in _READABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Candidate:
 def _strips(p: MatrixBatch) -> bool:
     strips = -(-p.columns // (64 if p.rows <= 128 else 32))
     few = p.rows <= 128 or p.count * strips <= 2 * _MOST_STRIPS
-    return p.readable and 1 < p.rows <= 256 and strips <= _MOST_STRIPS and few
+    return 1 < p.rows <= 256 and strips <= _MOST_STRIPS and few
 
 
 TABLE: tuple[Candidate, ...] = (
@@ -74,7 +69,7 @@ TABLE: tuple[Candidate, ...] = (
         "whole",
         "m ≤ 64 and n ≤ 256, or m, n ≤ 128",
         "one launch, one program per matrix, X in registers",
-        lambda p: p.readable and p.columns <= (256 if p.rows <= 64 else 128),
+        lambda p: p.columns <= (256 if p.rows <= 64 else 128),
     ),
     Candidate(
         "strips",
@@ -86,14 +81,14 @@ TABLE: tuple[Candidate, ...] = (
         "tiles",
         f"m ≤ 1024 and at most {_MOST_TILES} tiles of 64 × 64",
         "one cooperative launch, programs share the tiles of each product",
-        lambda p: p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES,
+        lambda p: 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES,
     ),
     Candidate(
         "symmetric",
         "m ≥ 128",
         "three launches per step, half of each symmetric product; wide matrices share products "
         "with X",
-        lambda p: p.readable and p.rows >= 128,
+        lambda p: p.rows >= 128,
     ),
     Candidate("torch", "everything else", "batched products of torch", lambda _: True),
 )
@@ -113,16 +108,9 @@ def choose_for(
     """Return the implementation for `count` matrices of one shape with operands in float16."""
     # Triton's interpreter, on a CPU, runs the kernels of an H200.
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    batch = MatrixBatch(
-        rows=min(rows, columns),
-        columns=max(rows, columns),
-        count=count,
-        dtype=dtype,
-        device="cuda",
-        capability=capability,
-        operand=torch.float16,
-    )
-    return choose(batch)
+    if not kernels_can_read(dtype, capability, torch.float16):
+        return "torch"
+    return choose(MatrixBatch(min(rows, columns), max(rows, columns), count))
 
 
 COUNTS: Counter[tuple[str, int, int]] = Counter()

@@ -8,10 +8,8 @@ noise of low-rank gradients to full strength.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +22,6 @@ from deepmd_muon.optim.polar.schedules import Coefficients
 _GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
 
 
-class _SharedIteration(NamedTuple):
-    """Matrices that share one batched iteration."""
-
-    rows: int  # the smaller dimension m
-    columns: int  # the largest n; others are padded with zero columns, which change nothing
-    gram: bool
-    members: tuple[int, ...]
-
-
 @torch.no_grad()
 def orthogonalize_with_torch(
     matrices: Sequence[Tensor],
@@ -41,86 +30,33 @@ def orthogonalize_with_torch(
     *,
     gram: bool = True,
 ) -> list[Tensor]:
-    """Orthogonalize batches (b, m, n) on one device together, with one (a, b, c) per step.
+    """Orthogonalize batches (b, m, n) on one device, equal shapes together.
 
-    Operands of products have the dtype `operand`; results are in float32, or float64 if `operand`
-    is. `gram` allows iterating on the Gram matrix where that is cheaper.
+    There is one (a, b, c) per step. Operands of products have the dtype `operand`; results are in
+    float32, or float64 if `operand` is. `gram` allows iterating on the Gram matrix where that is
+    cheaper: a step takes 8 m³ operations in this form, and 4 m² n + 2 m³ in the standard form. The
+    Gram form also builds R from X and X from R about three times: it is cheaper for n ≥ 2 m.
     """
     master = torch.float64 if operand == torch.float64 else torch.float32
-    shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
-    results = list(matrices)
-    for shared in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
-        members = [matrices[i] for i in shared.members]
-        polar = _orthogonalize_together(members, shared, coefficients, operand, master)
-        for i, x in zip(shared.members, polar, strict=True):
-            results[i] = x
-    return results
-
-
-@functools.lru_cache(maxsize=256)
-def arrange(
-    shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool
-) -> tuple[_SharedIteration, ...]:
-    """Decide which matrices share an iteration, and in which form.
-
-    A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram
-    form also builds R from X and X from R about three times: it is cheaper for n ≥ 2 m. In Gram
-    form, all matrices of equal smaller dimension share a batch. In standard form they do so on a
-    GPU, where launches cost more than zero columns. On a CPU the opposite holds, so only equal
-    shapes share a batch.
-    """
-    by_kind: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
-    for i, (_, m, n) in enumerate(shapes):
-        rows, columns = min(m, n), max(m, n)
-        in_gram_form = gram and rows > 1 and columns >= 2 * rows
-        shared_width = in_gram_form or on_gpu or rows == 1
-        by_kind[rows, 0 if shared_width else columns, in_gram_form].append(i)
-    return tuple(
-        _SharedIteration(
-            rows=rows,
-            columns=max(max(shapes[i][1:]) for i in members),
-            gram=in_gram_form,
-            members=tuple(members),
-        )
-        for (rows, _, in_gram_form), members in by_kind.items()
-    )
-
-
-def _orthogonalize_together(
-    matrices: Sequence[Tensor],
-    shared: _SharedIteration,
-    coefficients: Coefficients,
-    operand: torch.dtype,
-    master: torch.dtype,
-) -> list[Tensor]:
-    """Iterate batches (b, m, n) together, after concatenating equal shapes, which saves calls."""
-    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+    by_shape: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
     for i, x in enumerate(matrices):
-        alike[x.shape[1:], x.dtype].append(i)
-    wide = []
-    for (shape, _), members in alike.items():
-        is_copy = len(members) > 1
-        x = torch.cat([matrices[i] for i in members]) if is_copy else matrices[members[0]]
+        by_shape[x.shape[1:], x.dtype].append(i)
+    results = list(matrices)
+    for ((rows, columns), _), members in by_shape.items():
+        batches = [matrices[i] for i in members]
+        is_copy = len(batches) > 1
+        x = torch.cat(batches) if is_copy else batches[0]
         x = _normalize(x, master, in_place=is_copy)
-        wide.append(x.mT if shape[0] > shape[1] else x)
-    if shared.rows == 1:
-        polar = wide  # the polar factor of a vector is its direction
-    elif shared.gram:
-        polar = _gram(wide, coefficients)
-    else:
-        stacked = wide[0]
-        if len(wide) > 1 or stacked.shape[2] != shared.columns:  # one batch (Σb, m, columns)
-            padded = [torch.nn.functional.pad(x, (0, shared.columns - x.shape[2])) for x in wide]
-            stacked = torch.cat(padded)
-        stacked = _standard(stacked, coefficients, operand)
-        batches = stacked.split([x.shape[0] for x in wide])
-        polar = [batch[:, :, : x.shape[2]] for batch, x in zip(batches, wide, strict=True)]
-    results = [matrices[0]] * len(matrices)
-    for ((rows, columns), _), members, batch in zip(alike, alike.values(), polar, strict=True):
-        upright = batch.mT if rows > columns else batch
-        sizes = [matrices[i].shape[0] for i in members]
-        for i, x in zip(members, upright.split(sizes), strict=True):
-            results[i] = x
+        wide = x.mT if rows > columns else x
+        if min(rows, columns) == 1:
+            polar = wide  # the polar factor of a vector is its direction
+        elif gram and operand == master and max(rows, columns) >= 2 * min(rows, columns):
+            polar = _gram(wide, coefficients)
+        else:
+            polar = _standard(wide, coefficients, operand)
+        upright = polar.mT if rows > columns else polar
+        for i, o in zip(members, upright.split([len(batch) for batch in batches]), strict=True):
+            results[i] = o
     return results
 
 
@@ -161,23 +97,20 @@ def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Te
     return x
 
 
-def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
+def _gram(x: Tensor, coefficients: Coefficients) -> Tensor:
     """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p.
 
-    At restarts and at the end X ← Q X.
-
-    Normalised batches (b, m, n) with equal m and any n ≥ m share the iteration of R, (Σb, m, m).
+    At restarts and at the end X ← Q X. X is (B, m, n), normalised, m ≤ n.
     """
-    batches = [x.shape[0] for x in matrices]
-    growth_limit = _GRAM_GROWTH[matrices[0].dtype]
+    growth_limit = _GRAM_GROWTH[x.dtype]
     q = r = None
     growth = 1.0
     for step, (a, b, c) in enumerate(coefficients):
         if q is not None and growth * a * a > growth_limit:
-            matrices = _multiply_batches(q.split(batches), matrices)
+            x = torch.bmm(q, x)
             q = None
         if q is None:
-            r = torch.cat([torch.bmm(x, x.mT) for x in matrices])
+            r = torch.bmm(x, x.mT)
             growth = 1.0
         growth *= a * a
         assert r is not None
@@ -187,11 +120,7 @@ def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
         if step + 1 < len(coefficients) and growth * coefficients[step + 1][0] ** 2 <= growth_limit:
             r = torch.bmm(p, torch.bmm(r, p))
     assert q is not None
-    return _multiply_batches(q.split(batches), matrices)
-
-
-def _multiply_batches(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.bmm(a, b) for a, b in zip(left, right, strict=True)]
+    return torch.bmm(q, x)
 
 
 def _multiply_add(

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.cuda import try_record
+from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.polar.dispatch import Geometry, geometry_of
 from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
-from deepmd_muon.optim.polar.kernels.whole import (
-    BFLOAT16,
-    DOUBLE,
-    FLOAT16,
-    FLOAT32,
-    TILES,
-    small_matrices,
-)
+from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.tables import (
-    AddressTable,
     EqualShapes,
     Inputs,
     Launch,
@@ -39,12 +31,6 @@ from deepmd_muon.optim.polar.tables import (
 
 # ----- calls -------------------------------------------------------------------------------------
 
-# Launches with up to this many elements are recorded; with more, the device takes longer than the
-# host.
-_RECORDED = 4 * 2**20
-# Bound on the recordings of one launch set: if more sets alternate than the cache holds, recording
-# costs more than it saves.
-_MAX_RECORDINGS = 8
 # Captured graphs, whose lifetime is unknown, read the tables of these launch sets at each replay.
 _CAPTURED: set[LaunchSet] = set()
 
@@ -59,70 +45,24 @@ def run_launches(
 ) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of any strides in as few launches as the device allows.
 
-    The float32 results (b, m, n) are parts of one new tensor. The second call records the launches
-    of small matrices; it and later calls replay them. Without results nothing is recorded.
+    The float32 results (b, m, n) are parts of one new tensor.
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = launches_for(name, geometry_of(matrices), device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    capturing = _capturing(device)
-    if capturing:
+    if is_capturing():
         _CAPTURED.add(plan)
-        addresses = captured_addresses(matrices)
-    else:
-        if stream not in plan.addresses:
-            plan.addresses[stream] = AddressTable(len(matrices), device)
-        addresses = plan.addresses[stream].of(matrices)
-    inputs = Inputs(addresses, matrices)
-    if not with_results:
-        _launch_all(plan, start, inputs, coefficients, out_size=0)
-        return []
-
-    recording = None
-    small = device.type == "cuda" and plan.out_size <= _RECORDED
-    if small and not capturing and plan.recordings <= _MAX_RECORDINGS:
-        if (stream, coefficients) in plan.seen:
-            recording = _recording(plan, start, coefficients, stream)
-        plan.seen.add((stream, coefficients))  # the first call compiles the kernels
-    if recording is None:
-        out = _launch_all(plan, start, inputs, coefficients, plan.out_size)
-    else:
-        graph, graph_out = recording
-        graph.replay()
-        out = graph_out.clone()  # the next replay overwrites `graph_out`
-    return plan.results(out, matrices)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _launch_all(
-    plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficients: Coefficients, out_size: int
-) -> Tensor:
-    out = torch.empty(out_size, dtype=torch.float32, device=inputs.addresses.device)
+    inputs = Inputs(captured_addresses(matrices), matrices)
+    out_size = plan.out_size if with_results else 0
+    out = torch.empty(out_size, dtype=torch.float32, device=device)
     for launch in plan.launches:
-        start(plan.name, launch, inputs, coefficients, out)
-    return out
-
-
-@functools.lru_cache(maxsize=8)  # each keeps its workspace, at most a few hundred MiB
-def _recording(
-    plan: LaunchSet, start: StartLaunch, coefficients: Coefficients, stream: int
-) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-    """Record all launches of a launch set for one stream; return None if that fails."""
-    plan.recordings += 1
-    inputs = Inputs(plan.addresses[stream].table, None)
-    return try_record(
-        lambda: _launch_all(plan, start, inputs, coefficients, plan.out_size),
-        inputs.addresses.device,
-        plan.name,
-    )
+        start(name, launch, inputs, coefficients, out)
+    return plan.results(out, matrices) if with_results else []
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return a batch of matrices that is contiguous along rows or columns, as kernels read it."""
+    """Return a batch of matrices as kernels read it: fp32, contiguous along rows or columns."""
+    x = x.float()
     if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1:
         return x
     return x.contiguous()
@@ -150,7 +90,7 @@ def start_launch(
     kernel[(launch.grid,)](
         programs=launch.programs,
         half=torch.empty(launch.half, dtype=torch.float16, device=device),
-        sums=torch.empty(2 * launch.grid, dtype=torch.float64, device=device),
+        sums=torch.empty(launch.grid, dtype=torch.float64, device=device),
         counters=torch.zeros(launch.matrices, dtype=torch.int32, device=device),
         # Programs wait for each other, so all must run at the same time.
         launch_cooperative_grid=True,
@@ -166,13 +106,6 @@ def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
 
 # ----- launch sets -------------------------------------------------------------------------------
 
-_KINDS = {
-    torch.float32: FLOAT32.value,
-    torch.float64: DOUBLE.value,
-    torch.float16: FLOAT16.value,
-    torch.bfloat16: BFLOAT16.value,
-}
-
 
 @functools.lru_cache(maxsize=64)
 def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchSet:
@@ -180,7 +113,7 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
     locations: list[MatrixLocation] = []
     out_places = []
     out_size = 0
-    for tensor, (shape, strides, dtype) in enumerate(geometry):
+    for tensor, (shape, strides, _) in enumerate(geometry):
         out_places.append(out_size)
         batch = shape[0]
         tall = shape[1] > shape[2]
@@ -192,7 +125,6 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
         locations += [
             MatrixLocation(
                 tensor=tensor,
-                kind=_KINDS[dtype],
                 offset=i * strides[0],
                 rows=rows,
                 columns=columns,
@@ -255,15 +187,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _only_kind(locations: Iterable[MatrixLocation]) -> int:
-    """Return the kind of dtype of all matrices; −1 for several kinds.
-
-    Kernels need no code for other kinds.
-    """
-    kinds = {location.kind for location in locations}
-    return kinds.pop() if len(kinds) == 1 else -1
-
-
 def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Put few matrices in one launch, and many in one launch per tile size.
 
@@ -287,7 +210,6 @@ def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -
                 table=torch.tensor(table, dtype=torch.int64, device=device),
                 constants={
                     "MASK": sum(1 << tile for tile in launch_tiles),
-                    "ONLY": _only_kind(members),
                     # The same for every tile size: results do not depend on the other matrices.
                     "num_warps": 8,
                 },
@@ -347,7 +269,6 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
         constants = {
             "MASK": sum(1 << kind for kind in {matrix.kind for matrix in members}),
             "WIDE": wide,
-            "ONLY": _only_kind(matrix.location for matrix in members),
             "num_warps": 8,
             "num_stages": 4,
         }
@@ -430,7 +351,6 @@ def _tiles_launches(locations: Sequence[MatrixLocation], device: torch.device) -
         "T": tile,
         "G": symmetric,
         "K": _TILE,
-        "ONLY": _only_kind(locations),
         "num_warps": 4,
         "num_stages": 4,
     }

@@ -24,6 +24,7 @@ from deepmd_muon.optim.polar.dispatch import (
     MatrixBatch,
     choose,
     geometry_of,
+    kernels_can_read,
 )
 from deepmd_muon.optim.polar.newton_schulz import orthogonalize_with_torch
 from deepmd_muon.optim.polar.schedules import AnySchedule, Coefficients, coefficients_of
@@ -210,22 +211,14 @@ def choices(
     geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
 ) -> tuple[Implementation, ...]:
     """Choose an implementation for each tensor, counting equal shapes together."""
-    sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
     counts: Counter[tuple[int, int]] = Counter()
-    for b, m, n in sizes:
-        counts[m, n] += b
+    for (b, *size), _, _ in geometry:
+        counts[min(size), max(size)] += b
     names: list[Implementation] = []
-    for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
-        batch = MatrixBatch(
-            rows=m,
-            columns=n,
-            count=counts[m, n],
-            dtype=dtype,
-            device="cuda",
-            capability=capability,
-            operand=operand,
-        )
-        names.append("torch" if b * m * n == 0 else choose(batch, allowed))
+    for (b, *size), _, dtype in geometry:
+        batch = MatrixBatch(min(size), max(size), counts[min(size), max(size)])
+        takes = b * min(size) > 0 and kernels_can_read(dtype, capability, operand)
+        names.append(choose(batch, allowed) if takes else "torch")
     return tuple(names)
 
 

@@ -22,7 +22,6 @@ from deepmd_muon.optim.polar.kernels.normalized import (
     PRESENT,
     TRANSPOSED_INPUT,
     measure,
-    measure_contiguous,
     normalize,
     normalize_tiles,
 )
@@ -200,17 +199,12 @@ _TYPES = {  # of parameters
     torch.bfloat16: tl.bfloat16,
 }
 # The arguments of `update` without parameters to update.
-NO_APPLICATION: dict[str, Any] = dict.fromkeys(
-    ("targets", "damping", "rate", "decay", "skip", "TYPE")
-)
+NO_APPLICATION: dict[str, Any] = dict.fromkeys(("targets", "damping", "numbers", "TYPE"))
 
-# Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time,
-# and the tile that is copied.
-_INPUT_SHARES = 512
-_INPUT_RUN = 4096
+# The tile of inputs in tiles that a program copies.
 _COPIED_ROWS = 64
 _COPIED_COLUMNS = 128
-# Smallest and largest number of programs that measure or copy one of the other matrices.
+# Smallest and largest number of programs that measure or copy a matrix of any strides.
 _MIN_SHARES = 64
 _MAX_SHARES = 512
 
@@ -347,8 +341,8 @@ class _Iteration:
         self.master = self._update_tiles(master)
         self.current = self._copy(iterates[0])
         self.following = self._copy(iterates[1])
-        if self.inputs and inputs.tensors is not None:
-            self._normalize_tiles(inputs.tensors, iterates[0])
+        if self.inputs:
+            self._normalize_tiles(inputs.addresses, iterates[0])
 
     # ----- workspaces ----------------------------------------------------------------------------
 
@@ -385,15 +379,13 @@ class _Iteration:
 
     # ----- inputs and results --------------------------------------------------------------------
 
-    def _inputs_in_tiles(self, tensors: Sequence[Tensor] | None) -> list[_TiledAccess]:
+    def _inputs_in_tiles(self, tensors: Sequence[Tensor]) -> list[_TiledAccess]:
         """Return how the first update reads each span in tiles; empty if it cannot."""
-        if tensors is None:
-            return []
         accesses = []
         for span in self.spans:
             x = tensors[span.tensor]
             stored = x if x.stride(2) == 1 else x.mT
-            if x.dtype != torch.float32 or not stored.is_contiguous():
+            if not stored.is_contiguous():
                 return []
             # A square matrix that is stored by columns is read transposed, too.
             transposed = (stored is x) == (x.shape[1] > x.shape[2])
@@ -444,16 +436,11 @@ class _Iteration:
 
     # ----- normalization -------------------------------------------------------------------------
 
-    def _allocate_sums(self, shares: int) -> Tensor:
-        """Allocate the shares of the matrices' norms; see `normalized`."""
-        if not self.out.is_cuda:
-            shares = 4  # Triton's interpreter runs programs one after the other
-        return self._empty(self.count, shares, 2, dtype=torch.float64)
-
-    def _normalize(self, addresses: Tensor, master: Tensor, iterate: Tensor, *, keep: bool) -> None:
-        """Write X / ‖X‖ in fp16, and with `keep` in fp32, from inputs of any strides."""
-        sums = self._allocate_sums(_shares(self.count))
-        shares = sums.shape[1]
+    def _measure(self, addresses: Tensor) -> Tensor:
+        """Return Σ x² of each share of each matrix, float64 (matrices, shares); see `normalized`."""
+        # Triton's interpreter runs programs one after the other.
+        shares = _shares(self.count) if self.out.is_cuda else 4
+        sums = self._empty(self.count, shares, dtype=torch.float64)
         measure[shares, self.count](
             table=self.table,
             addresses=addresses,
@@ -462,6 +449,12 @@ class _Iteration:
             T=64,
             num_warps=8,
         )
+        return sums
+
+    def _normalize(self, addresses: Tensor, master: Tensor, iterate: Tensor, *, keep: bool) -> None:
+        """Write X / ‖X‖ in fp16, and with `keep` in fp32, from inputs of any strides."""
+        sums = self._measure(addresses)
+        shares = sums.shape[1]
         normalize[shares, self.count](
             table=self.table,
             addresses=addresses,
@@ -476,24 +469,15 @@ class _Iteration:
             T=64,
         )
 
-    def _normalize_tiles(self, tensors: Sequence[Tensor], iterate: Tensor) -> None:
+    def _normalize_tiles(self, addresses: Tensor, iterate: Tensor) -> None:
         """Write X / ‖X‖ in fp16 from inputs in tiles; an `Application` has summed their squares."""
-        all_sums = self._allocate_sums(_INPUT_SHARES)
+        if self.application is None:
+            sums_of_spans = self._measure(addresses).split([span.count for span in self.spans])
+        else:
+            sums_of_spans = tuple(self.application.squares[span.tensor] for span in self.spans)
         n_tiles = self.order // _COPIED_ROWS * (self.width // _COPIED_COLUMNS)
         first_matrix = 0
-        for span, access in zip(self.spans, self.inputs, strict=True):
-            if self.application is None:
-                sums = all_sums[first_matrix:]
-                measure_contiguous[sums.shape[1], span.count](
-                    inputs=tensors[span.tensor],
-                    sums=sums,
-                    size=self.rows * self.columns,
-                    SHARES=sums.shape[1],
-                    WIDTH=_INPUT_RUN,
-                    num_warps=8,
-                )
-            else:
-                sums = self.application.squares[span.tensor]
+        for span, access, sums in zip(self.spans, self.inputs, sums_of_spans, strict=True):
             x = access.descriptor.base
             if access.way == TRANSPOSED_INPUT.value:
                 source = tiled(x, _COPIED_COLUMNS, _COPIED_ROWS)
@@ -642,9 +626,7 @@ class _Iteration:
         return {
             "targets": application.targets[span.tensor],
             "damping": application.factors,
-            "rate": application.rate,
-            "decay": application.decay,
-            "skip": application.skip,
+            "numbers": application.numbers,
             "TYPE": _TYPES[application.dtype],
         }
 

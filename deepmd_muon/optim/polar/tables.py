@@ -66,14 +66,12 @@ def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLocation:
-    """One matrix and its result, read with the smaller dimension as rows.
+    """One fp32 matrix and its result, read with the smaller dimension as rows.
 
     Attributes
     ----------
     tensor
         Number of its tensor in the launch.
-    kind
-        Its dtype, by the number that kernels know (`whole.KIND`).
     offset
         Of its first element in the tensor.
     rows, columns
@@ -89,7 +87,6 @@ class MatrixLocation:
     """
 
     tensor: int
-    kind: int
     offset: int
     rows: int
     columns: int
@@ -107,7 +104,6 @@ class MatrixLocation:
         return [
             tile,
             self.tensor,
-            self.kind,
             self.offset,
             self.rows,
             self.columns,
@@ -177,10 +173,56 @@ class Launch:
 
 
 class Inputs(NamedTuple):
-    """The matrices: addresses on the device, and tensors (None in a recording)."""
+    """The matrices, and their addresses on the device."""
 
     addresses: Tensor
-    tensors: Sequence[Tensor] | None
+    tensors: Sequence[Tensor]
+
+
+class StepNumbers(NamedTuple):
+    """Numbers that may change from step to step, in the order of the constants in `application`.
+
+    A tensor has its value on the device.
+
+    Attributes
+    ----------
+    rate, decay
+        Learning rate and weight decay.
+    pace
+        1 − β of the momentum.
+    skip
+        If above 0, parameters and state stay unchanged.
+    factor
+        Of the gradients: −1 to maximize, over the scale of the loss.
+    """
+
+    rate: float | Tensor
+    decay: float | Tensor = 0.0
+    pace: float | Tensor = 0.0
+    skip: float | Tensor = 0.0
+    factor: float | Tensor = 1.0
+
+
+class NumbersOnDevice:
+    """`StepNumbers` where recorded launches read them: `values`, float64."""
+
+    def __init__(self, device: torch.device) -> None:
+        count = len(StepNumbers._fields)
+        self.values = torch.zeros(count, dtype=torch.float64, device=device)
+        self._cells = self.values.unbind()
+        self._written: list[float | None] = [None] * count
+        self._from_device = [False] * count
+
+    def write(self, numbers: StepNumbers) -> None:
+        """Write numbers without synchronizing."""
+        for i, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                self._cells[i].copy_(number)
+                # From now on replays of a recorded copy may overwrite what the host writes.
+                self._from_device[i] = True
+            elif self._from_device[i] or self._written[i] != number:
+                self._cells[i].fill_(number)
+                self._written[i] = number
 
 
 class Application(NamedTuple):
@@ -192,27 +234,20 @@ class Application(NamedTuple):
         For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and
         numbers of their factors.
     squares
-        For each tensor of matrices, float64 (count, 1, 2): 1 and the sum of the squares of each
-        matrix.
+        For each tensor of matrices, float64 (count, 1): the sum of the squares of each matrix.
     dtype
         Of the parameters: float32, float16 or bfloat16.
     factors
         Scale and damping, float32 (factors,).
-    rate
-        Learning rate, float64 ().
-    decay
-        Weight decay, float64 ().
-    skip
-        float32 (); if above 0, the parameters stay unchanged.
+    numbers
+        Of the step, float64, in the order of `StepNumbers`.
     """
 
     targets: Sequence[Tensor]
     squares: Sequence[Tensor]
     dtype: torch.dtype
     factors: Tensor
-    rate: Tensor
-    decay: Tensor
-    skip: Tensor
+    numbers: Tensor
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.
@@ -231,21 +266,12 @@ class LaunchSet:
         Elements of all results.
     out_places
         For each tensor of matrices, the place of its results.
-    addresses
-        By stream, the table of addresses that its launches read.
-    seen
-        Streams and coefficients of earlier calls; the kernels for these are compiled.
-    recordings
-        How often these launches were recorded.
     """
 
     name: str
     launches: list[Launch]
     out_size: int
     out_places: list[int]
-    addresses: dict[int, AddressTable] = dataclasses.field(default_factory=dict)
-    seen: set[tuple[int, Coefficients]] = dataclasses.field(default_factory=set)
-    recordings: int = 0
 
     def results(self, out: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Return the results as views of `out`, with the shapes of `matrices`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ _TABLE = re.compile(r"(?:.*_)?(?:embed(?:ding)?s?|emb|wte|wpe|codebook|table)$")
 _RATES = "a_log"
 # torch's modules that define no layers: `Module` itself, Sequential, ModuleList, ParameterList ...
 _NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
+_DIGITS = re.compile(r"\d+")
 # Attributes of modules with the width of their input.
 _INPUT_WIDTHS = (
     "in_features",
@@ -84,32 +86,80 @@ def _output_layers(
     """Yield the weights of Linears that make a model's outputs; names do not count.
 
     No layer takes the output of a model, so no layer has an input of its width. That also holds for
-    some hidden Linears, such as fused queries, keys and values. Therefore only these count:
+    some hidden Linears, such as fused queries, keys and values. Therefore only these count, if no
+    layer takes their width, and not the only matrix of a model:
 
-    - the last Linear, and Linears next to it in the same module, if no layer takes their widths and
-      no convolution follows. The only matrix of a model is none of them;
-    - Linears with the shape of a table, if no layer takes their width or it is the last one.
+    - the last layer, if it is no fused Linear of a repeated block (`_is_in_repeated_block`);
+    - Linears of its shape or in the same module, if no other parameter has their width;
+    - if the last layer is no output, Linears that the model itself holds and registers before all
+      other layers, if no other parameter has their width. Those that make a multiple of their input
+      are none, because fused Linears do;
+    - Linears with the shape of a table. The last one counts even if a layer takes its width.
     """
-    layers = [
-        (path.rpartition(".")[0], module)
+    layers = {
+        canonical_name(path): module
         for path, module in model.named_modules()
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
-    ]
-    linears = [(parent, layer) for parent, layer in layers if isinstance(layer, nn.Linear)]
-    if not linears:
+    }
+    linears = {path: layer for path, layer in layers.items() if isinstance(layer, nn.Linear)}
+    n_matrices = sum(len(effective_shape(tuple(p.shape))) > 1 for p in model.parameters())
+    if not linears or n_matrices == 1:
         return
     consumed = _input_widths(model)
-    last_parent, last = linears[-1]
-    n_matrices = sum(len(effective_shape(tuple(p.shape))) > 1 for p in model.parameters())
-    is_last_layer = last is layers[-1][1]
-    ends_with_output = is_last_layer and last.out_features not in consumed and n_matrices > 1
-    for parent, linear in linears:
+    last_path, last = list(linears.items())[-1]
+    ends_with_output = (
+        list(layers)[-1] == last_path
+        and last.out_features not in consumed
+        and not _is_in_repeated_block(last_path, linears)
+    )
+    if ends_with_output:
+        reason = "output layer: no layer takes the output of the last Linear"
+        outputs = {
+            path: linear
+            for path, linear in linears.items()
+            if path.rpartition(".")[0] == last_path.rpartition(".")[0]
+            or _shape_of(linear) == _shape_of(last)
+        }
+    else:
+        reason = "output layer: no layer takes the output of a Linear before the body"
+        outputs = {
+            path: linears[path]
+            for path in itertools.takewhile(lambda path: "." not in path, layers)
+            if path in linears and linears[path].out_features % max(1, linears[path].in_features)
+        }
+    of_outputs = {p for linear in outputs.values() for p in linear.parameters()}
+    # The sizes of kernels are no widths.
+    of_others = {width for p in model.parameters() if p not in of_outputs for width in p.shape[:2]}
+    for path, linear in linears.items():
         is_taken = linear.out_features in consumed
+        is_last_output = ends_with_output and linear is last
+        is_output = path in outputs and (is_last_output or linear.out_features not in of_others)
         for weight in weights_of(linear):
             if weight.shape in table_shapes and (linear is last or not is_taken):
                 yield weight, "output layer: a Linear with the shape of a table"
-            elif ends_with_output and parent == last_parent and not is_taken:
-                yield weight, "output layer: no layer takes the output of the last Linear"
+            elif is_output and not is_taken:
+                yield weight, reason
+
+
+def _is_in_repeated_block(path: str, linears: Mapping[str, nn.Linear]) -> bool:
+    """Return whether a Linear that does not narrow has its like in another block of a model.
+
+    Blocks differ in numbers of their paths. Outputs of several heads, which blocks may hold, too,
+    narrow.
+    """
+    linear = linears[path]
+    likes = [
+        other
+        for other, candidate in linears.items()
+        if _DIGITS.sub("", other) == _DIGITS.sub("", path)
+        and _shape_of(candidate) == _shape_of(linear)
+        and other.rpartition(".")[0] != path.rpartition(".")[0]
+    ]
+    return bool(likes) and linear.out_features >= linear.in_features
+
+
+def _shape_of(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _matrices_among(model: nn.Module, reasons: Mapping[Tensor, str]) -> dict[str, str]:
@@ -264,10 +314,11 @@ def _own_parameters(path: str, module: nn.Module) -> Iterator[tuple[Tensor, str]
 
 def _input_widths(model: nn.Module) -> set[int]:
     """Return the widths of the inputs that layers take."""
-    widths: set[Any] = set()
+    widths: list[Any] = []
     for module in model.modules():
-        widths.update(getattr(module, name, None) for name in _INPUT_WIDTHS)
-        widths.update(tuple(getattr(module, "normalized_shape", None) or ())[-1:])
+        widths += [getattr(module, name, None) for name in _INPUT_WIDTHS]
+        widths += (getattr(module, "normalized_shape", None) or ())[-1:]
+    # Modules of other packages keep lists of widths under such names.
     return {width for width in widths if isinstance(width, int)}
 
 

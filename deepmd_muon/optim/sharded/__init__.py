@@ -31,6 +31,8 @@ bucket
 portion
     A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
     collective. In code both are of class `Bucket`.
+line
+    A row or column of a block, where a rule keeps values for each of them.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
 header, plane
@@ -43,25 +45,9 @@ sums, statistics
     What rules such as Magma measure on whole blocks: each holder sends the sums over its piece.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from deepmd_muon.optim.config import ShardedSettings
-    from deepmd_muon.optim.sharded.layout import Layout, ShardPlacement
-    from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
-
-_MODULES = {
-    "Layout": f"{__name__}.layout",
-    "Plan": f"{__name__}.plan",
-    "PlannedParameter": f"{__name__}.plan",
-    "ShardPlacement": f"{__name__}.layout",
-    "ShardedSettings": "deepmd_muon.optim.config",
-    "make_plan": f"{__name__}.plan",
-    "plan_from_routes": f"{__name__}.plan",
-}
+from deepmd_muon.optim.config import ShardedSettings
+from deepmd_muon.optim.sharded.layout import Layout, ShardPlacement
+from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan, plan_from_routes
 
 __all__ = [
     "Layout",
@@ -72,14 +58,3 @@ __all__ = [
     "make_plan",
     "plan_from_routes",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Lazily, so that single-process training does not import torch.distributed.
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -8,10 +8,9 @@ groups; its collective also carries flags of the caller.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,8 @@ from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import (
     RankGroup,
-    SharedName,
-    check_names,
-    gather_if_different,
+    Statement,
+    check_statements,
     group_of,
     largest_groups,
 )
@@ -57,14 +55,6 @@ _LISTED_NAMES = 10  # in an error
 _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _ParameterSettings(NamedTuple):
-    """A parameter, and the number and settings of its group."""
-
-    shared_name: SharedName
-    group: int
-    settings: dict[str, Any]
-
-
 def check_settings(
     groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device
 ) -> None:
@@ -75,54 +65,25 @@ def check_settings(
     Raises
     ------
     PlanMismatchError
-        On all ranks, with the first parameter that differs, or with group, key and both values of
-        the first setting.
+        On all ranks, with the first parameter or setting that differs, and its value on two ranks.
     """
-    settings = {number: _settings_of(groups[number]) for number in {p.group for p in params}}
-    routes = []
-    statements = []
-    for param in params:
-        ranks = param.layout.sorted_ranks
-        routes.append(SharedName(ranks, f"{param} (route {param.entry.placement})"))
-        shared_name = SharedName(ranks, param.entry.name)
-        statements.append(_ParameterSettings(shared_name, param.group, settings[param.group]))
-    for among in largest_groups([shared_name.ranks for shared_name in routes], device):
-        members = set(among.ranks)
-        check_names(
-            [shared_name for shared_name in routes if members.issuperset(shared_name.ranks)], among
-        )
-        local = [
-            statement for statement in statements if members.issuperset(statement.shared_name.ranks)
+    routes = [
+        Statement(param.layout.sorted_ranks, f"{param} (route {param.entry.placement})")
+        for param in params
+    ]
+    settings = []
+    for entry in settings_entries(params):
+        group = groups[entry.group]
+        values = [float(group.values["lr"]), group.values["maximize"]]
+        values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
+        settings += [
+            Statement(entry.ranks, f"{key} of {entry.label} is {value!r}")
+            for key, value in zip(KEYS, values, strict=True)
         ]
-        statements_of_ranks = gather_if_different(local, among)
-        if statements_of_ranks is not None:
-            _require_same_settings(statements_of_ranks, among.ranks)
-
-
-def _settings_of(group: Group) -> dict[str, Any]:
-    """Return the values of `KEYS`."""
-    return {
-        "lr": float(group.values["lr"]),
-        "maximize": group.values["maximize"],
-        **{key: getattr(group.settings, key) for key in _CONFIG_KEYS},
-    }
-
-
-def _require_same_settings(
-    statements_of_ranks: Sequence[Sequence[_ParameterSettings]], ranks: Sequence[int]
-) -> None:
-    """Raise PlanMismatchError for the first setting that differs between two ranks."""
-    first_seen: dict[SharedName, tuple[int, dict[str, Any]]] = {}  # its rank and settings
-    for rank, statements in zip(ranks, statements_of_ranks, strict=True):
-        for shared_name, group, settings in statements:
-            first_rank, expected = first_seen.setdefault(shared_name, (rank, settings))
-            for key in KEYS:
-                if settings[key] != expected[key]:
-                    raise PlanMismatchError(
-                        f"{key} of param_groups[{group}], to which {shared_name.name!r} belongs, "
-                        f"is {expected[key]!r} on rank {first_rank} and {settings[key]!r} on rank "
-                        f"{rank}; give all ranks the same settings"
-                    )
+    for among in largest_groups([statement.ranks for statement in routes], device):
+        members = set(among.ranks)
+        for statements in (routes, settings):
+            check_statements([x for x in statements if members.issuperset(x.ranks)], among)
 
 
 def check_replicas(state: State, params: Sequence[ShardedParameter], device: torch.device) -> None:
@@ -172,7 +133,7 @@ def _checksum(x: Tensor) -> Tensor:
     return checksum
 
 
-class _SettingsEntry(NamedTuple):
+class SettingsEntry(NamedTuple):
     """The settings of one group, on the ranks that share some of its parameters."""
 
     ranks: tuple[int, ...]
@@ -180,48 +141,35 @@ class _SettingsEntry(NamedTuple):
     group: int
 
 
+def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
+    """Return an entry for each group and each set of ranks that hold some of its parameters."""
+    entries: dict[tuple[tuple[int, ...], int], SettingsEntry] = {}
+    for param in params:
+        ranks = param.layout.sorted_ranks
+        entry = SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
+        entries.setdefault((ranks, param.group), entry)
+    return list(entries.values())
+
+
 class GroupColumns:
     """Settings of groups, as columns of the small all-reduce that a step needs anyway.
 
-    Attributes
-    ----------
-    entries
-        One for each group and each set of ranks that hold some of its parameters.
-    values
-        By group, the numbers of `KEYS` that `changed` has read last.
+    `entries` are those of the compared parameters, `groups` the present groups.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
-        entries: dict[tuple[tuple[int, ...], int], _SettingsEntry] = {}
-        for param in params:
-            ranks = param.layout.sorted_ranks
-            entry = _SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
-            entries.setdefault((ranks, param.group), entry)
-        self.entries = list(entries.values())
-        self.values: dict[int, list[float]] = {}
-        self._groups: Sequence[Group] = ()
-        self._rates: list[tuple[float, bool]] | None = None
+        self.entries = settings_entries(params)
+        self.groups: Sequence[Group] = ()
 
-    def watch(self, groups: Sequence[Group]) -> None:
-        """Compare the settings of these groups; the next call of `changed` reads all of them."""
-        self._groups = groups
-        self._rates = None
-
-    def changed(self) -> bool:
-        """Read the groups; return whether a setting has changed since the last call."""
-        # In most steps only these two can have changed: new settings come with a call of `watch`.
-        rates = [(_lr_on_host(group), group.values["maximize"]) for group in self._groups]
-        if rates == self._rates:
-            return False
-        self._rates = rates
-        values_before = self.values
-        self.values = {}
+    def numbers(self) -> Mapping[int, list[float]]:
+        """Return the settings `KEYS` of each compared group as numbers."""
+        numbers = {}
         for number in {entry.group for entry in self.entries}:
-            settings = self._groups[number].settings
-            lr, maximize = rates[number]
-            numbers = [_as_number(getattr(settings, key)) for key in _CONFIG_KEYS]
-            self.values[number] = [lr, float(maximize), *numbers]
-        return self.values != values_before
+            group = self.groups[number]
+            values = [_lr_on_host(group), group.values["maximize"]]
+            values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
+            numbers[number] = [_as_number(value) for value in values]
+        return numbers
 
 
 def _lr_on_host(group: Group) -> float:
@@ -250,23 +198,13 @@ class ComparedParameter(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class _LocalParameter(NamedTuple):
-    p: Tensor
-    column: int
-
-
-class _LocalSettings(NamedTuple):
-    group: int
-    first_column: int  # of `len(KEYS)`
-
-
 @dataclasses.dataclass
 class _Comparison:
-    """What one group of ranks compares in a step: tables, float32 (2, columns), reduced by MAX.
+    """What one group of ranks compares in a step: numbers, float32 (2, columns), reduced by MAX.
 
-    In the column of a parameter, the first row is 1 on a rank with its gradient, the second row is
-    1 on a rank without. In the column of a setting, the rows are its value and the negative value:
-    the maximum over ranks gives the largest and the smallest value.
+    A column has a number that must be the same on all ranks that have it: 1 for a parameter with a
+    gradient and 0 without, or a setting. The second row has the negative number, so that the
+    maxima over ranks give the largest and the smallest number.
 
     Attributes
     ----------
@@ -276,34 +214,57 @@ class _Comparison:
         Names of the parameters of all ranks, one for each of the first columns.
     labels
         Groups of parameters of all ranks: each has `len(KEYS)` of the columns that follow.
-    params, settings
-        The columns that this rank fills.
+    params, groups
+        This rank's parameters, and numbers of its groups.
+    columns
+        Their columns, int64.
     result
         The last reduced table, in host memory.
     table
         This rank's table on the device, (2 · columns,).
+    numbers
+        The numbers in it.
     """
 
     process_group: dist.ProcessGroup
     names: list[str]
     labels: list[str]
-    params: list[_LocalParameter]
-    settings: list[_LocalSettings]
+    params: list[Tensor]
+    groups: list[int]
+    columns: Tensor
     result: Tensor
     table: Tensor | None = None
+    numbers: list[float] | None = None
 
-    def fill(self, columns: GroupColumns, device: torch.device) -> None:
-        """Write this rank's gradients and settings to its table."""
-        table = torch.zeros(self.result.shape, device="cpu")
-        for param in self.params:
-            row = 0 if param.p.grad is not None else 1
-            table[row, param.column] = 1.0
-        # Below the values of the ranks that have the group.
-        table[:, len(self.names) :] = -torch.inf
-        for group, start in self.settings:
-            values = torch.tensor(columns.values[group], device="cpu")
-            table[:, start : start + len(KEYS)] = torch.stack([values, -values])
+    def update(self, settings: Mapping[int, list[float]], device: torch.device) -> None:
+        """Update the table if this rank's gradients or settings have changed."""
+        numbers = [float(p.grad is not None) for p in self.params]
+        for group in self.groups:
+            numbers += settings[group]
+        if numbers == self.numbers:
+            return
+        self.numbers = numbers
+        # Below the numbers of the ranks that have a column.
+        table = torch.full(self.result.shape, -torch.inf, device="cpu")
+        local = torch.tensor(numbers, device="cpu")
+        table[:, self.columns] = torch.stack([local, -local])
         self.table = table.view(-1).to(device)
+
+    def differing(self) -> list[int]:
+        """Return the columns that differed between ranks in the last result."""
+        largest, negated = self.result.tolist()
+        pairs = zip(largest, negated, strict=True)
+        return [column for column, (high, low) in enumerate(pairs) if high != -low]
+
+    def describe_setting(self, column: int) -> str:
+        """Return the setting of a column, and its values."""
+        group, number = divmod(column - len(self.names), len(KEYS))
+        key = KEYS[number]
+        difference = "not the same on all ranks"  # digests say nothing to a user
+        if key in _NUMERIC_KEYS:
+            high, negated_low = self.result[:, column].tolist()
+            difference = f"{-negated_low:.7g} on one rank and {high:.7g} on another"
+        return f"{key} of {self.labels[group]} is {difference}"
 
 
 class GradientPresence:
@@ -362,7 +323,6 @@ class GradientPresence:
                 if _first_with(rank_groups, entry.ranks) is among
             ]
             self._comparisons.append(_comparison(among, group_params, group_entries))
-        self._presence: list[list[bool]] | None = None  # gradients in the present tables
         self._pending = False  # whether a result has not been read yet
 
     def compare(self, flags: Tensor | None = None, *, only_flags: bool = False) -> Tensor | None:
@@ -382,7 +342,9 @@ class GradientPresence:
         if not capturing:
             self.raise_deferred()
         if with_tables:
-            self._fill_tables()
+            settings = self._columns.numbers()
+            for comparison in self._comparisons:
+                comparison.update(settings, self._device)
         compare_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         self._n_steps += 1
         for comparison in self._comparisons:
@@ -408,19 +370,6 @@ class GradientPresence:
                 self.raise_deferred()
         return flags
 
-    def _fill_tables(self) -> None:
-        """Update the tables on the device if local gradients or settings have changed."""
-        presence = [
-            [param.p.grad is not None for param in comparison.params]
-            for comparison in self._comparisons
-        ]
-        settings_changed = self._columns.changed()
-        if presence == self._presence and not settings_changed:
-            return
-        self._presence = presence
-        for comparison in self._comparisons:
-            comparison.fill(self._columns, self._device)
-
     def raise_deferred(self) -> None:
         """Raise the error of the last comparison, once.
 
@@ -432,34 +381,22 @@ class GradientPresence:
         if self._copied is not None:
             self._copied.synchronize()  # recorded in the last step
         prefix = "the last step differed between ranks; " if self._late else ""
-        results = [comparison.result.tolist() for comparison in self._comparisons]
-        for comparison in self._comparisons:
-            comparison.result.zero_()  # so that an error is raised once
         names = []
-        for comparison, (present, missing) in zip(self._comparisons, results, strict=True):
-            for column, name in enumerate(comparison.names):
-                if present[column] and missing[column]:
-                    names.append(name)
+        settings = []
+        for comparison in self._comparisons:
+            for column in comparison.differing():
+                if column < len(comparison.names):
+                    names.append(comparison.names[column])
+                else:
+                    settings.append(comparison.describe_setting(column))
+            comparison.result.zero_()  # so that an error is raised once
         if names:
             raise MissingGradientError(
                 f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "
                 "provide one on every rank (zeros suffice) or on none"
             )
-        for comparison, (largest, negated) in zip(self._comparisons, results, strict=True):
-            settings = itertools.product(comparison.labels, KEYS)
-            columns = slice(len(comparison.names), None)  # those before are of parameters
-            for (label, key), high, negated_low in zip(
-                settings, largest[columns], negated[columns], strict=True
-            ):
-                low = -negated_low
-                if high == low:
-                    continue
-                difference = "not the same on all ranks"  # digests say nothing to a user
-                if key in _NUMERIC_KEYS:
-                    difference = f"{low:.7g} on one rank and {high:.7g} on another"
-                raise PlanMismatchError(
-                    f"{prefix}{key} of {label} is {difference}; give all ranks the same settings"
-                )
+        if settings:
+            raise PlanMismatchError(f"{prefix}{settings[0]}; give all ranks the same settings")
 
 
 def _first_with(rank_groups: Sequence[RankGroup], ranks: tuple[int, ...]) -> RankGroup | None:
@@ -471,27 +408,25 @@ def _first_with(rank_groups: Sequence[RankGroup], ranks: tuple[int, ...]) -> Ran
 
 
 def _comparison(
-    among: RankGroup, params: Sequence[ComparedParameter], entries: Sequence[_SettingsEntry]
+    among: RankGroup, params: Sequence[ComparedParameter], entries: Sequence[SettingsEntry]
 ) -> _Comparison:
     """Return what one group of ranks compares, after a comparison of names."""
-    param_names = [SharedName(param.ranks, param.name) for param in params]
-    entry_labels = [SharedName(entry.ranks, entry.label) for entry in entries]
-    param_columns = check_names(param_names, among)
-    entry_numbers = check_names(entry_labels, among)
-    n_params = len(param_columns)
-    n_columns = n_params + len(KEYS) * len(entry_numbers)
+    names = [Statement(param.ranks, param.name) for param in params]
+    labels = [Statement(entry.ranks, entry.label) for entry in entries]
+    number_of_name = check_statements(names, among)
+    number_of_label = check_statements(labels, among)
+    columns = [number_of_name[name] for name in names]
+    for label in labels:
+        start = len(number_of_name) + len(KEYS) * number_of_label[label]
+        columns += range(start, start + len(KEYS))
+    n_columns = len(number_of_name) + len(KEYS) * len(number_of_label)
     return _Comparison(
         process_group=among.process_group,
-        names=[shared_name.name for shared_name in param_columns],
-        labels=[shared_name.name for shared_name in entry_numbers],
-        params=[
-            _LocalParameter(param.p, param_columns[shared_name])
-            for param, shared_name in zip(params, param_names, strict=True)
-        ],
-        settings=[
-            _LocalSettings(entry.group, n_params + len(KEYS) * entry_numbers[shared_name])
-            for entry, shared_name in zip(entries, entry_labels, strict=True)
-        ],
+        names=[statement.text for statement in number_of_name],
+        labels=[statement.text for statement in number_of_label],
+        params=[param.p for param in params],
+        groups=[entry.group for entry in entries],
+        columns=torch.tensor(columns, dtype=torch.int64, device="cpu"),
         # Pinned, so that copies from a GPU are asynchronous.
         result=torch.zeros(2, n_columns, device="cpu", pin_memory=among.device.type == "cuda"),
     )

@@ -22,7 +22,7 @@ from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import Piece, Stack, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
-from deepmd_muon.optim.sharded.rule_state import RuleState
+from deepmd_muon.optim.sharded.rule_state import CopyList, RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
 from deepmd_muon.optim.torch_hooks import phase
 
@@ -83,18 +83,10 @@ class PackSource(NamedTuple):
     local_index: tuple[int, slice, slice] | None  # of the piece in it; None: all of it
 
 
-@dataclasses.dataclass
-class CopyList:
-    """Pairs of views: elements are copied between `matrices` and `buffer`, in either direction."""
-
-    matrices: list[Tensor] = dataclasses.field(default_factory=list)
-    buffer: list[Tensor] = dataclasses.field(default_factory=list)
-
-
 class Bucket:
     """One exchange, compiled for this rank.
 
-    `groups` has the number of the parameter group of every parameter of the plan.
+    `groups` has the number of the parameter group of each parameter, by position in the plan.
 
     Attributes
     ----------
@@ -124,7 +116,7 @@ class Bucket:
         plan: Plan,
         domain: Domain,
         exchange: Exchange,
-        groups: Sequence[int],
+        groups: Mapping[int, int],
         rank: int,
         device: torch.device,
     ) -> None:
@@ -183,7 +175,7 @@ class Bucket:
             pieces.append(piece_of(self._plan, job.parameter, job.block, holder, leg))
         return pieces
 
-    def _stack_owned_blocks(self, groups: Sequence[int]) -> list[Stack]:
+    def _stack_owned_blocks(self, groups: Mapping[int, int]) -> list[Stack]:
         jobs_by_kind: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for j in self.exchange.messages.owned:
             job = self.exchange.messages.jobs[j]
@@ -203,7 +195,7 @@ class Bucket:
         buffers: tuple[Tensor, Tensor],
         workspace: Tensor,
         local_params: Mapping[int, LocalParameter],
-        momenta: Sequence[Tensor],
+        momenta: Mapping[int, Tensor],
         rows: Mapping[int, int],
     ) -> None:
         """Create all views.
@@ -215,7 +207,7 @@ class Bucket:
         workspace
             Memory for the matrices, float64.
         local_params, momenta
-            All parameters of the plan on this rank, and their local momenta.
+            This rank's parameters and their local momenta, by position in the plan.
         rows
             Each parameter's first row in the table of statistics that `pack` takes.
         """
@@ -225,7 +217,7 @@ class Bucket:
         self._bind_applying(local_params)
         self._rule_state.bind({i: param.state for i, param in local_params.items()})
 
-    def _bind_packing(self, momenta: Sequence[Tensor], rows: Mapping[int, int]) -> None:
+    def _bind_packing(self, momenta: Mapping[int, Tensor], rows: Mapping[int, int]) -> None:
         """Create the views into which `pack` writes elements, and the headers."""
         plan = self._plan
         side = self.exchange.outward["gather"]
@@ -321,7 +313,7 @@ class Bucket:
             matrix = matrices[stack_number][index]
             in_buffer = flat.view(piece.rows.size, piece.columns.size)
             for in_piece, in_block in rectangles(piece):
-                copies.matrices.append(matrix[in_block])
+                copies.local.append(matrix[in_block])
                 copies.buffer.append(in_buffer[in_piece])
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
@@ -388,8 +380,7 @@ class Bucket:
     @phase("gather")
     def assemble(self) -> OwnedBlocks:
         """Assemble the received pieces in `matrices` and `inputs`."""
-        if self._arrive.matrices:
-            torch._foreach_copy_(self._arrive.matrices, self._arrive.buffer)
+        self._arrive.read_buffer()
         headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
         # A last row of zeros is what the table is padded with.
         headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
@@ -406,7 +397,7 @@ class Bucket:
         state = self._rule_state.arrive(of_blocks[:, 0])
         return OwnedBlocks(list(present), measured, state)
 
-    @phase("scatter")
+    @phase("return")
     def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
         """Write every holder's piece of the updates into the buffer for the holders.
 
@@ -414,15 +405,14 @@ class Bucket:
         """
         if updates:
             torch._foreach_copy_(self.matrices, list(updates))
-        if self._leave.matrices:
-            torch._foreach_copy_(self._leave.buffer, self._leave.matrices)
+        self._leave.write_buffer()
         if not self.stacks:
             return
         columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)]
         headers = torch.stack(columns, dim=1)[self._block_of_leaving]
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
 
-    @phase("scatter")
+    @phase("return")
     def take_state(self) -> None:
         """Write the returned state of rules to the state on this rank."""
         self._rule_state.take(self.returned_headers)

@@ -33,7 +33,7 @@ class Message(NamedTuple):
     """
 
     jobs: tuple[int, ...]
-    lines: tuple[int, ...]
+    line_values: tuple[int, ...]
     elements: tuple[int, ...]
     words: int
 
@@ -82,56 +82,36 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
     return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
 
 
-class _Entry(NamedTuple):
-    """A piece in a message: its job's position, and its numbers of rules' values and elements."""
-
-    job: int
-    lines: int
-    elements: int
-
-
 def rank_messages(
     plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int
 ) -> RankMessages:
     """Sort the pieces of these jobs into messages, in the same order for sender and receiver."""
-    sent: dict[tuple[Leg, int], list[_Entry]] = defaultdict(list)  # by leg and peer
-    received: dict[tuple[Leg, int], list[_Entry]] = defaultdict(list)
+    jobs_of_owner: dict[int, list[int]] = defaultdict(list)
     for number, job in enumerate(jobs):
-        for leg in LEGS:
-            holders = job.holders(leg)
-            holders_entries = sent if leg == "gather" else received
-            owners_entries = received if leg == "gather" else sent
-            if rank in holders:
-                entry = _Entry(number, job.lines.get(rank, 0), holders[rank])
-                holders_entries[leg, job.owner].append(entry)
-            if rank == job.owner:
-                for holder, elements in holders.items():
-                    entry = _Entry(number, job.lines.get(holder, 0), elements)
-                    owners_entries[leg, holder].append(entry)
+        jobs_of_owner[job.owner].append(number)
 
-    def message(leg: Leg, entries: Sequence[_Entry]) -> Message:
-        lines = tuple(entry.lines for entry in entries)
-        elements = tuple(entry.elements for entry in entries)
+    def message(leg: Leg, *, holder: int, owner: int) -> Message:
+        """Return the message between a holder and an owner, in either direction."""
+        numbers = [i for i in jobs_of_owner[owner] if holder in jobs[i].holders(leg)]
+        line_values = tuple(jobs[i].line_values.get(holder, 0) for i in numbers)
+        elements = tuple(jobs[i].holders(leg)[holder] for i in numbers)
         n_bytes = domain.message_bytes(
             leg,
-            pieces=len(entries),
-            lines=sum(lines),
+            pieces=len(numbers),
+            line_values=sum(line_values),
             elements=sum(elements),
             settings=plan.settings,
         )
-        return Message(
-            jobs=tuple(entry.job for entry in entries),
-            lines=lines,
-            elements=elements,
-            words=n_bytes // WORD,
-        )
+        return Message(tuple(numbers), line_values, elements, words=n_bytes // WORD)
 
+    as_holder = {leg: [message(leg, holder=rank, owner=peer) for peer in peers] for leg in LEGS}
+    as_owner = {leg: [message(leg, holder=peer, owner=rank) for peer in peers] for leg in LEGS}
     return RankMessages(
         peers=peers,
         jobs=tuple(jobs),
-        owned=tuple(number for number, job in enumerate(jobs) if job.owner == rank),
-        out={leg: [message(leg, sent[leg, peer]) for peer in peers] for leg in LEGS},
-        into={leg: [message(leg, received[leg, peer]) for peer in peers] for leg in LEGS},
+        owned=tuple(jobs_of_owner[rank]),
+        out={"gather": as_holder["gather"], "return": as_owner["return"]},
+        into={"gather": as_owner["gather"], "return": as_holder["return"]},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ class Candidates(NamedTuple):
     """Sets of owners to choose from, and the ones that hold a piece of the block."""
 
     possible: tuple[OwnerSet, ...]
-    preferred: tuple[OwnerSet, ...]  # empty if all are alike
+    preferred: tuple[OwnerSet, ...]  # may be empty
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,14 +87,14 @@ class BlockHolders:
     destinations
         For each complete copy of the parameter, the ranks that need the update or the rules' state,
         and how many elements.
-    lines
+    line_values
         For each rank, the number of values of rules' state per row or column that it keeps.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     copies: tuple[Mapping[int, int], ...]
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[int, int]
+    line_values: Mapping[int, int]
 
     @functools.cached_property
     def _is_whole(self) -> bool:
@@ -101,26 +102,18 @@ class BlockHolders:
         return all(len(copy) == 1 for copy in self.copies)
 
     @functools.cached_property
-    def _one_owner(self) -> Candidates:
-        """The candidates if replicas share the work."""
-        holding = tuple((rank,) for copy in self.copies for rank in copy)
-        if self._is_whole:
-            return Candidates(holding, preferred=())
-        possible = tuple((rank,) for replica in self.replicas for rank in replica)
-        return Candidates(possible, preferred=holding)
+    def _candidates(self) -> Mapping[bool, Candidates]:
+        """The candidates if replicas share the work (True), and if they repeat it (False)."""
+        ranks = itertools.chain(*self.replicas)
+        return {
+            True: self._candidates_among([(rank,) for rank in ranks]),
+            False: self._candidates_among([*zip(*self.replicas, strict=True)]),
+        }
 
-    @functools.cached_property
-    def _owner_per_replica(self) -> Candidates:
-        """The candidates if replicas repeat the work."""
-        if self._is_whole:
-            return Candidates((tuple(next(iter(copy)) for copy in self.copies),), preferred=())
-        possible = tuple(zip(*self.replicas, strict=True))
-        holding = tuple(
-            owners
-            for owners in possible
-            if all(rank in copy for rank, copy in zip(owners, self.copies, strict=True))
-        )
-        return Candidates(possible, preferred=holding)
+    def _candidates_among(self, possible: Sequence[OwnerSet]) -> Candidates:
+        holders = set(itertools.chain(*self.copies))
+        holding = tuple(owners for owners in possible if holders.issuperset(owners))
+        return Candidates(holding if self._is_whole else tuple(possible), preferred=holding)
 
     @functools.cached_property
     def _all_destinations(self) -> Mapping[int, int]:
@@ -138,7 +131,7 @@ class BlockHolders:
         A block that one rank holds whole stays there. Any rank may own another block; among equally
         busy ranks, one that holds a piece is preferred.
         """
-        candidates = self._one_owner if spread else self._owner_per_replica
+        candidates = self._candidates[spread]
         owners = balance.lightest(candidates.possible)
         if candidates.preferred:
             holding = balance.lightest(candidates.preferred)
@@ -206,7 +199,7 @@ def holders_of_blocks(
     update_layout: Layout,
     *,
     scored: bool,
-    lines: tuple[StateTensor, ...] = (),
+    line_tensors: tuple[StateTensor, ...] = (),
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers.
 
@@ -221,14 +214,14 @@ def holders_of_blocks(
     scored
         Whether ranks that keep a block's score need the result even if they hold no elements of the
         block.
-    lines
+    line_tensors
         The state tensors with values for each row or column; the ranks that keep these values need
         the result, too.
     """
     state = _holdings(shape, view, state_layout)
     updates = _holdings(shape, view, update_layout)
     keepers_by_rule = []
-    for tensor in lines:
+    for tensor in line_tensors:
         of = cast("Axis", tensor.extent)
         holdings = _holdings(shape, view, lines_layout(shape, view, state_layout, of))
         axis = 0 if of == "rows" else 1
@@ -265,7 +258,7 @@ def holders_of_blocks(
                 replicas=state_replicas,
                 copies=_by_replica(in_state, state_replicas),
                 destinations=_by_replica(needed, replicas),
-                lines=n_values,
+                line_values=n_values,
             )
         holders.append(by_kind[kind])
     return tuple(holders)

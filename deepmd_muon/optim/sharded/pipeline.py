@@ -134,7 +134,11 @@ class MomentumUpdate:
     """
 
     def __init__(
-        self, plan: Plan, sharded_params: Sequence[ShardedParameter], bucket: Bucket, rank: int
+        self,
+        plan: Plan,
+        sharded_params: Mapping[int, ShardedParameter],
+        bucket: Bucket,
+        rank: int,
     ) -> None:
         self.measuring = bucket.measuring
         self.asked = bucket.asked
@@ -161,7 +165,7 @@ class MomentumUpdate:
 
 
 def _by_group_and_dtype(
-    sharded_params: Sequence[ShardedParameter], positions: Sequence[int]
+    sharded_params: Mapping[int, ShardedParameter], positions: Sequence[int]
 ) -> list[tuple[int, list[int]]]:
     """Return pairs of a group's number and positions in the plan of parameters of one dtype."""
     by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
@@ -184,10 +188,10 @@ class BufferSlot(NamedTuple):
 
 
 class Pipeline:
-    """A plan compiled for this rank.
+    """The domains of a plan that exchange pieces, compiled for this rank.
 
-    Its parameters are `sharded_params`, at least one, in the order of the plan. `process_groups`
-    has the process group of each domain.
+    Their parameters are `sharded_params`, at least one, by position in the plan. `process_groups`
+    has the process group of each domain of the plan. `RepeatedMuon` steps the other domains.
 
     Attributes
     ----------
@@ -215,21 +219,22 @@ class Pipeline:
     def __init__(
         self,
         plan: Plan,
-        sharded_params: Sequence[ShardedParameter],
+        sharded_params: Mapping[int, ShardedParameter],
         process_groups: Sequence[dist.ProcessGroup | None],
         collectives: CollectiveStream,
     ) -> None:
         self.plan = plan
         self.sharded_params = sharded_params
         self.rank = dist.get_rank()
-        self.device = local_of(sharded_params[0].p).device
+        self.device = local_of(next(iter(sharded_params.values())).p).device
         self.collectives = collectives
 
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
         for domain, process_group in zip(plan.domains, process_groups, strict=True):
-            self.travelling += self._travelling_buckets(domain, process_group)
-            self.staying += self._staying_buckets(domain)
+            if not domain.gathered_bytes:
+                self.travelling += self._travelling_buckets(domain, process_group)
+                self.staying += self._staying_buckets(domain)
 
         # The first gathers start before local blocks are computed, to overlap with them. As many
         # start as `PipelineStep._start_gathers` finds room for when nothing is in flight.
@@ -245,11 +250,11 @@ class Pipeline:
         self.momentum_updates = [
             MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.packing_order
         ]
-        self.idle = [param for i, param in enumerate(sharded_params) if i not in advanced]
+        self.idle = [param for i, param in sharded_params.items() if i not in advanced]
         with_masters = [
             (param.p, param.sharding)
-            for param, planned in zip(sharded_params, plan.parameters, strict=True)
-            if planned.masters
+            for i, param in sharded_params.items()
+            if plan.parameters[i].masters
         ]
         self.master_gathers = gathered_parts(with_masters, collectives, keep=False)
         self._slots = self._allocate_slots()
@@ -260,7 +265,7 @@ class Pipeline:
         self, domain: Domain, process_group: dist.ProcessGroup | None
     ) -> list[Bucket]:
         buckets = []
-        for number in range(domain.buckets):
+        for number in range(domain.n_buckets):
             # Each rank takes part in every exchange of its domain, with empty messages if need be.
             jobs = [
                 job
@@ -302,7 +307,7 @@ class Pipeline:
             plan=self.plan,
             domain=domain,
             exchange=exchange,
-            groups=[param.group for param in self.sharded_params],
+            groups={i: param.group for i, param in self.sharded_params.items()},
             rank=self.rank,
             device=self.device,
         )
@@ -358,7 +363,10 @@ class Pipeline:
         """
         self._complete_state(groups, state, memory)
         local_params = self._local_parameters(state)
-        momenta = [local_of(state[param.p]["momentum_buffer"]) for param in self.sharded_params]
+        momenta = {
+            i: local_of(state[param.p]["momentum_buffer"])
+            for i, param in self.sharded_params.items()
+        }
         table_rows = self._locate_statistics()
         for slot in self._slots:
             for bucket in slot.buckets:
@@ -380,9 +388,9 @@ class Pipeline:
         Every rank has all state tensors in the same order, even without local elements: code that
         gathers a state dict tensor by tensor relies on it.
         """
-        for param in self.sharded_params:
+        for param in self.sharded_params.values():
             state.setdefault(param.p, {})
-        all_positions = list(range(len(self.sharded_params)))
+        all_positions = list(self.sharded_params)
         # By bucket, so that no more than one bucket's momenta are on the device before they are
         # offloaded.
         for positions in (*(update.order for update in self.momentum_updates), all_positions):
@@ -398,7 +406,7 @@ class Pipeline:
             p: master for gather in self.master_gathers for p, master in gather.local_parts.items()
         }
         local_params = {}
-        for i, param in enumerate(self.sharded_params):
+        for i, param in self.sharded_params.items():
             param_state = state[param.p]
             rule_keys = tensors_of(self.plan.parameters[i].rules).keys() & param_state.keys()
             local_params[i] = LocalParameter(

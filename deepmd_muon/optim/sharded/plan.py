@@ -1,19 +1,23 @@
 """The plan of which rank orthogonalizes which matrix, and of the messages.
 
-A plan consists of plain values; the glossary of this package has its words. Each rank plans the
-parameters that it has. So a domain is identical on all of its ranks, but plans may have different
-domains: of four ranks, two may share a further domain. What all ranks of a domain must do alike
-has to follow from this domain and those before it, which all of them have.
+A plan consists of plain values, and every rank makes its own, without communication. The glossary
+of this package has the words. `make_plan` takes these steps:
 
-Some jobs stay on one rank. The others form buckets; each bucket takes one all-to-all to the owners
-and one back.
+1. Parameters on the same ranks with elements of the same size form a domain. Domains are planned
+   one after the other, those of more ranks first.
+2. The blocks of a domain get owners, longest processing time first (R. L. Graham, SIAM J. Appl.
+   Math. 17, 416, 1969): in decreasing order of work, each goes to the rank with the least work so
+   far; in a tie, to the one with fewer bytes, then to the lower rank. A block that one rank holds
+   whole stays there.
+3. Jobs with all pieces on their owner stay. The others travel in buckets; each bucket takes one
+   all-to-all to the owners and one back.
+4. If there are replicas, steps 2 and 3 are taken twice, for replicas that share the work and for
+   replicas that repeat it, and the faster way is kept. Replicas that repeat the work but have a
+   part of the momenta each gather the momenta before the step; then all jobs stay.
 
-Owners are chosen longest processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969):
-blocks of all shapes, in decreasing order of work, go to the rank with the least work so far; in a
-tie, to the one with fewer bytes, then to the lower rank.
-
-Replicas with a part of the momenta each can also gather the momenta and repeat the work: then all
-jobs stay.
+Each rank plans the parameters that it has. Of four ranks, two may share a further domain, so the
+choices for a domain depend on this domain and on those of more ranks around it: only these are
+known to all of its ranks.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
+MessageKey = tuple[int, int, int]
+"""Bucket, sender and receiver."""
 
 VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
@@ -52,39 +58,6 @@ NARROW = 2  # bytes of an element in a 16-bit type
 FLOPS_PER_SECOND = 1e14  # of one rank's orthogonalizations
 BYTES_PER_SECOND = 2e10  # that one rank sends
 SECONDS_PER_COLLECTIVE = 5e-5
-
-
-class Carried(NamedTuple):
-    """The values that messages carry for some rules, besides directions and updates.
-
-    Attributes
-    ----------
-    blocks
-        Keys of state tensors with one number per block; they are sent and returned.
-    lines
-        State tensors with numbers per row or column, by key; they are sent and returned.
-    inputs
-        Inputs that rules request; they are sent for each element.
-    sums
-        Number of values of statistics that are sent for each piece.
-    """
-
-    blocks: tuple[str, ...]
-    lines: tuple[tuple[str, StateTensor], ...]
-    inputs: tuple[Input, ...]
-    sums: int
-
-
-@functools.lru_cache(maxsize=256)
-def carried(rules: tuple[MatrixRule, ...]) -> Carried:
-    """Return the values that messages carry for these rules."""
-    tensors = tensors_of(rules).items()
-    return Carried(
-        blocks=tuple(key for key, tensor in tensors if tensor.extent == "blocks"),
-        lines=tuple((key, x) for key, x in tensors if x.extent in ("rows", "columns")),
-        inputs=inputs_of(rules),
-        sums=sum(rule.sums for rule in rules),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +145,9 @@ class PlannedParameter:
 class Job(NamedTuple):
     """The exchange of one block.
 
+    A matrix of 8 × 6 with its first half of rows on rank 0 and the second on rank 1 is one block;
+    sources and destinations are {0: 24, 1: 24}, the owner one of them.
+
     Attributes
     ----------
     parameter, block
@@ -181,10 +157,10 @@ class Job(NamedTuple):
     sources, destinations
         Numbers of elements, by rank. A rank with 0 elements only has rules' state.
     bucket
-        The bucket that the job travels in; None for a job that stays.
-    lines
-        Numbers of rules' values that ranks keep for rows or columns; a message carries the values
-        of its holder.
+        Number of the bucket that the job travels in; None for a job that stays.
+    line_values
+        Numbers of values of rules per line, by the rank that keeps them; a message carries the
+        values of its holder.
     """
 
     parameter: int
@@ -193,23 +169,44 @@ class Job(NamedTuple):
     sources: Mapping[int, int]
     destinations: Mapping[int, int]
     bucket: int | None
-    lines: Mapping[int, int]
+    line_values: Mapping[int, int]
 
     def holders(self, leg: Leg) -> Mapping[int, int]:
         """Return the ranks that send to the owner, or receive from it, and their elements."""
         return self.sources if leg == "gather" else self.destinations
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
-    """Return the floating-point operations of one orthogonalization, in the form for this shape."""
-    m = min(rows, columns)
-    n = max(rows, columns)
-    if m == 1:
-        return 4 * n
-    if gram and n >= 2 * m:
-        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
-        return steps * 8 * m**3 + 12 * m * m * n
-    return steps * (4 * m * m * n + 2 * m**3)
+class Carried(NamedTuple):
+    """The values that messages carry for some rules, besides directions and updates.
+
+    Attributes
+    ----------
+    block_keys
+        Keys of state tensors with one number per block; the numbers are gathered and returned.
+    line_tensors
+        State tensors with values per line (row or column), by key; gathered and returned.
+    inputs
+        Inputs that rules request; gathered, one value for each element.
+    sums
+        Number of values of statistics; gathered, for each piece.
+    """
+
+    block_keys: tuple[str, ...]
+    line_tensors: tuple[tuple[str, StateTensor], ...]
+    inputs: tuple[Input, ...]
+    sums: int
+
+
+@functools.lru_cache(maxsize=256)
+def carried(rules: tuple[MatrixRule, ...]) -> Carried:
+    """Return the values that messages carry for these rules."""
+    tensors = tensors_of(rules).items()
+    return Carried(
+        block_keys=tuple(key for key, tensor in tensors if tensor.extent == "blocks"),
+        line_tensors=tuple((key, x) for key, x in tensors if x.extent in ("rows", "columns")),
+        inputs=inputs_of(rules),
+        sums=sum(rule.sums for rule in rules),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,13 +227,13 @@ class Domain:
         Whether replicas share the work; see `ShardedSettings.replication`.
     jobs
         In global order: decreasing work, then name, then block.
-    buckets
-        Number of exchanges.
+    n_buckets
+        Number of buckets; the domain's buckets are numbered from 0.
     work
         Floating-point operations of each rank.
     gathered_bytes
-        Bytes of the momenta of one rank, if all ranks gather them before the step (see
-        `RepeatedMuon`); else 0.
+        Bytes of the part of the momenta that one rank sends, if replicas gather momenta before the
+        step (see `RepeatedMuon`); else 0.
     """
 
     ranks: tuple[int, ...]
@@ -245,44 +242,50 @@ class Domain:
     rules: tuple[MatrixRule, ...]
     spread: bool
     jobs: tuple[Job, ...]
-    buckets: int
+    n_buckets: int
     work: Mapping[int, int]
     gathered_bytes: int = 0
 
-    def header_words(self, leg: Leg) -> int:
-        """Return the header's words per piece.
+    def seconds(self, settings: ShardedSettings) -> float:
+        """Predict the time of one step, without overlap [s]."""
+        n_collectives = sum(len(numbers) for numbers in self.crossing_buckets().values())
+        if self.gathered_bytes:
+            n_collectives += 1
+        return (
+            max(self.work.values()) / FLOPS_PER_SECOND
+            + max(self.sent(settings).values()) / BYTES_PER_SECOND
+            + n_collectives * SECONDS_PER_COLLECTIVE
+        )
 
-        They are presence, the rules' state per block, and (gather only) their sums.
+    def crossing_buckets(self) -> dict[Leg, tuple[int, ...]]:
+        """Return, by leg, the numbers of the buckets with a message between two ranks.
+
+        Only these need a collective.
         """
-        values = carried(self.rules)
-        return 1 + len(values.blocks) + (values.sums if leg == "gather" else 0)
+        crossing: dict[Leg, tuple[int, ...]] = {}
+        for leg in LEGS:
+            numbers: set[int] = set()
+            for job in self.jobs:
+                if job.bucket is None or job.bucket in numbers:
+                    continue
+                if any(holder != job.owner for holder in job.holders(leg)):
+                    numbers.add(job.bucket)
+            crossing[leg] = tuple(sorted(numbers))
+        return crossing
 
-    def planes(self, leg: Leg) -> int:
-        """Return the number of values per element.
+    def sent(self, settings: ShardedSettings) -> dict[int, int]:
+        """Return the bytes that leave each rank in one step."""
+        sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
+        for leg in LEGS:
+            for (_, sender, _), size in self.bytes_of_messages(leg, settings).items():
+                sent[sender] += size
+        return sent
 
-        They are the direction and the inputs that rules request, or the update.
-        """
-        return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
-
-    def message_bytes(
-        self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings
-    ) -> int:
-        """Return the length of a message: headers of all pieces, lines, elements, whole words."""
-        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        itemsize = self.itemsize if dtype == "full" else NARROW
-        element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
-        return WORD * (pieces * self.header_words(leg) + lines + element_words)
-
-    def bytes_of_messages(
-        self, leg: Leg, settings: ShardedSettings
-    ) -> dict[tuple[int, int, int], int]:
-        """Return the bytes of every message of one leg, by bucket, sender and receiver.
-
-        Messages of a rank to itself are left out.
-        """
-        pieces: Counter[tuple[int, int, int]] = Counter()
-        lines: Counter[tuple[int, int, int]] = Counter()
-        elements: Counter[tuple[int, int, int]] = Counter()
+    def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
+        """Return the bytes of every message of one leg; those of a rank to itself are left out."""
+        pieces: Counter[MessageKey] = Counter()
+        line_values: Counter[MessageKey] = Counter()
+        elements: Counter[MessageKey] = Counter()
         for job in self.jobs:
             if job.bucket is None:
                 continue
@@ -293,44 +296,36 @@ class Domain:
                 receiver = job.owner if leg == "gather" else holder
                 key = (job.bucket, sender, receiver)
                 pieces[key] += 1
-                lines[key] += job.lines.get(holder, 0)
+                line_values[key] += job.line_values.get(holder, 0)
                 elements[key] += n_elements
         return {
-            key: self.message_bytes(leg, n_pieces, lines[key], elements[key], settings)
+            key: self.message_bytes(leg, n_pieces, line_values[key], elements[key], settings)
             for key, n_pieces in pieces.items()
         }
 
-    def sent(self, settings: ShardedSettings) -> dict[int, int]:
-        """Return the bytes that leave each rank in one step."""
-        sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
-        for leg in LEGS:
-            for (_, sender, _), size in self.bytes_of_messages(leg, settings).items():
-                sent[sender] += size
-        return sent
+    def message_bytes(
+        self, leg: Leg, pieces: int, line_values: int, elements: int, settings: ShardedSettings
+    ) -> int:
+        """Return the length of a message with this number of pieces, values per line and elements.
 
-    def exchanges(self) -> dict[Leg, tuple[int, ...]]:
-        """Return the buckets whose gather, or return, exchanges data between ranks."""
-        exchanges: dict[Leg, tuple[int, ...]] = {}
-        for leg in LEGS:
-            buckets: set[int] = set()
-            for job in self.jobs:
-                if job.bucket is None or job.bucket in buckets:
-                    continue
-                if any(holder != job.owner for holder in job.holders(leg)):
-                    buckets.add(job.bucket)
-            exchanges[leg] = tuple(sorted(buckets))
-        return exchanges
+        Elements are padded to whole words.
+        """
+        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
+        itemsize = self.itemsize if dtype == "full" else NARROW
+        element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
+        return WORD * (pieces * self.header_words(leg) + line_values + element_words)
 
-    def seconds(self, settings: ShardedSettings) -> float:
-        """Predict the time of one step, without overlap [s]."""
-        n_collectives = sum(len(buckets) for buckets in self.exchanges().values())
-        if self.gathered_bytes:
-            n_collectives += 1
-        return (
-            max(self.work.values()) / FLOPS_PER_SECOND
-            + max(self.sent(settings).values()) / BYTES_PER_SECOND
-            + n_collectives * SECONDS_PER_COLLECTIVE
-        )
+    def header_words(self, leg: Leg) -> int:
+        """Return the words of a piece's header: presence, state per block, sums (gather only)."""
+        values = carried(self.rules)
+        return 1 + len(values.block_keys) + (values.sums if leg == "gather" else 0)
+
+    def planes(self, leg: Leg) -> int:
+        """Return the number of values per element.
+
+        They are the direction and the inputs that rules request, or the update.
+        """
+        return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,17 +361,17 @@ class Plan:
         """
         if len(self.domains) == 1 and len(self.domains[0].ranks) == 1 and not owners:
             return _describe_one_process(self)
-        lines = []
+        text = []
         for number, domain in enumerate(self.domains):
-            lines.append(f"domain {number}: {_describe_domain(self, domain)}")
+            text.append(f"domain {number}: {_describe_domain(self, domain)}")
             if owners:
-                lines += _describe_owners(self, domain)
-        if not lines:
+                text += _describe_owners(self, domain)
+        if not text:
             return "no matrices to orthogonalize"
         work = sum(sum(domain.work.values()) for domain in self.domains)
         sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
-        lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
-        return "\n".join(lines)
+        text.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
+        return "\n".join(text)
 
 
 # ----- making a plan -----------------------------------------------------------------------------
@@ -401,10 +396,30 @@ def make_plan(
     """
     settings = settings or ShardedSettings()
     _refuse_overlaps(parameters)
-    domains = _domains(parameters, settings, may_gather=True)
-    if len({bool(domain.gathered_bytes) for domain in domains}) > 1:
-        # The momenta of all domains are gathered, or none.
-        domains = _domains(parameters, settings, may_gather=False)
+    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    for i, p in enumerate(parameters):
+        members[p.layout.sorted_ranks, p.itemsize].append(i)
+    domains: list[Domain] = []
+    # More ranks first: all ranks of a domain then know the work that they have from those before.
+    # Domains on the same ranks keep the order of their first parameters.
+    for ranks, itemsize in sorted(members, key=lambda member: -len(member[0])):
+        domain_parameters = {i: parameters[i] for i in members[ranks, itemsize]}
+        outer = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
+        choices = [
+            _plan_domain(
+                domain_parameters,
+                ranks=ranks,
+                itemsize=itemsize,
+                loads={rank: sum(work[rank] for work in outer) for rank in ranks},
+                settings=settings,
+                spread=spread,
+            )
+            for spread in _spread_choices(list(domain_parameters.values()), settings)
+        ]
+        best = choices[0]
+        if len(choices) > 1:  # only then: predicting takes time
+            best = min(choices, key=lambda domain: domain.seconds(settings))
+        domains.append(best)
     return Plan(tuple(parameters), settings, tuple(domains))
 
 
@@ -465,49 +480,15 @@ def _refuse_overlaps(parameters: Sequence[PlannedParameter]) -> None:
             )
 
 
-def _domains(
-    parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, may_gather: bool
-) -> list[Domain]:
-    """Plan all domains; `may_gather` allows replicas to gather momenta that they keep in parts."""
-    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
-    for i, parameter in enumerate(parameters):
-        members[parameter.layout.sorted_ranks, parameter.itemsize].append(i)
-    # Larger domains first: all ranks of a smaller domain inside one then know the loads from it.
-    by_size = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
-    domains: list[Domain] = []
-    for (ranks, itemsize), positions in by_size:
-        outer = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
-        loads = {rank: sum(work[rank] for work in outer) for rank in ranks}
-        domain_parameters = [parameters[i] for i in positions]
-        choices = [
-            _domain(
-                parameters,
-                positions,
-                ranks=ranks,
-                itemsize=itemsize,
-                loads=loads,
-                settings=settings,
-                spread=spread,
-            )
-            for spread in _ways_to_replicate(domain_parameters, settings, may_gather=may_gather)
-        ]
-        best = choices[0]
-        if len(choices) > 1:
-            best = min(choices, key=lambda domain: domain.seconds(settings))
-        domains.append(best)
-    return domains
-
-
-def _ways_to_replicate(
-    parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, may_gather: bool
+def _spread_choices(
+    parameters: Sequence[PlannedParameter], settings: ShardedSettings
 ) -> list[bool]:
-    """Return the values of `Domain.spread` to choose from, for the parameters of one domain."""
+    """Return the values of `Domain.spread` to choose from for the parameters of one domain."""
     replicated_parameters = [p for p in parameters if len(p.layout.replicas()) > 1]
-    in_parts = any(p.state_layout for p in replicated_parameters)
-    if in_parts:
+    if any(p.state_layout for p in replicated_parameters):
         # To repeat the work, each replica needs whole momenta.
         all_replicated = len(replicated_parameters) == len(parameters)
-        if not (may_gather and all_replicated and _fit_one_gather(parameters, settings)):
+        if not (all_replicated and _fit_one_gather(parameters, settings)):
             return [True]
     if settings.replication == "auto":
         # Predicted times decide; a tie goes to the first. Without replicas both are alike.
@@ -522,10 +503,70 @@ def _fit_one_gather(parameters: Sequence[PlannedParameter], settings: ShardedSet
     """
     size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
     only_momenta = all(
-        p.state_layout is not None and not p.masters and not carried(p.rules).lines
+        p.state_layout is not None and not p.masters and not carried(p.rules).line_tensors
         for p in parameters
     )
     return settings.gather_dtype == "full" and size <= settings.bucket_bytes and only_momenta
+
+
+def _plan_domain(
+    parameters: Mapping[int, PlannedParameter],
+    *,
+    ranks: tuple[int, ...],
+    itemsize: int,
+    loads: Mapping[int, int],
+    settings: ShardedSettings,
+    spread: bool,
+) -> Domain:
+    """Choose owners and form buckets for one domain.
+
+    `parameters` are by position in the plan. `loads` has the work of each rank in the domains
+    before [FLOPs].
+    """
+    blocks: list[_PlannedBlock] = []
+    gathered_bytes = 0
+    for i, p in parameters.items():
+        if p.state_layout is not None and not spread and len(ranks) > 1:
+            # Gathered before the step: replicas then repeat the work as if momenta were whole.
+            gathered_bytes += _largest_part(p.shape, p.state_layout) * itemsize
+            p = dataclasses.replace(p, state_layout=None)
+        blocks += _blocks_of(p, i, itemsize)
+    blocks.sort(key=lambda block: (-block.work, block.name, block.number))
+
+    balance = Balance(loads)
+    filling: dict[int, _Filling] = {}
+    jobs: list[Job] = []
+    for block in blocks:
+        assignments = block.holders.assign(balance, block.work, block.size, spread=spread)
+        for owner, sources, destinations in assignments:
+            bucket = None
+            if any(rank != owner for rank in (*sources, *destinations)):
+                # The owner gathers the block once, and returns a copy to each replica it serves.
+                returned = sum(destinations.values()) * itemsize
+                n_bytes = max(block.size, returned)
+                bucket = _bucket_with_room(filling, owner, n_bytes, settings.bucket_bytes)
+            jobs.append(
+                Job(
+                    parameter=block.parameter,
+                    block=block.number,
+                    owner=owner,
+                    sources=sources,
+                    destinations=destinations,
+                    bucket=bucket,
+                    line_values=block.holders.line_values,
+                )
+            )
+    return Domain(
+        ranks=ranks,
+        parameters=tuple(parameters),
+        itemsize=itemsize,
+        rules=tuple(dict.fromkeys(rule for p in parameters.values() for rule in p.rules)),
+        spread=spread,
+        jobs=tuple(jobs),
+        n_buckets=1 + max((last.bucket for last in filling.values()), default=-1),
+        work={rank: balance.loads[rank] - loads[rank] for rank in ranks},
+        gathered_bytes=gathered_bytes,
+    )
 
 
 class _PlannedBlock(NamedTuple):
@@ -537,80 +578,6 @@ class _PlannedBlock(NamedTuple):
     work: int
     size: int
     holders: BlockHolders
-
-
-class _Filling(NamedTuple):
-    """The bucket that an owner is filling, and the bytes in it."""
-
-    bucket: int
-    used: int
-
-
-def _domain(
-    parameters: Sequence[PlannedParameter],
-    positions: Sequence[int],
-    *,
-    ranks: tuple[int, ...],
-    itemsize: int,
-    loads: Mapping[int, int],
-    settings: ShardedSettings,
-    spread: bool,
-) -> Domain:
-    """Choose owners and form buckets for one domain.
-
-    `loads` has the work of each rank in other domains [FLOPs]. Replicas that repeat the work gather
-    momenta first.
-    """
-    blocks: list[_PlannedBlock] = []
-    gathered_bytes = 0
-    for i in positions:
-        p = parameters[i]
-        if p.state_layout is not None and not spread and len(ranks) > 1:
-            gathered_bytes += _largest_part(p.shape, p.state_layout) * itemsize
-            p = dataclasses.replace(p, state_layout=None)
-        blocks += _blocks_of(p, i, itemsize)
-    blocks.sort(key=lambda block: (-block.work, block.name, block.number))
-
-    balance = Balance(loads)
-    jobs: list[Job] = []
-    filling: dict[int, _Filling] = {}  # by owner
-    for block in blocks:
-        assignments = block.holders.assign(balance, block.work, block.size, spread=spread)
-        for owner, sources, destinations in assignments:
-            bucket = None
-            if any(rank != owner for rank in (*sources, *destinations)):
-                # Whole blocks in full precision: without headers and the inputs of rules, which can
-                # make an exchange larger than `bucket_bytes`. The bound is on what one owner
-                # handles; a rank that holds most of the elements may send more.
-                returned = sum(destinations.values()) * itemsize
-                n_bytes = max(block.size, returned)
-                bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
-                if used and used + n_bytes > settings.bucket_bytes:
-                    bucket += 1
-                    used = 0
-                filling[owner] = _Filling(bucket, used + n_bytes)
-            jobs.append(
-                Job(
-                    parameter=block.parameter,
-                    block=block.number,
-                    owner=owner,
-                    sources=sources,
-                    destinations=destinations,
-                    bucket=bucket,
-                    lines=block.holders.lines,
-                )
-            )
-    return Domain(
-        ranks=ranks,
-        parameters=tuple(positions),
-        itemsize=itemsize,
-        rules=tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules)),
-        spread=spread,
-        jobs=tuple(jobs),
-        buckets=1 + max((last.bucket for last in filling.values()), default=-1),
-        work={rank: balance.loads[rank] - loads[rank] for rank in ranks},
-        gathered_bytes=gathered_bytes,
-    )
 
 
 def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_PlannedBlock]:
@@ -625,8 +592,8 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
         layout=p.layout,
         state_layout=p.layout_of("gather"),
         update_layout=p.layout_of("return"),
-        scored=bool(values.blocks),
-        lines=tuple(tensor for _, tensor in values.lines),
+        scored=bool(values.block_keys),
+        line_tensors=tuple(tensor for _, tensor in values.line_tensors),
     )
     return [
         _PlannedBlock(
@@ -641,12 +608,48 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
     ]
 
 
+def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
+    """Return the floating-point operations of one orthogonalization, in the form for this shape."""
+    m = min(rows, columns)
+    n = max(rows, columns)
+    if m == 1:
+        return 4 * n
+    if gram and n >= 2 * m:
+        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
+        return steps * 8 * m**3 + 12 * m * m * n
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
 def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
     """Return the number of elements of the first rank, which has the largest part."""
     place = layout.places()[layout.ranks[0]]
     return math.prod(
         held_interval(size, dim, layout, place).length for dim, size in enumerate(shape)
     )
+
+
+class _Filling(NamedTuple):
+    """The bucket that an owner is filling, and the bytes of its jobs in it."""
+
+    bucket: int
+    used: int
+
+
+def _bucket_with_room(
+    filling: dict[int, _Filling], owner: int, n_bytes: int, bucket_bytes: int
+) -> int:
+    """Return the number of the bucket that takes a job, and count its bytes in `filling`, by owner.
+
+    Each owner fills its part of one bucket after the other, so the bound is on what one owner
+    handles: whole blocks in full precision. A rank that holds most of the elements may send more,
+    and headers and the inputs of rules come on top.
+    """
+    bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
+    if used and used + n_bytes > bucket_bytes:
+        bucket += 1
+        used = 0
+    filling[owner] = _Filling(bucket, used + n_bytes)
+    return bucket
 
 
 # ----- describing a plan -------------------------------------------------------------------------
@@ -660,11 +663,11 @@ def _describe_one_process(plan: Plan) -> str:
         for shape in p.view.block_shapes:
             count[shape] += p.view.batch
             flops[shape] += p.view.batch * newton_schulz_flops(*shape, p.steps, gram=p.gram)
-    lines = [f"one process: {len(plan.parameters)} parameters, {sum(count.values())} matrices"]
+    text = [f"one process: {len(plan.parameters)} parameters, {sum(count.values())} matrices"]
     for shape, work in flops.most_common():
-        lines.append(f"  {count[shape]} of {shape[0]}x{shape[1]}: {work:.4g} FLOPs")
-    lines.append(f"a step: {sum(flops.values()):.4g} FLOPs")
-    return "\n".join(lines)
+        text.append(f"  {count[shape]} of {shape[0]}x{shape[1]}: {work:.4g} FLOPs")
+    text.append(f"a step: {sum(flops.values()):.4g} FLOPs")
+    return "\n".join(text)
 
 
 def _describe_domain(plan: Plan, domain: Domain) -> str:
@@ -672,7 +675,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     layouts = sorted({str(p.layout) for p in parameters})
     n_blocks = len({(job.parameter, job.block) for job in domain.jobs})
     n_staying = sum(job.bucket is None for job in domain.jobs)
-    exchanges = domain.exchanges()
+    crossing = domain.crossing_buckets()
     replicas = ""
     if any(len(p.layout.replicas()) > 1 for p in parameters):
         replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
@@ -680,9 +683,9 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     return (
         f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "
         f"{'; '.join(layouts)}{replicas}; {n_staying} jobs stay, "
-        f"{len(domain.jobs) - n_staying} travel in {domain.buckets} buckets\n"
-        f"  collectives a step: {len(exchanges['gather'])} to the owners, "
-        f"{len(exchanges['return'])} back{momenta}\n"
+        f"{len(domain.jobs) - n_staying} travel in {domain.n_buckets} buckets\n"
+        f"  collectives a step: {len(crossing['gather'])} to the owners, "
+        f"{len(crossing['return'])} back{momenta}\n"
         f"  FLOPs a rank: {_mean_and_extremes(list(domain.work.values()))}\n"
         f"  bytes sent a rank: {_mean_and_extremes(list(domain.sent(plan.settings).values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"
@@ -701,10 +704,10 @@ def _mean_and_extremes(values: Sequence[int]) -> str:
 
 
 def _describe_owners(plan: Plan, domain: Domain) -> list[str]:
-    lines = []
+    text = []
     for job in domain.jobs:
         p = plan.parameters[job.parameter]
         rows, columns = p.view.block_shapes[job.block % len(p.view.block_shapes)]
         way = "stays" if job.bucket is None else f"bucket {job.bucket}"
-        lines.append(f"  rank {job.owner}: {p.name} block {job.block} ({rows}x{columns}), {way}")
-    return lines
+        text.append(f"  rank {job.owner}: {p.name} block {job.block} ({rows}x{columns}), {way}")
+    return text

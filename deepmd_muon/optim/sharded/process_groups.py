@@ -1,4 +1,4 @@
-"""Process groups of sets of ranks, and the comparison of names and plans among their ranks.
+"""Process groups of sets of ranks, and the comparison of statements among their ranks.
 
 Each comparison costs one small all-gather of digests. Only if these differ, the ranks exchange the
 values themselves. So all ranks raise the same error, and it names what differs.
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from deepmd_muon.optim import errors
 from deepmd_muon.optim.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
-from deepmd_muon.optim.sharded.plan import Domain, Plan
 
 T = TypeVar("T")
 
@@ -35,11 +34,18 @@ class RankGroup(NamedTuple):
     device: torch.device  # of the tensors that they exchange
 
 
-class SharedName(NamedTuple):
-    """A name, and the ranks, ascending, that hold the parameter."""
+class Statement(NamedTuple):
+    """What must be the same on some ranks, ascending, in one sentence."""
 
     ranks: tuple[int, ...]
-    name: str
+    text: str
+
+
+class _Report(NamedTuple):
+    """One rank's error, as class name and message, and its statements."""
+
+    error: tuple[str, str] | None
+    statements: list[Statement]
 
 
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
@@ -101,101 +107,61 @@ def gather_if_different(value: T, among: RankGroup) -> list[T] | None:
     return values
 
 
-def check_names(local_names: Sequence[SharedName], among: RankGroup) -> dict[SharedName, int]:
-    """Check that parameters have the same names, in the same order, on all ranks that hold them.
+def check_statements(
+    statements: Sequence[Statement], among: RankGroup, error: ShardingError | None = None
+) -> dict[Statement, int]:
+    """Check that ranks make the same statements in the same order, and share their errors.
 
     Parameters
     ----------
-    local_names
-        All parameters that this rank holds and some ranks of `among` share.
+    statements
+        All statements of this rank that concern only ranks of `among`.
     among
         The ranks that compare them.
+    error
+        This rank's error, which the caller raises if all ranks have the same one.
 
     Returns
     -------
     dict
-        A number for each parameter that a rank of `among` holds, the same on all of them.
-
-    Raises
-    ------
-    PlanMismatchError
-        On every rank, naming the first difference.
-    """
-    names_of_ranks = gather_if_different(list(local_names), among)
-    if names_of_ranks is None:
-        return {shared_name: number for number, shared_name in enumerate(local_names)}
-    by_rank = dict(zip(among.ranks, names_of_ranks, strict=True))
-    all_names = list(dict.fromkeys(itertools.chain(*names_of_ranks)))
-    for ranks in dict.fromkeys(shared_name.ranks for shared_name in all_names):
-        first_rank = ranks[0]
-        expected = _names_on(by_rank[first_rank], ranks)
-        for rank in ranks:
-            names = _names_on(by_rank[rank], ranks)
-            for expected_name, name in itertools.zip_longest(
-                expected, names, fillvalue="nothing more"
-            ):
-                if expected_name != name:
-                    raise PlanMismatchError(
-                        f"ranks {first_rank} and {rank} do not train the same parameters; "
-                        f"rank {first_rank}: {expected_name}; rank {rank}: {name}. Give all ranks "
-                        "the same parameters and routes, and freeze them alike."
-                    )
-    return {shared_name: number for number, shared_name in enumerate(all_names)}
-
-
-def _names_on(shared_names: Sequence[SharedName], ranks: tuple[int, ...]) -> list[str]:
-    """Return the names of the parameters that exactly these ranks share."""
-    return [shared_name.name for shared_name in shared_names if shared_name.ranks == ranks]
-
-
-class _Report(NamedTuple):
-    """One rank's error, as class name and message, and the statements of its plan."""
-
-    error: tuple[str, str] | None
-    statements: list[str]
-
-
-def check_plans(plan: Plan, domain: Domain, among: RankGroup, error: ShardingError | None) -> None:
-    """Compare the plans of all ranks of a domain, and share their errors.
-
-    Parameters
-    ----------
-    plan, domain
-        This rank's plan, and one of its domains.
-    among
-        The ranks of the domain.
-    error
-        This rank's error, which the caller raises if all ranks have the same one.
+        A number for each statement of a rank of `among`, the same on all of them.
 
     Raises
     ------
     ShardingError
         On every rank: its own error, or one of the class of the first rank's error, which it names.
     PlanMismatchError
-        On every rank, naming the first statement that differs.
+        On every rank, naming the first difference.
     """
     error_text = None if error is None else (type(error).__name__, str(error))
-    reports = gather_if_different(_Report(error_text, plan.statements(domain)), among)
+    reports = gather_if_different(_Report(error_text, list(statements)), among)
     if reports is None:
-        return
+        return {statement: number for number, statement in enumerate(statements)}
     if error is not None:
         raise error
-    for rank, report in zip(among.ranks, reports, strict=True):
+    by_rank = dict(zip(among.ranks, reports, strict=True))
+    for rank, report in by_rank.items():
         if report.error is not None:
             class_name, message = report.error
             error_class = getattr(errors, class_name, ShardingError)
             raise error_class(f"rank {rank} cannot step: {message}")
-    first_rank = among.ranks[0]
-    for rank, report in zip(among.ranks, reports, strict=True):
-        # The lengths may differ; that is reported below.
-        for expected, statement in zip(reports[0].statements, report.statements, strict=False):
-            if expected != statement:
-                raise PlanMismatchError(
-                    f"ranks {first_rank} and {rank} plan different steps; rank {first_rank}: "
-                    f"{expected}; rank {rank}: {statement}. Parameters, settings and meshes must "
-                    "be the same on all ranks."
-                )
-    counts = ", ".join(str(len(report.statements)) for report in reports)
-    raise PlanMismatchError(
-        f"the plans of ranks {among.ranks} differ in length: {counts} statements"
-    )
+    all_statements = dict.fromkeys(itertools.chain(*(report.statements for report in reports)))
+    for ranks in dict.fromkeys(statement.ranks for statement in all_statements):
+        first_rank = ranks[0]
+        expected = _texts(by_rank[first_rank], ranks)
+        for rank in ranks:
+            texts = _texts(by_rank[rank], ranks)
+            pairs = itertools.zip_longest(expected, texts, fillvalue="nothing more")
+            for first_text, text in pairs:
+                if first_text != text:
+                    raise PlanMismatchError(
+                        f"ranks {first_rank} and {rank} do not take the same step; "
+                        f"rank {first_rank}: {first_text}; rank {rank}: {text}. Give all ranks the "
+                        "same parameters, routes, settings and meshes, and freeze parameters alike."
+                    )
+    return {statement: number for number, statement in enumerate(all_statements)}
+
+
+def _texts(report: _Report, ranks: tuple[int, ...]) -> list[str]:
+    """Return the statements that concern exactly these ranks."""
+    return [statement.text for statement in report.statements if statement.ranks == ranks]

@@ -40,21 +40,21 @@ class BlockNumbers(NamedTuple):
 
 
 @dataclasses.dataclass
-class LineCopies:
-    """Pairs of views, (lines, values): lines are copied between `buffer` and `state`."""
+class CopyList:
+    """Pairs of views of equal shapes: elements are copied between `buffer` and `local` memory."""
 
     buffer: list[Tensor] = dataclasses.field(default_factory=list)
-    state: list[Tensor] = dataclasses.field(default_factory=list)
+    local: list[Tensor] = dataclasses.field(default_factory=list)
 
     def write_buffer(self) -> None:
-        """Copy from the state to the buffer."""
+        """Copy from the local memory to the buffer."""
         if self.buffer:
-            torch._foreach_copy_(self.buffer, self.state)
+            torch._foreach_copy_(self.buffer, self.local)
 
-    def write_state(self) -> None:
-        """Copy from the buffer to the state."""
+    def read_buffer(self) -> None:
+        """Copy from the buffer to the local memory."""
         if self.buffer:
-            torch._foreach_copy_(self.state, self.buffer)
+            torch._foreach_copy_(self.local, self.buffer)
 
 
 class RuleState:
@@ -85,11 +85,13 @@ class RuleState:
         self._rank = rank
         self._device = device
         self._jobs = exchange.messages.jobs
-        self.keys = carried(rules).blocks
+        self.keys = carried(rules).block_keys
         self._dtypes = {
             key: tensor.dtype_for(exchange.full_dtype) for key, tensor in tensors_of(rules).items()
         }
-        self._single_values = {key for key, tensor in carried(rules).lines if tensor.along is None}
+        self._single_values = {
+            key for key, tensor in carried(rules).line_tensors if tensor.along is None
+        }
         self._place_of_job = place_of_job
         self._stack_sizes = [len(stack.jobs) for stack in stacks]
         # The lines of owned matrices, (matrices, lines, values), from their arrival until they
@@ -106,7 +108,7 @@ class RuleState:
 
     def _line_tensors(self, job: int) -> tuple[tuple[str, StateTensor], ...]:
         """Return key and description of the state per row or column of a job's parameter."""
-        return carried(self._plan.parameters[self._jobs[job].parameter].rules).lines
+        return carried(self._plan.parameters[self._jobs[job].parameter].rules).line_tensors
 
     # ----- views, created once -------------------------------------------------------------------
 
@@ -145,10 +147,10 @@ class RuleState:
             return BlockNumbers(slice(None), views)  # needs no gather on the device
         return BlockNumbers(torch.tensor(pieces, dtype=torch.int64, device=self._device), views)
 
-    def _local_lines(self, side: Side, buffer: Tensor, state: LocalState) -> LineCopies:
+    def _local_lines(self, side: Side, buffer: Tensor, state: LocalState) -> CopyList:
         """Return the copies between a buffer of this rank's pieces and its state."""
-        copies = LineCopies()
-        for payload, (start, _) in zip(side.payloads, side.lines, strict=True):
+        copies = CopyList()
+        for payload, start in zip(side.payloads, side.line_starts, strict=True):
             job = self._jobs[payload.job]
             for key, tensor in self._line_tensors(payload.job):
                 lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
@@ -159,14 +161,14 @@ class RuleState:
                 # Vectors of smaller blocks are padded in storage.
                 local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
                 in_local = slice(lines.inside.start, lines.inside.stop)
-                copies.state.append(local[lines.batch, in_local, lines.part_number])
+                copies.local.append(local[lines.batch, in_local, lines.part_number])
                 start = stop
         return copies
 
-    def _owned_lines(self, side: Side, buffer: Tensor) -> LineCopies:
+    def _owned_lines(self, side: Side, buffer: Tensor) -> CopyList:
         """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
-        copies = LineCopies()
-        for payload, peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
+        copies = CopyList()
+        for payload, peer, start in zip(side.payloads, side.peers, side.line_starts, strict=True):
             job = self._jobs[payload.job]
             stack_number, index = self._place_of_job[payload.job]
             for key, tensor in self._line_tensors(payload.job):
@@ -176,7 +178,7 @@ class RuleState:
                 for run_start, run_stop in lines.inside.runs:
                     stop = start + (run_stop - run_start) * lines.values
                     copies.buffer.append(buffer[start:stop].view(-1, lines.values))
-                    copies.state.append(self._owned[stack_number][key][index, run_start:run_stop])
+                    copies.local.append(self._owned[stack_number][key][index, run_start:run_stop])
                     start = stop
         return copies
 
@@ -194,7 +196,7 @@ class RuleState:
 
         `headers` has a header of each matrix, (matrices, fields).
         """
-        self._arriving_lines.write_state()
+        self._arriving_lines.read_buffer()
         state: list[dict[str, Tensor]] = []
         for lines in self._owned:
             stack_state = {}
@@ -233,4 +235,4 @@ class RuleState:
                 if numbers.state:
                     values = headers[numbers.pieces, column].to(numbers.state[0].dtype)
                     torch._foreach_copy_(numbers.state, list(values.split(1)))
-        self._returned_lines.write_state()
+        self._returned_lines.read_buffer()

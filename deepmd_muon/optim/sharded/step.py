@@ -1,7 +1,7 @@
 """The optimizer's step for parameters that live on several ranks.
 
 `ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte
-moves, and `run` takes the step. Matrices take one of three ways:
+moves, and `run` takes the step. The matrices of a domain take one of three ways:
 
 - a `Pipeline` exchanges pieces of matrices with their owners;
 - replicas that keep momenta in parts gather them and repeat the work (`RepeatedMuon`);
@@ -39,7 +39,12 @@ from deepmd_muon.optim.sharded.params import (
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
-from deepmd_muon.optim.sharded.process_groups import RankGroup, check_plans, group_of
+from deepmd_muon.optim.sharded.process_groups import (
+    RankGroup,
+    Statement,
+    check_statements,
+    group_of,
+)
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
@@ -98,8 +103,8 @@ class ShardedStep:
     holders
         By parameter, the object that creates and lays out its state.
     gathers
-        Whether momenta are gathered before the step, and every replica orthogonalizes whole
-        matrices by itself.
+        Whether the replicas of some domain gather momenta before the step, and each orthogonalizes
+        whole matrices by itself.
     """
 
     def __init__(
@@ -130,9 +135,15 @@ class ShardedStep:
         # its fast paths, once their plans agree.
         self._repeating = not (
             any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
-            or any(domain.buckets for domain in self.plan.domains)
+            or any(domain.n_buckets for domain in self.plan.domains)
         )
-        self.gathers = any(domain.gathered_bytes for domain in self.plan.domains)
+        gathering = [domain for domain in self.plan.domains if domain.gathered_bytes]
+        self.gathers = bool(gathering)
+        # The two ways that the matrices take: those whose momenta are gathered, and, by position
+        # in the plan, those with pieces that are exchanged.
+        self._gathered = [self._matrices[i] for domain in gathering for i in domain.parameters]
+        gathered = {param.p for param in self._gathered}
+        self._exchanged = {i: x for i, x in enumerate(self._matrices) if x.p not in gathered}
         self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
 
         # Of `prepare` and `agree`.
@@ -199,14 +210,9 @@ class ShardedStep:
         same_structures = structures == self._structures
         self._structures = structures
         self._prepared = groups, state
-        self._columns.watch(groups)
+        self._columns.groups = groups
         self._compiled = False
         self._bound = self._bound and same_tensors and same_structures
-
-    def follow_schedules(self) -> None:
-        """Compare the groups with those of other ranks in this step: schedulers have changed them."""
-        groups, _ = self._prepared
-        self._columns.watch(groups)
 
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
         """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
@@ -256,16 +262,19 @@ class ShardedStep:
         for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
             if process_group is not None:
                 among = RankGroup(domain.ranks, process_group, device)
-                check_plans(self.plan, domain, among, self._error)
+                texts = self.plan.statements(domain)
+                statements = [Statement(domain.ranks, text) for text in texts]
+                check_statements(statements, among, self._error)
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients of parameters with replicas that would diverge."""
         # Headers of exchanged matrices tell which gradients exist.
-        exchanges_matrices = not (self._repeating or self.gathers)
+        exchanged: set[Tensor] = set()
+        if not self._repeating:
+            exchanged = {param.p for param in self._exchanged.values()}
         compared = []
         for param in self._sharded_params:
-            exchanged = exchanges_matrices and param.entry.route == "muon"
-            if not exchanged and len(param.layout.replicas()) > 1:
+            if param.p not in exchanged and len(param.layout.replicas()) > 1:
                 ranks = param.layout.sorted_ranks
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))
@@ -288,11 +297,10 @@ class ShardedStep:
         control: StepControl,
         step_matrices: StepMatrices,
     ) -> None:
-        """Take the step.
+        """Take the step; `step_matrices` takes the step of a single process.
 
-        The Adam routes run while the first pieces of the Muon route are exchanged. With gathered
-        momenta on a GPU, small ones run on another stream.
-        `step_matrices` takes the step of a single process.
+        The Adam routes run while momenta are gathered and the first pieces are exchanged. Next to
+        gathered momenta alone, small Adam routes run on another stream of the GPU.
         """
         if self._repeating:
             return
@@ -301,9 +309,9 @@ class ShardedStep:
         moments = None
         if memory is not None:
             moments = memory.fetch_in_turn(self._transfer_batches(elements, state, memory))
-        if self._repeated is not None:
-            self._run_repeated(self._repeated, elements, control, moments, step_matrices)
-            return
+        repeated = self._repeated
+        if repeated is not None:
+            repeated.start()
         pipeline_step = None
         if self._pipeline is not None:
             pipeline_step = PipelineStep(
@@ -314,45 +322,34 @@ class ShardedStep:
                 control=control,
                 moments=moments,
             )
-        arriving = elements.step(control, moments)
-        if pipeline_step is not None:
-            arriving += pipeline_step.finish()
-        _finish(arriving, moments)
-
-    def _run_repeated(
-        self,
-        repeated: RepeatedMuon,
-        elements: ElementwiseStep,
-        control: StepControl,
-        moments: Iterator[list[Tensor]] | None,
-        step_matrices: StepMatrices,
-    ) -> None:
-        """Take the step with gathered momenta; on a GPU, small Adam routes use another stream."""
-        repeated.start()
-        if moments is not None or self._side_stream is None:
-            arriving = elements.step(control, moments)
-            repeated.step(control, moments, step_matrices)
-            _finish(arriving, moments)
-        else:
+        if repeated is not None and self._side_stream is not None and moments is None:
             control = control.on(self._device)  # before the fork: both streams read it
             self._side_stream.fork()
             repeated.step(control, None, step_matrices)
             with self._side_stream:
                 _finish(elements.step(control, None), None)
-        if self._settings.free_gradients:
+        else:
+            arriving = elements.step(control, moments)
+            if repeated is not None:
+                repeated.step(control, moments, step_matrices)
+            if pipeline_step is not None:
+                arriving += pipeline_step.finish()
+            _finish(arriving, moments)
+        if repeated is not None and self._settings.free_gradients:
             repeated.free_gradients()
 
     def _build(self) -> ElementwiseStep:
         """Make the parts of the step, before the first one."""
         collectives = CollectiveStream(self._device)
         elementwise = [param for param in self._sharded_params if param.entry.route != "muon"]
-        if self.gathers:
-            self._repeated = RepeatedMuon(self._matrices, collectives)
+        if self._exchanged:
+            self._pipeline = Pipeline(self.plan, self._exchanged, self._process_groups, collectives)
+        if self._gathered:
+            self._repeated = RepeatedMuon(self._gathered, collectives)
             n_elements = sum(param.p.numel() for param in elementwise)
-            if self._device.type == "cuda" and n_elements <= MOST_BESIDE:
+            is_small = n_elements <= MOST_BESIDE
+            if self._device.type == "cuda" and is_small and self._pipeline is None:
                 self._side_stream = SideStream(self._device)
-        elif self._matrices:
-            self._pipeline = Pipeline(self.plan, self._matrices, self._process_groups, collectives)
         self._elements = ElementwiseStep(elementwise, collectives)
         return self._elements
 
@@ -382,12 +379,13 @@ class ShardedStep:
         """Return the batches of offloaded moments, in the order in which the step takes them."""
         before: list[TransferBatch] = []
         after: list[TransferBatch] = []
+        repeated: list[TransferBatch] = []
         if self._pipeline is not None:
             before, after = self._pipeline.transfer_batches(state, memory)
-        elif self._repeated is not None:
-            after = self._repeated.transfer_batches()
+        if self._repeated is not None:
+            repeated = self._repeated.transfer_batches()
         waves = [wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None]
-        return [*before, *waves, *after]
+        return [*before, *waves, *repeated, *after]
 
 
 def _finish(

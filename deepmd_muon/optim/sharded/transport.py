@@ -1,8 +1,19 @@
 """The exchange of one bucket: an all-to-all to the owners, and another one back.
 
-A message is a row of 8-byte words: a header per piece (presence, the rules' state per block and
-sums), the rules' state per row or column, then all elements in the wire type. Buffers are float64
-tensors; the elements are views of them, so that one collective carries everything.
+    gather    holders pack their pieces of directions   →   owners assemble whole matrices
+    return    owners pack all pieces of their updates   →   holders apply theirs
+
+A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. It has a
+buffer for each role; the gather goes from the holder's buffer to owners' buffers, the return back.
+
+A buffer has a message for each peer. A message is a row of 8-byte words:
+
+    header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
+
+A header has whether the piece has a gradient, the rules' state per block and, in the gather, their
+sums. Lines are the rules' state per row or column. Elements are in the wire type, all planes of a
+piece one after the other, padded at the end to whole words. Buffers are float64 tensors, and
+elements are views of them, so that one collective carries everything.
 
 The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded to it when they are
 copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
@@ -17,7 +28,6 @@ waiting for the collective that read it.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,24 +37,97 @@ from torch import Tensor
 
 from deepmd_muon.optim.sharded.messages import RankMessages
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
-from deepmd_muon.optim.torch_hooks import Phase, in_phase, phase
+from deepmd_muon.optim.torch_hooks import in_phase, phase
 
-_PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Payload(NamedTuple):
-    """The elements of one piece in a buffer, counted in elements of the wire type."""
+class Exchange:
+    """The two collectives of bucket number `bucket` of a domain, on one rank.
 
-    job: int  # position in the exchange's jobs
-    start: int  # of the first plane; the others follow
-    elements: int  # in each plane
+    A portion of jobs that stay on the rank has no `bucket` and no collectives: its messages go to
+    the rank itself. `group` is the process group of the domain's ranks in ascending order.
+
+    Attributes
+    ----------
+    messages
+        The pieces in each message.
+    full_dtype
+        Element type of matrices and updates outside messages, float32 or float64.
+    outward, inward
+        By leg: the messages that this rank sends, and those that it receives.
+    buffer_words
+        Words that the exchange needs of the holder's and of the owner's buffer; both legs use both.
+    sent, received
+        By leg: the parts of these two buffers that the collective reads and writes; set by `bind`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        domain: Domain,
+        messages: RankMessages,
+        bucket: int | None,
+        group: dist.ProcessGroup | None,
+        full_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.messages = messages
+        self.full_dtype = full_dtype
+        self._group = group
+        # Whether any rank has a message for another: a rank with messages to itself only must join
+        # the collective of the others all the same. A portion, None, is in no leg.
+        self._crosses = {
+            leg: bucket in numbers for leg, numbers in domain.crossing_buckets().items()
+        }
+
+        side = functools.partial(
+            Side, plan, domain, messages=messages, full_dtype=full_dtype, device=device
+        )
+        self.outward = {leg: side(leg, sending=True) for leg in LEGS}
+        self.inward = {leg: side(leg, sending=False) for leg in LEGS}
+        holder_words = max(self.outward["gather"].words, self.inward["return"].words)
+        owner_words = max(self.inward["gather"].words, self.outward["return"].words)
+        self.buffer_words = holder_words, owner_words
+        self.sent: dict[Leg, Tensor] = {}
+        self.received: dict[Leg, Tensor] = {}
+
+    def bind(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
+        """Use these buffers, which have at least `buffer_words`; one bucket at a time may use them.
+
+        Without a collective, `received` is `sent`: all messages are those of ranks to themselves,
+        which have the same pieces in the same order on both sides.
+        """
+        for leg in LEGS:
+            source = holder_buffer if leg == "gather" else owner_buffer
+            target = owner_buffer if leg == "gather" else holder_buffer
+            if not self._crosses[leg]:
+                target = source
+            self.sent[leg] = source[: self.outward[leg].words]
+            self.received[leg] = target[: self.inward[leg].words]
+
+    def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
+        """Start to send the packed messages.
+
+        Return a function that waits until the messages to this rank are in `received`; on a GPU the
+        current stream waits, not the host.
+        """
+        if not self._crosses[leg]:
+            return lambda: None  # nothing moves: `received` is `sent`, see `bind`
+        with in_phase(leg):
+            wait = collectives.launch(
+                dist.all_to_all_single,
+                self.received[leg],
+                self.sent[leg],
+                self.inward[leg].splits,
+                self.outward[leg].splits,
+                group=self._group,
+            )
+        return phase(leg)(wait)  # waiting belongs to the same range of the profiler
 
 
 class Side:
-    """All messages that a rank sends to its peers, or receives from them, in one leg.
-
-    All lists but `splits` have one entry for each piece, in the order of the messages.
+    """The sending or the receiving side of one leg: where everything is in this rank's messages.
 
     Attributes
     ----------
@@ -55,15 +138,13 @@ class Side:
     splits
         Words of the message for each peer.
     words
-        Length of the buffer.
-    peers
-        The rank at the other end.
-    lines
-        First and last word (exclusive) of the rules' state per row or column.
-    payloads
-        Where the elements are.
+        Words of all messages.
+    peers, line_starts, payloads
+        For each piece, in the order of the messages: the rank at the other end, the first word of
+        its lines, and its elements.
     headers
-        The words of the headers in the buffer, int64 (pieces, words of a header).
+        The positions of the words of all headers, int64 (pieces, words of a header): an index into
+        the buffer.
     """
 
     def __init__(
@@ -77,28 +158,29 @@ class Side:
         *,
         sending: bool,
     ) -> None:
-        chosen = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-        self.wire_dtype = _NARROW_DTYPES.get(chosen, full_dtype)
+        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.wire_dtype = _NARROW_DTYPES.get(dtype_name, full_dtype)
         self.planes = domain.planes(leg)
         header_words = domain.header_words(leg)
         leg_messages = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in leg_messages]
         self.words = sum(self.splits)
         self.peers: list[int] = []
-        self.lines: list[tuple[int, int]] = []
+        self.line_starts: list[int] = []
         self.payloads: list[Payload] = []
         header_positions: list[int] = []
         message_start = 0
         for peer, message in zip(messages.peers, leg_messages, strict=True):
             self.peers += [peer] * len(message.jobs)
-            headers_end = message_start + len(message.jobs) * header_words
-            header_positions += range(message_start, headers_end)
-            line_bounds = list(itertools.accumulate(message.lines, initial=headers_end))
-            self.lines += itertools.pairwise(line_bounds)
-            element = line_bounds[-1] * WORD // self.wire_dtype.itemsize
-            for job, elements in zip(message.jobs, message.elements, strict=True):
-                self.payloads.append(Payload(job, element, elements))
-                element += self.planes * elements
+            word = message_start + len(message.jobs) * header_words
+            header_positions += range(message_start, word)
+            for n_values in message.line_values:
+                self.line_starts.append(word)
+                word += n_values
+            element = word * WORD // self.wire_dtype.itemsize
+            for job, n_elements in zip(message.jobs, message.elements, strict=True):
+                self.payloads.append(Payload(job, start=element, elements=n_elements))
+                element += self.planes * n_elements
             message_start += message.words
         positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
         self.headers = positions.view(-1, header_words)
@@ -111,6 +193,14 @@ class Side:
             start = payload.start + plane * payload.elements
             views.append(flat[start : start + payload.elements])
         return views
+
+
+class Payload(NamedTuple):
+    """Where the elements of one piece are in a buffer, counted in elements of the wire type."""
+
+    job: int  # position in the exchange's jobs
+    start: int  # of the first plane; the others follow
+    elements: int  # in each plane
 
 
 class CollectiveStream:
@@ -152,89 +242,3 @@ class CollectiveStream:
                 then()
             done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
-
-
-class Exchange:
-    """One bucket of one domain on one rank; without `bucket`, a portion of jobs that stay on it.
-
-    `group` is the process group of the domain's ranks in ascending order.
-
-    Attributes
-    ----------
-    messages
-        The pieces in each message.
-    full_dtype
-        Element type of matrices and updates outside messages, float32 or float64.
-    outward, inward
-        By leg: what this rank sends, and what it receives. In the gather it sends as a holder and
-        receives as an owner; in the return, the other way round.
-    buffer_words
-        Lengths of the two buffers: the one that it packs and unpacks as a holder, and the one of
-        its work as an owner. Both legs use both.
-    sent, received
-        By leg: the parts of these two buffers that the collective reads and writes; set by `bind`.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        domain: Domain,
-        messages: RankMessages,
-        bucket: int | None,
-        group: dist.ProcessGroup | None,
-        full_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.messages = messages
-        self.full_dtype = full_dtype
-        self._group = group
-        # Of all ranks: one whose own messages stay must join the others' collective all the same.
-        crossing = domain.exchanges()
-        self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
-
-        make = functools.partial(
-            Side, plan, domain, messages=messages, full_dtype=full_dtype, device=device
-        )
-        self.outward = {leg: make(leg, sending=True) for leg in LEGS}
-        self.inward = {leg: make(leg, sending=False) for leg in LEGS}
-        holder_words = max(self.outward["gather"].words, self.inward["return"].words)
-        owner_words = max(self.inward["gather"].words, self.outward["return"].words)
-        self.buffer_words = holder_words, owner_words
-        self.sent: dict[Leg, Tensor] = {}
-        self.received: dict[Leg, Tensor] = {}
-
-    def bind(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
-        """Use these buffers, which have at least `buffer_words`.
-
-        One bucket at a time may use them. The gather copies from the first to the second, the
-        return from the second to the first. If all messages of a leg stay on the rank, they are
-        read from the buffer in which they were packed.
-        """
-        for leg in LEGS:
-            source = holder_buffer if leg == "gather" else owner_buffer
-            target = source
-            if self._crosses[leg]:
-                target = owner_buffer if leg == "gather" else holder_buffer
-            self.sent[leg] = source[: self.outward[leg].words]
-            self.received[leg] = target[: self.inward[leg].words]
-
-    def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
-        """Start to send the packed messages.
-
-        Return a function that waits until the messages to this rank are in `received`; on a GPU the
-        current stream waits, not the host.
-        """
-        if not self._crosses[leg]:
-            # `received` is `sent` (see `bind`): a rank's only messages are those to itself, which
-            # have the same pieces in the same order on both sides.
-            return lambda: None
-        with in_phase(_PHASES[leg]):
-            wait = collectives.launch(
-                dist.all_to_all_single,
-                self.received[leg],
-                self.sent[leg],
-                self.inward[leg].splits,
-                self.outward[leg].splits,
-                group=self._group,
-            )
-        return phase(_PHASES[leg])(wait)

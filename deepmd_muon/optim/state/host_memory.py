@@ -12,7 +12,6 @@ are not.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,84 +26,37 @@ from deepmd_muon.optim.state.schema import ALL_MOMENTS
 _ALIGNMENT = 256  # bytes; kernels read whole vectors
 
 
-@dataclasses.dataclass(frozen=True)
-class HostSlot:
-    """The pinned memory of one state tensor; `value` is the tensor in the state."""
-
-    slab: Tensor
-    start: int
-    nbytes: int  # padded to whole vectors, so it may exceed the tensor's size
-    value: Tensor
-
-
-@dataclasses.dataclass
-class _Copy:
-    """One copy between host memory and a device buffer; it may cover several adjacent slots."""
-
-    slab: Tensor
-    slab_start: int
-    buffer_start: int
-    nbytes: int
-
-
 class TransferBatch:
     """State tensors that are copied together.
 
-    They take `nbytes` on the `device` that steps them.
+    `on_host` are their elements in host memory. They take `nbytes` on the `device` that steps them.
     """
 
-    def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.device = device
-        self.nbytes = 0
-        self._copies: list[_Copy] = []
-        starts = [0] * len(slots)  # in the buffer
-        # Slots of one dtype are adjacent, as in their slab.
-        by_dtype = sorted(range(len(slots)), key=lambda number: str(slots[number].value.dtype))
-        for number in by_dtype:
-            slot = slots[number]
-            starts[number] = self.nbytes
-            last = self._copies[-1] if self._copies else None
-            if (
-                last is not None
-                and last.slab is slot.slab
-                and last.slab_start + last.nbytes == slot.start
-            ):
-                last.nbytes += slot.nbytes
-            else:
-                self._copies.append(_Copy(slot.slab, slot.start, self.nbytes, slot.nbytes))
-            self.nbytes += slot.nbytes
-        local_tensors = [local_of(slot.value) for slot in slots]
-        self._tensors = list(zip(starts, local_tensors, strict=True))
+        self.on_host = [local_of(x) for x in tensors]
+        *starts, self.nbytes = itertools.accumulate(map(_padded_size, tensors), initial=0)
+        self._starts = starts  # in the buffer
         # By number of a device buffer: the buffer, and the tensors as its views.
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-
-    def copies(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the copies as pairs (host memory, device memory).
-
-        Adjacent slots share one copy.
-        """
-        return [
-            (
-                copy.slab[copy.slab_start : copy.slab_start + copy.nbytes],
-                buffer[copy.buffer_start : copy.buffer_start + copy.nbytes],
-            )
-            for copy in self._copies
-            if copy.nbytes
-        ]
 
     def views(self, number: int, buffer: Tensor) -> list[Tensor]:
         """Return the tensors as views of a device buffer; cached by the buffer's number."""
         cached_buffer, views = self._views.get(number, (None, []))
         if cached_buffer is not buffer:
-            views = [self._view(buffer, start, x) for start, x in self._tensors]
+            views = [
+                _view(buffer[start:], x)
+                for start, x in zip(self._starts, self.on_host, strict=True)
+            ]
             self._views[number] = (buffer, views)
         return views
 
-    def _view(self, buffer: Tensor, start: int, x: Tensor) -> Tensor:
-        """Return the part of a buffer that holds a tensor like `x`."""
-        if not x.numel():
-            return torch.empty_like(x, device=self.device)
-        return buffer[start : start + x.nbytes].view(x.dtype).as_strided(x.size(), x.stride())
+
+def _view(memory: Tensor, like: Tensor) -> Tensor:
+    """Return the begin of some memory, uint8, as a tensor of the same layout as another one."""
+    if not like.numel():
+        return torch.empty_like(like, device=memory.device)
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.size(), like.stride())
 
 
 class DeviceBuffers:
@@ -166,43 +118,39 @@ class DeviceBuffers:
 
     def _fetch(self, batch: TransferBatch, k: int) -> None:
         """Copy a batch into buffer k, once its former batch has been copied to the host."""
-        copies = batch.copies(self._buffers[k])
+        views = batch.views(k, self._buffers[k])
         if not self._has_streams:
-            for host, buffer in copies:
-                self._copy(buffer, host)
+            self._copy(views, batch.on_host)
             return
         with torch.cuda.stream(self._to_device):
             if self._emptied[k] is not None:
                 self._to_device.wait_event(self._emptied[k])
-            for host, buffer in copies:
-                self._copy(buffer, host)
+            self._copy(views, batch.on_host)
         self._filled[k] = self._to_device.record_event()
 
     def _evict(self, batch: TransferBatch, k: int) -> None:
         """Copy buffer k back to the host, once everything launched so far has finished."""
-        copies = batch.copies(self._buffers[k])
+        views = batch.views(k, self._buffers[k])
         if not self._has_streams:
-            for host, buffer in copies:
-                self._copy(host, buffer)
+            self._copy(batch.on_host, views)
             return
         launched = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.stream(self._to_host):
             self._to_host.wait_event(launched)
-            for host, buffer in copies:
-                self._copy(host, buffer)
+            self._copy(batch.on_host, views)
         self._emptied[k] = self._to_host.record_event()
 
-    def _copy(self, into: Tensor, source: Tensor) -> None:
-        into.copy_(source, non_blocking=True)
+    def _copy(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(into, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
 
 def moments_of(
     state: Mapping[Tensor, Mapping[str, Any]],
     params: Iterable[Tensor],
-    keys: Sequence[str] = ALL_MOMENTS,
 ) -> list[tuple[Tensor, str]]:
     """Return parameter and key of every moment that these parameters have."""
-    return [(p, key) for p in params for key in keys if key in state.get(p, {})]
+    return [(p, key) for p in params for key in ALL_MOMENTS if key in state.get(p, {})]
 
 
 class HostMemory:
@@ -213,11 +161,11 @@ class HostMemory:
 
     def __init__(self, batch_bytes: int) -> None:
         self.batch_bytes = batch_bytes
-        self._slots: dict[Tensor, dict[str, HostSlot]] = {}
+        self._offloaded: dict[Tensor, dict[str, Tensor]] = {}
         self._buffers: dict[torch.device, DeviceBuffers] = {}
 
     def __reduce__(self) -> tuple[type[HostMemory], tuple[int]]:
-        return HostMemory, (self.batch_bytes,)  # a copy of the optimizer allocates its own slots
+        return HostMemory, (self.batch_bytes,)  # a copy of the optimizer allocates its own memory
 
     def transfer_batch(
         self, state: Mapping[Tensor, dict[str, Any]], wanted: Sequence[tuple[Tensor, str]]
@@ -228,71 +176,61 @@ class HostMemory:
         """
         self.offload(state, wanted)
         device = local_of(wanted[0][0]).device
-        return TransferBatch([self._slots[p][key] for p, key in wanted], device)
+        return TransferBatch([state[p][key] for p, key in wanted], device)
 
     def offload(
         self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]
     ) -> None:
-        """Move state tensors into host memory.
-
-        Those of one dtype become adjacent, in the given order.
-        """
-        not_yet_offloaded = []
-        for p, key in wanted:
-            slot = self._slots.get(p, {}).get(key)
-            if slot is None or state[p][key] is not slot.value:
-                not_yet_offloaded.append((p, key))
+        """Move state tensors into host memory."""
+        on_device = [
+            (p, key)
+            for p, key in wanted
+            if state[p][key] is not self._offloaded.get(p, {}).get(key)
+        ]
         remaining: Counter[torch.dtype] = Counter()  # bytes to offload
-        for p, key in not_yet_offloaded:
+        for p, key in on_device:
             remaining[state[p][key].dtype] += _padded_size(state[p][key])
-        # A slab for each dtype: torch.save refuses tensors of several dtypes in one storage.
-        slabs: dict[torch.dtype, tuple[Tensor, int]] = {}  # and the start of its free part
-        for p, key in not_yet_offloaded:
+        # Pinned memory in large pieces: torch rounds each up to a power of two. Each dtype has its
+        # own: torch.save refuses tensors of several dtypes in one storage.
+        free: dict[torch.dtype, Tensor] = {}
+        for p, key in on_device:
             value = state[p][key]
             nbytes = _padded_size(value)
-            slab, start = slabs.get(value.dtype, (None, 0))
-            if slab is None or start + nbytes > slab.numel():
-                start = 0
-                slab = torch.empty(
-                    max(nbytes, min(remaining[value.dtype], self.batch_bytes)),
-                    dtype=torch.uint8,
-                    device="cpu",
-                    pin_memory=local_of(p).is_cuda,
+            memory = free.get(value.dtype)
+            if memory is None or nbytes > len(memory):
+                size = max(nbytes, min(remaining[value.dtype], self.batch_bytes))
+                memory = torch.empty(
+                    size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda
                 )
-            local = local_of(value)
-            memory = slab[start : start + local.nbytes].view(local.dtype)
-            host = memory.as_strided(local.size(), local.stride())
-            host.copy_(local)
+            host = _view(memory, local_of(value))
+            host.copy_(local_of(value))
             state[p][key] = with_local(value, host)
-            self._slots.setdefault(p, {})[key] = HostSlot(slab, start, nbytes, state[p][key])
-            slabs[value.dtype] = (slab, start + nbytes)
+            self._offloaded.setdefault(p, {})[key] = state[p][key]
+            free[value.dtype] = memory[nbytes:]
             remaining[value.dtype] -= nbytes
 
     def offload_all(
         self, state: dict[Tensor, dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Move all moments into host memory, and drop the slots of state that no longer exists."""
+        """Move all moments into host memory, and drop references to state that no longer exists."""
         params = [p for group in param_groups for p in group["params"]]
-        self._slots = {
-            p: {key: slot for key, slot in slots.items() if state[p].get(key) is slot.value}
-            for p, slots in self._slots.items()
+        self._offloaded = {
+            p: {key: value for key, value in values.items() if state[p].get(key) is value}
+            for p, values in self._offloaded.items()
             if p in state
         }
-        # Moments of one kind are adjacent, so that a transfer batch takes few copies.
-        for keys in (ALL_MOMENTS[:1], ALL_MOMENTS[1:]):
-            self.offload(state, moments_of(state, params, keys))
+        self.offload(state, moments_of(state, params))
 
     def restore(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Move all moments back to their parameters' devices."""
         self.wait()
-        for p, slots in self._slots.items():
+        for p, offloaded in self._offloaded.items():
             values = state.get(p, {})
-            device = local_of(p).device
-            for key, slot in slots.items():
-                if values.get(key) is slot.value:
-                    local = local_of(slot.value).to(device, copy=True)
-                    values[key] = with_local(slot.value, local)
-        self._slots = {}
+            for key, value in offloaded.items():
+                if values.get(key) is value:
+                    local = local_of(value).to(local_of(p).device, copy=True)
+                    values[key] = with_local(value, local)
+        self._offloaded = {}
         self._buffers = {}
 
     def fetch_in_turn(self, batches: Sequence[TransferBatch]) -> Iterator[list[Tensor]]:

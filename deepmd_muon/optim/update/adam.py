@@ -1,8 +1,7 @@
 """The element-wise routes: Adam, and AdamW with decoupled decay, on lists of tensors.
 
 The rule is that of D. P. Kingma and J. Ba (arXiv:1412.6980), with the decay of I. Loshchilov and F.
-Hutter (arXiv:1711.05101), ε outside the root, and bias correction: by torch's fused multi-tensor
-kernel, or by operations on lists of tensors.
+Hutter (arXiv:1711.05101), ε outside the root, and bias correction, in torch's implementations.
 """
 
 from __future__ import annotations
@@ -78,54 +77,33 @@ def adam_(
         "beta2": settings.adam_beta2,
         "eps": settings.adam_eps,
         "weight_decay": settings.adamw_decay if decays else 0.0,
-        "found_inf": control.skip,
+        "amsgrad": False,
+        "maximize": False,
     }
     if settings.adam_implementation == "fused":
-        _fused(tensors, steps, lr, values)
-    elif settings.adam_implementation == "foreach":
-        _foreach(tensors, steps, lr, **values)
+        _fused(tensors, steps, lr, {**values, "found_inf": control.skip})
     else:
-        for p, g, m, v, step in zip(*tensors, steps, strict=True):
-            _foreach(([p], [g], [m], [v]), [step], lr, **values)
+        foreach = settings.adam_implementation == "foreach"
+        _unfused(tensors, steps, control.skip, {**values, "lr": lr, "foreach": foreach})
     if masters is not None:
         round_masters(masters, targets, params)
     elif wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
 
 
-def _foreach(
-    tensors: TensorLists,
-    steps: list[Tensor],
-    lr: float | Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    found_inf: Tensor | None,
+def _unfused(
+    tensors: TensorLists, steps: list[Tensor], skip: Tensor | None, values: dict[str, Any]
 ) -> None:
-    """Take the step by operations on lists of tensors; nothing waits for the device."""
-    targets, grads, exp_avgs, exp_avg_sqs = tensors
+    """Take torch's step without the fused kernel, unless `skip`; nothing waits for the device."""
+    targets, _, exp_avgs, exp_avg_sqs = tensors
     changed = (*targets, *exp_avgs, *exp_avg_sqs, *steps)
-    before = [] if found_inf is None else list(map(torch.clone, changed))
-    torch._foreach_add_(steps, 1)
-    taken = torch.stack(steps).double()
-    rates = (lr / (1.0 - beta1**taken)).to(targets[0].dtype)
-    roots = (1.0 - beta2**taken).sqrt_().to(targets[0].dtype)
-    torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
-    if weight_decay:
-        torch._foreach_mul_(targets, 1.0 - lr * weight_decay)
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, list(roots.unbind()))
-    torch._foreach_add_(denominators, eps)
-    updates = torch._foreach_div(exp_avgs, denominators)
-    torch._foreach_mul_(updates, list(rates.unbind()))
-    torch._foreach_sub_(targets, updates)
-    if found_inf is not None:
+    before = [] if skip is None else list(map(torch.clone, changed))
+    # Steps are counted on the parameters' device; on a GPU `capturable` reads them there.
+    values |= {"capturable": targets[0].is_cuda, "decoupled_weight_decay": True}
+    torch_adam(*tensors, [], steps, **values)
+    if skip is not None:
         for x, old in zip(changed, before, strict=True):
-            x.copy_(torch.where(found_inf > 0, old, x))
+            x.copy_(torch.where(skip > 0, old, x))
 
 
 def _fused(
@@ -137,12 +115,7 @@ def _fused(
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
     # A copy of all in one launch.
     before = () if exact is None else torch._foreach_mul(targets, 1.0)
-    values = {
-        **values,
-        "lr": lr.float() if isinstance(lr, Tensor) else lr,
-        "amsgrad": False,
-        "maximize": False,
-    }
+    values["lr"] = lr.float() if isinstance(lr, Tensor) else lr
     if targets[0].is_cuda:
         _fused_on_gpu(tensors, steps, **values)
     else:  # torch's kernel assumes equal strides

@@ -7,7 +7,9 @@ for their norms.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,13 +24,11 @@ from deepmd_muon.optim.polar.symmetric_launch import (
     can_apply,
     orthogonalize_by_products,
 )
-from deepmd_muon.optim.polar.tables import Application
-from deepmd_muon.optim.update.fused_kernels import sum_squares
+from deepmd_muon.optim.polar.tables import Application, NumbersOnDevice, StepNumbers
 from deepmd_muon.optim.update.muon import apply_updates
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNKS_AT_A_TIME = 256  # that a program of `sum_squares` reads
 _TRIED: set[tuple[object, ...]] = set()  # devices, dtypes and shapes whose launches have run once
 
 
@@ -37,28 +37,24 @@ class ApplicationError(RuntimeError):
 
 
 class MatrixGroup(NamedTuple):
-    """Matrices of one shape and schedule.
+    """Contiguous matrices of one shape and schedule, which start at multiples of 16 bytes.
 
     Attributes
     ----------
     number
         Of the group in its wave.
-    rows, columns
-        Size of the matrices.
     schedule
         One (a, b, c) per step.
     targets
         Address in the parameters and number of the factor of each block, int64 (matrices, 2).
-    chunks
-        First chunk of each block, and its number of chunks, int64 (matrices, 2).
+    squares
+        Σ u² of each block, float64 (matrices, 1).
     """
 
     number: int
-    rows: int
-    columns: int
     schedule: Coefficients
     targets: Tensor
-    chunks: Tensor
+    squares: Tensor
 
 
 def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -71,92 +67,54 @@ def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch
 class AppliedGroups:
     """Groups of one wave; their last products update parameters of one dtype.
 
-    `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16
-    bytes.
+    `factors` has scale and damping of each block, `numbers` are those of the step on the device.
     """
 
-    def __init__(self, groups: Sequence[MatrixGroup], dtype: torch.dtype) -> None:
-        self.groups = groups
+    def __init__(
+        self, groups: Sequence[MatrixGroup], dtype: torch.dtype, factors: Tensor, numbers: Tensor
+    ) -> None:
         self.numbers = [group.number for group in groups]
         self._dtype = dtype
-        self._blocks = torch.cat([group.chunks for group in groups])
-        # 1 and Σ u² of each block, as `Application` has them; one launch writes all groups'.
-        self._all_squares = torch.empty(
-            len(self._blocks), 1, 2, dtype=torch.float64, device=self._blocks.device
-        )
-        self._squares = self._all_squares.split([len(group.targets) for group in groups])
-        self._schedules = list(dict.fromkeys(group.schedule for group in groups))
+        self._by_schedule: dict[Coefficients, list[MatrixGroup]] = defaultdict(list)
+        for group in groups:
+            self._by_schedule[group.schedule].append(group)
+        self._applications = [
+            Application(
+                targets=[group.targets for group in members],
+                squares=[group.squares for group in members],
+                dtype=dtype,
+                factors=factors,
+                numbers=numbers,
+            )
+            for members in self._by_schedule.values()
+        ]
 
-    def run(
-        self,
-        matrices: Sequence[Tensor],
-        *,
-        sums: Tensor,
-        factors: Tensor,
-        rate: Tensor,
-        decay: Tensor,
-        skip: Tensor,
-    ) -> None:
+    def run(self, matrices: Sequence[Tensor]) -> None:
         """Orthogonalize the groups' directions and update the parameters.
 
-        Parameters
-        ----------
-        matrices
-            The directions of each group, (b, m, n).
-        sums
-            Of the chunks, as `fused_kernels.advance` writes them.
-        factors
-            Scale and damping of each block.
-        rate, decay
-            Learning rate and weight decay, float64 ().
-        skip
-            If above 0, the parameters stay unchanged.
+        `matrices` are the directions of all groups of the wave, (b, m, n) each.
         """
-        sum_squares[(len(self._blocks),)](
-            self._blocks, sums, self._all_squares, WIDTH=_CHUNKS_AT_A_TIME
-        )
-        for schedule in self._schedules:
-            members = [i for i, group in enumerate(self.groups) if group.schedule == schedule]
-            application = Application(
-                targets=[self.groups[i].targets for i in members],
-                squares=[self._squares[i] for i in members],
-                dtype=self._dtype,
-                factors=factors,
-                rate=rate,
-                decay=decay,
-                skip=skip,
-            )
-            apply_by_products([matrices[i] for i in members], schedule, application)
-        for group in self.groups:
-            m, n = sorted((group.rows, group.columns))
-            dispatch.COUNTS["symmetric", m, n] += len(group.targets)
+        for (schedule, members), application in zip(
+            self._by_schedule.items(), self._applications, strict=True
+        ):
+            directions = [matrices[group.number] for group in members]
+            apply_by_products(directions, schedule, application)
+            for x in directions:
+                dispatch.COUNTS["symmetric", min(x.shape[1:]), max(x.shape[1:])] += len(x)
 
-    def usable(
-        self,
-        matrices: Sequence[Tensor],
-        *,
-        sums: Tensor,
-        factors: Tensor,
-        rate: Tensor,
-        decay: Tensor,
-    ) -> bool:
-        """Run all launches once without changing the parameters.
-
-        Return whether they worked, and log an error.
-        """
-        device = factors.device
-        shapes = tuple(
-            (group.rows, group.columns, len(group.targets), group.schedule) for group in self.groups
-        )
-        key = (device, self._dtype, shapes)
+    def usable(self, matrices: Sequence[Tensor]) -> bool:
+        """Run all launches once, in a skipped step; return whether they work, and log an error."""
+        device = matrices[0].device
+        members = itertools.chain.from_iterable(self._by_schedule.values())
+        shapes = [(matrices[group.number].shape, group.schedule) for group in members]
+        key = (device, self._dtype, *shapes)
         if key in _TRIED:
             return True
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        skip = torch.ones((), dtype=torch.float32, device=device)
         try:
             check(device, self._dtype)
-            self.run(matrices, sums=sums, factors=factors, rate=rate, decay=decay, skip=skip)
+            self.run(matrices)
         except Exception as error:  # an error of the compiler or driver must not end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _LOG.warning(
@@ -170,33 +128,27 @@ class AppliedGroups:
 @functools.lru_cache(maxsize=16)
 def check(device: torch.device, dtype: torch.dtype) -> None:
     """Compare with polar factors that are written and then applied, in both orientations."""
-    decay = 0.01
-    lr = 0.1
     steps = coefficients_of("polar-express-5")
-    coefficients = (steps[0], steps[1], steps[-1])  # X is kept in fp32 in between
+    schedule = (steps[0], steps[1], steps[-1])  # X is kept in fp32 in between
     factors = torch.tensor([0.5, 0.25], device=device)
+    numbers = NumbersOnDevice(device)
+    numbers.write(StepNumbers(rate=0.1, decay=0.01))
     for rows, columns in ((128, 256), (256, 128)):
         i = torch.arange(2 * rows * columns, device=device, dtype=torch.float32)
         i = i.view(2, rows, columns)
         x = torch.cos(0.3 * i) + torch.eye(rows, columns, device=device)
         p = torch.sin(0.7 * i).to(dtype)
-        (o,) = orthogonalize_by_products([x], coefficients)
+        (o,) = orthogonalize_by_products([x], schedule)
         expected = p.float()
-        apply_updates([expected], [factors.view(2, 1, 1) * o], lr=lr, weight_decay=decay)
+        apply_updates([expected], [factors.view(2, 1, 1) * o], lr=0.1, weight_decay=0.01)
 
-        size = rows * columns * p.element_size()
-        targets = [[p.data_ptr() + k * size, k] for k in range(2)]
-        norms = x.double().square().sum((1, 2))
-        application = Application(
-            targets=[torch.tensor(targets, dtype=torch.int64, device=device)],
-            squares=[torch.stack([torch.ones_like(norms), norms], dim=1).view(2, 1, 2)],
-            dtype=dtype,
-            factors=factors,
-            rate=torch.full((), lr, dtype=torch.float64, device=device),
-            decay=torch.full((), decay, dtype=torch.float64, device=device),
-            skip=torch.zeros((), dtype=torch.float32, device=device),
+        group = MatrixGroup(
+            number=0,
+            schedule=schedule,
+            targets=torch.tensor([[q.data_ptr(), k] for k, q in enumerate(p)], device=device),
+            squares=x.double().square().sum((1, 2)).unsqueeze(1),
         )
-        apply_by_products([x], coefficients, application)
+        AppliedGroups([group], dtype, factors, numbers.values).run([x])
         error = float((p.float() - expected).abs().max())
         if not error <= max(1e-5, 2 * torch.finfo(dtype).eps):
             raise ApplicationError(

@@ -8,7 +8,7 @@ addresses and replays the graph. New addresses of gradients, as after
 launch; neither synchronizes.
 
 A step: `advance` writes the directions of all blocks, blocks of one shape (a *group*) next to each
-other; each group is orthogonalized; `damp` writes the blocks' factors; `apply` updates the
+other; each group is orthogonalized; `combine` writes the blocks' factors; `apply` updates the
 parameters. The last product of large matrices updates their parameters itself (`AppliedGroups`).
 """
 
@@ -29,7 +29,12 @@ from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.cuda import SideStream, try_record
 from deepmd_muon.optim.polar.dispatch import choose_for
 from deepmd_muon.optim.polar.schedules import coefficients_of
-from deepmd_muon.optim.polar.tables import AddressTable, captured_addresses
+from deepmd_muon.optim.polar.tables import (
+    AddressTable,
+    NumbersOnDevice,
+    StepNumbers,
+    captured_addresses,
+)
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.torch_hooks import in_phase
 from deepmd_muon.optim.update.adam import moment_dtype
@@ -42,7 +47,7 @@ from deepmd_muon.optim.update.fused_kernels import (
     SUMS,
     advance,
     apply,
-    damp,
+    combine,
 )
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import polar_factors
@@ -59,63 +64,15 @@ TYPES = {
 _SHORT = 1024
 _LONG = 4096
 SMALL = 4 * 2**20  # elements of a small model
+# Steps of a large model before one is recorded: who captures whole training steps needs no graph here.
+_STEPS_BEFORE_RECORDING = 10
 _ADVANCE_WARPS = 4  # with more, sums in float64 allow too few programs on a multiprocessor
 _APPLY_WARPS = 4
-_DAMP_WIDTH = 256  # chunks that a program of `damp` reads at a time
+_CHUNKS_AT_A_TIME = 256  # that a program of `combine` reads
 _ALIGNED = 16  # vectors start at multiples of this number of elements, and of bytes
 
 
-class Variant(NamedTuple):
-    """The conditions for which kernels are compiled; they may change from step to step."""
-
-    gradient: torch.dtype
-    maximize: bool
-    skip: bool
-    scale: bool
-
-    @classmethod
-    def of(cls, gradient: torch.dtype, control: StepControl, *, maximize: bool) -> Variant:
-        """Return the conditions of a step."""
-        return cls(gradient, maximize, control.skip is not None, control.scale is not None)
-
-
 # ----- tables ------------------------------------------------------------------------------------
-
-
-class BlockLocation(NamedTuple):
-    """The location of one block in its parameter, in elements.
-
-    From `offset` on, runs of `run` adjacent elements follow each other at a distance of `stride`.
-    """
-
-    tensor: int  # number of the parameter
-    offset: int
-    run: int
-    stride: int
-    rows: int
-    columns: int
-
-
-def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
-    """Return a parameter's blocks in the order of its Magma scores."""
-    blocks = []
-    for b in range(view.batch):
-        offset = b * view.rows * view.columns
-        for rows, columns in view.block_shapes:
-            # Every group has a run of rows, or every row and group a run of columns.
-            run = rows * columns if view.axis != "columns" else columns
-            stride = view.rows * view.columns if view.axis != "columns" else view.columns
-            block = BlockLocation(
-                tensor=tensor,
-                offset=offset,
-                run=run // view.groups,
-                stride=stride // view.groups,
-                rows=rows,
-                columns=columns,
-            )
-            blocks.append(block)
-            offset += block.run
-    return blocks
 
 
 class BlockGroup(NamedTuple):
@@ -130,19 +87,6 @@ class BlockGroup(NamedTuple):
     def end(self) -> int:
         """The element after the last one."""
         return self.start + len(self.blocks) * self.rows * self.columns
-
-
-def group_blocks(blocks: Sequence[BlockLocation]) -> list[BlockGroup]:
-    """Group blocks by shape; each group starts at a multiple of `_ALIGNED`."""
-    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, block in enumerate(blocks):
-        by_shape[block.rows, block.columns].append(number)
-    groups = []
-    start = 0
-    for (rows, columns), members in by_shape.items():
-        groups.append(BlockGroup(start, rows, columns, members))
-        start = -(-groups[-1].end // _ALIGNED) * _ALIGNED
-    return groups
 
 
 class ChunkRow(NamedTuple):
@@ -166,14 +110,14 @@ class ChunkRow(NamedTuple):
         Addresses of these tensors.
     tensor
         Number of the parameter.
-    direction
-        Place of the block in the directions.
-    group, result
-        The block's group, and its place in the polar factors of that group.
     block
         Number of the block.
     plain
         Whether the block has no gaps and is aligned, so that the kernels may use vectors.
+    group, result
+        The block's group, and its place in the polar factors of that group.
+    direction
+        Place of the block in the directions.
     """
 
     start: int
@@ -184,45 +128,59 @@ class ChunkRow(NamedTuple):
     parameter: int
     momentum: int
     tensor: int
-    direction: int
-    group: int
-    result: int
     block: int
     plain: bool
+    group: int = 0
+    result: int = 0
+    direction: int = 0
 
 
 def block_rows(
-    blocks: Sequence[BlockLocation],
-    groups: Sequence[BlockGroup],
-    params: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-) -> list[ChunkRow]:
-    """Return a row for each block, with the chunk that starts at its first element."""
-    rows: dict[int, ChunkRow] = {}
-    for group_number, group in enumerate(groups):
-        size = group.rows * group.columns
-        for i, number in enumerate(group.blocks):
-            block = blocks[number]
-            parameter = params[block.tensor].data_ptr()
-            momentum = buffers[block.tensor].data_ptr()
-            is_contiguous = block.run == size
-            is_aligned = not any(x % _ALIGNED for x in (size, block.offset, parameter, momentum))
-            rows[number] = ChunkRow(
-                start=0,
-                size=size,
-                columns=block.run,
-                stride=block.stride,
-                offset=block.offset,
-                parameter=parameter,
-                momentum=momentum,
-                tensor=block.tensor,
-                direction=group.start + i * size,
-                group=group_number,
-                result=i * size,
-                block=number,
-                plain=is_contiguous and is_aligned,
+    params: Sequence[Tensor], buffers: Sequence[Tensor], views: Sequence[MatrixView]
+) -> tuple[list[ChunkRow], list[BlockGroup]]:
+    """Return a row for the first chunk of each block, in the order of Magma's scores, and the groups.
+
+    Each group starts at a multiple of `_ALIGNED`.
+    """
+    rows: list[ChunkRow] = []
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for tensor, (p, m, view) in enumerate(zip(params, buffers, views, strict=True)):
+        in_columns = view.axis == "columns"
+        whole = view.rows * view.columns
+        for i in range(view.batch):
+            offset = i * whole
+            for shape in view.block_shapes:
+                size = shape[0] * shape[1]
+                # Every group has a run of rows, or every row and group a run of columns.
+                run = (shape[1] if in_columns else size) // view.groups
+                aligned = not any(x % _ALIGNED for x in (size, offset, p.data_ptr(), m.data_ptr()))
+                by_shape[shape].append(len(rows))
+                rows.append(
+                    ChunkRow(
+                        start=0,
+                        size=size,
+                        columns=run,
+                        stride=(view.columns if in_columns else whole) // view.groups,
+                        offset=offset,
+                        parameter=p.data_ptr(),
+                        momentum=m.data_ptr(),
+                        tensor=tensor,
+                        block=len(rows),
+                        plain=run == size and aligned,
+                    )
+                )
+                offset += run
+    groups: list[BlockGroup] = []
+    start = 0
+    for number, (shape, blocks) in enumerate(by_shape.items()):
+        groups.append(BlockGroup(start, *shape, blocks))
+        for i, block in enumerate(blocks):
+            result = i * rows[block].size
+            rows[block] = rows[block]._replace(
+                group=number, result=result, direction=start + result
             )
-    return [rows[number] for number in range(len(blocks))]
+        start = -(-groups[-1].end // _ALIGNED) * _ALIGNED
+    return rows, groups
 
 
 class Chunks(NamedTuple):
@@ -247,41 +205,6 @@ def divide_into_chunks(rows: Sequence[ChunkRow], width: int) -> Chunks:
 # ----- a step ------------------------------------------------------------------------------------
 
 
-class StepScalars:
-    """Numbers that may change from step to step, where recorded launches read them.
-
-    `pace` is 1 − β of the momentum, `decay` the weight decay.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.rate = torch.zeros((), dtype=torch.float64, device=device)
-        self.pace = torch.zeros((), dtype=torch.float64, device=device)
-        self.decay = torch.zeros((), dtype=torch.float64, device=device)
-        self.skip = torch.zeros((), dtype=torch.float32, device=device)
-        self.scale = torch.zeros((), dtype=torch.float32, device=device)
-        self._written: dict[str, float] = {}
-
-    def write(self, lr: float | Tensor, settings: HybridMuonConfig, control: StepControl) -> None:
-        """Write the present values without synchronizing."""
-        if isinstance(lr, Tensor):
-            self.rate.copy_(lr)
-            self._written.pop("rate", None)
-        else:
-            self._fill("rate", lr)
-        self._fill("pace", 1.0 - settings.momentum)
-        self._fill("decay", settings.weight_decay)
-        if control.skip is not None:
-            self.skip.copy_(control.skip)
-        if control.scale is not None:
-            self.scale.copy_(control.scale)
-
-    def _fill(self, name: str, value: float) -> None:
-        """Write a number of the host, unless it is there."""
-        if self._written.get(name) != value:
-            getattr(self, name).fill_(value)
-            self._written[name] = value
-
-
 class Directions(NamedTuple):
     """The buffer of all directions, and its batches (b, rows, columns) by group."""
 
@@ -292,7 +215,8 @@ class Directions(NamedTuple):
 class FusedMuon:
     """One Muon step of a fixed list of contiguous parameters and momenta, as `muon_` defines it.
 
-    With `recording`, the launches of a small model are recorded in a CUDA graph.
+    With `recording`, the launches on a GPU are recorded in a CUDA graph, which keeps the memory of
+    a step.
     """
 
     def __init__(
@@ -311,27 +235,30 @@ class FusedMuon:
         self._dtype = params[0].dtype
         self._wide = moment_dtype(self._dtype)
         self._magma = bool(scores)
-        self._peaks = self._wide == torch.float64  # their squares can overflow
-        self._is_small = sum(p.numel() for p in params) <= SMALL
+        self.elements = sum(p.numel() for p in params)
+        self._is_small = self.elements <= SMALL
         self._width = _SHORT if self._is_small else _LONG
 
-        blocks = [block for i, view in enumerate(views) for block in block_locations(i, view)]
-        self._groups = group_blocks(blocks)
-        rows = block_rows(blocks, self._groups, params, buffers)
+        rows, self._groups = block_rows(params, buffers, views)
         chunks = divide_into_chunks(rows, self._width)
         self._chunks = chunks.table.to(self._device)
         self._directions: Directions | None = None
-        self._block_shapes = [(block.rows, block.columns) for block in blocks]
         self._scales = self._scales_of(settings).to(self._device)
+        self._factors = torch.empty_like(self._scales) if self._magma else self._scales
         self._gradients = AddressTable(len(params), self._device)
         self._results = AddressTable(len(self._groups), self._device)
-        self._scalars = StepScalars(self._device)
-        if self._magma:
-            # One score for each block.
-            addresses = [[x.data_ptr() + 4 * i] for x in scores for i in range(x.numel())]
-            columns = [chunks.of_blocks, torch.tensor(addresses, device="cpu")]
-            self._blocks = torch.cat(columns, dim=1).to(self._device)
-            self._factors = torch.empty_like(self._scales)
+        self._numbers = NumbersOnDevice(self._device)
+        # One score for each block.
+        addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]
+        # Blocks of one group are adjacent in the squares.
+        columns = torch.tensor(
+            [addresses or [0] * len(rows), [i for group in self._groups for i in group.blocks]],
+            device="cpu",
+        )
+        columns[1] = columns[1].argsort()
+        blocks = torch.cat([chunks.of_blocks, columns.T], dim=1)
+        self._blocks = blocks.to(self._device)
+        self._squares = torch.zeros(len(rows), dtype=torch.float64, device=self._device)
 
         # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
         # The programs of these kernels do not wait for each other, so they cannot block the
@@ -344,27 +271,27 @@ class FusedMuon:
             self._on_main_stream = self._on_side_stream
             self._on_side_stream = []
         self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
-        self._recorded: dict[Variant, torch.cuda.CUDAGraph] = {}
-        self._record_launches = recording and self._is_small and self._device.type == "cuda"
+        self._recorded: dict[torch.dtype, torch.cuda.CUDAGraph] = {}
+        self.records = recording and self._device.type == "cuda"
+        self._steps_before_recording = 0 if self._is_small else _STEPS_BEFORE_RECORDING
 
-        self._applied = self._make_applied(rows, chunks)
+        self._separate = self._chunks  # of the matrices that `apply` updates
+        self._applied = self._make_applied(rows)
         self._sums = self._scales  # a dummy if nothing is summed
         if self._magma or self._applied is not None:
-            # The two peaks are written only for float64, otherwise they stay 1.
-            self._sums = torch.ones(
-                len(self._chunks), int(SUMS.value), dtype=torch.float64, device=self._device
+            count = int(SUMS.value)
+            self._sums = torch.zeros(
+                len(self._chunks), count, dtype=torch.float64, device=self._device
             )
-        self._separate = self._chunks  # of the matrices that `apply` updates
-        if self._applied is not None:
-            self._try_applied(self._applied)
 
-    def _make_applied(self, rows: Sequence[ChunkRow], chunks: Chunks) -> AppliedGroups | None:
-        """Return the groups whose last product updates the parameters; None without any."""
+    def _make_applied(self, rows: Sequence[ChunkRow]) -> AppliedGroups | None:
+        """Return the groups whose last product updates the parameters; None if that fails."""
         settings = self._settings
         by_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
         if self._is_small or not by_kernels:
             return None
         groups = []
+        squares = self._squares.unsqueeze(1).split([len(group.blocks) for group in self._groups])
         for number, group in enumerate(self._groups):
             members = [rows[i] for i in group.blocks]
             if not all(row.plain for row in members) or not takes(
@@ -377,36 +304,25 @@ class FusedMuon:
             groups.append(
                 MatrixGroup(
                     number=number,
-                    rows=group.rows,
-                    columns=group.columns,
                     schedule=coefficients_of(settings.schedule_of((group.rows, group.columns))),
                     targets=torch.tensor(targets, device=self._device),
-                    chunks=chunks.of_blocks[group.blocks].to(self._device),
+                    squares=squares[number],
                 )
             )
-        return AppliedGroups(groups, self._dtype) if groups else None
-
-    def _try_applied(self, applied: AppliedGroups) -> None:
-        """Exclude the groups' matrices from the launches for all others.
-
-        Drop the groups if their launches fail.
-        """
-        self._never_skip = torch.zeros((), dtype=torch.float32, device=self._device)
-        matrices = self._direction_buffers().matrices
-        if not applied.usable(
-            [matrices[i] for i in applied.numbers],
-            sums=self._sums,
-            factors=self._scales,
-            rate=self._scalars.rate,
-            decay=self._scalars.decay,
-        ):
-            self._applied = None
-            return
-        self._on_main_stream = [i for i in self._on_main_stream if i not in applied.numbers]
+        if not groups:
+            return None
+        applied = AppliedGroups(groups, self._dtype, self._factors, self._numbers.values)
+        self._numbers.write(StepNumbers(rate=0.0, skip=1.0))
+        if not applied.usable(self._direction_buffers().matrices):
+            return None
+        # All other launches exclude these groups.
+        numbers = applied.numbers
+        self._on_main_stream = [i for i in self._on_main_stream if i not in numbers]
         is_applied = torch.isin(
-            self._chunks[:, int(GROUP.value)], torch.tensor(applied.numbers, device=self._device)
+            self._chunks[:, int(GROUP.value)], torch.tensor(numbers, device=self._device)
         )
         self._separate = self._chunks[~is_applied].contiguous()
+        return applied
 
     def _in_one_program(self) -> list[int]:
         """Return the groups in which one program orthogonalizes each matrix."""
@@ -415,7 +331,7 @@ class FusedMuon:
         return [
             number
             for number, (_, rows, columns, blocks) in enumerate(self._groups)
-            if choose_for(len(blocks), rows, columns, self._wide, self._device) == "whole"
+            if choose_for(len(blocks), rows, columns, torch.float32, self._device) == "whole"
         ]
 
     def fits(
@@ -434,8 +350,11 @@ class FusedMuon:
 
     def _scales_of(self, settings: HybridMuonConfig) -> Tensor:
         """Return the scales of the blocks, in host memory."""
-        scales = [update_scale(shape, settings) for shape in self._block_shapes]
-        return torch.tensor(scales, dtype=torch.float32, device="cpu")
+        count = sum(len(group.blocks) for group in self._groups)
+        scales = torch.empty(count, dtype=torch.float32, device="cpu")
+        for group in self._groups:
+            scales[group.blocks] = update_scale((group.rows, group.columns), settings)
+        return scales
 
     def step(
         self,
@@ -456,54 +375,57 @@ class FusedMuon:
             self._settings = settings
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = captured_addresses(grads) if capturing else self._gradients.of(grads)
-        variant = Variant.of(grads[0].dtype, control, maximize=maximize)
-        self._scalars.write(lr, self._settings, control)
-        graph = None if capturing else self._recorded.get(variant)
+        dtype = grads[0].dtype
+        factor: float | Tensor = -1.0 if maximize else 1.0
+        if control.scale is not None:
+            factor = factor * control.scale.double().reciprocal()
+        self._numbers.write(
+            StepNumbers(
+                rate=lr,
+                decay=self._settings.weight_decay,
+                pace=1.0 - self._settings.momentum,
+                skip=0.0 if control.skip is None else control.skip,
+                factor=factor,
+            )
+        )
+        graph = None if capturing else self._recorded.get(dtype)
         if graph is not None:
             graph.replay()
             return
-        self._launch(table, variant, capturing)
-        if self._record_launches and not capturing:
+        self._launch(table, dtype, capturing)
+        self._steps_before_recording -= 1
+        if self.records and not capturing and self._steps_before_recording < 0:
             recording = try_record(
-                lambda: self._launch(table, variant, True), self._device, "a fused step"
+                lambda: self._launch(table, dtype, True), self._device, "a fused step"
             )
             if recording is None:
-                self._record_launches = False
+                self.records = False
             else:
-                self._recorded[variant], _ = recording
+                self._recorded[dtype], _ = recording
 
-    def _launch(self, table: Tensor, variant: Variant, capturing: bool) -> None:
-        """Launch all kernels of a step; `table` has the addresses of the gradients."""
-        skip = self._scalars.skip if variant.skip else None
+    def _launch(self, table: Tensor, dtype: torch.dtype, capturing: bool) -> None:
+        """Launch all kernels of a step; `table` has the addresses of gradients in `dtype`."""
         directions = self._direction_buffers()
         matrices = directions.matrices
-        self._advance(table, directions.flat, variant, skip)
+        self._advance(table, dtype, directions.flat)
         side = self._side_stream if capturing else None
         if side is not None:
             side.fork()
         polar = self._orthogonalize(matrices, self._on_main_stream)
         with side or contextlib.nullcontext():
-            factors = self._damp(skip) if self._magma else self._scales
+            if self._magma or self._applied is not None:
+                self._combine()
             polar |= self._orthogonalize(matrices, self._on_side_stream)
             # Nothing reads the results of applied groups.
             results = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
             addresses = captured_addresses(results) if capturing else self._results.of(results)
         if self._applied is not None:
             with in_phase("orthogonalize"):
-                self._applied.run(
-                    [matrices[i] for i in self._applied.numbers],
-                    sums=self._sums,
-                    factors=factors,
-                    rate=self._scalars.rate,
-                    decay=self._scalars.decay,
-                    skip=self._never_skip if skip is None else skip,
-                )
+                self._applied.run(matrices)
         if len(self._separate):
-            self._apply(addresses, results[0].dtype, factors, skip)
+            self._apply(addresses, results[0].dtype)
 
-    def _advance(
-        self, table: Tensor, directions: Tensor, variant: Variant, skip: Tensor | None
-    ) -> None:
+    def _advance(self, table: Tensor, dtype: torch.dtype, directions: Tensor) -> None:
         """Launch the update of the momenta, which writes the directions and the sums of chunks."""
         with in_phase("momentum"):
             advance[(len(self._chunks),)](
@@ -511,33 +433,30 @@ class FusedMuon:
                 gradients=table,
                 directions=directions,
                 sums=self._sums,
-                pace=self._scalars.pace,
-                skip=skip,
-                scale=self._scalars.scale if variant.scale else None,
+                numbers=self._numbers.values,
                 DTYPE=TYPES[self._dtype],
-                GRADIENT=TYPES[variant.gradient],
+                GRADIENT=TYPES[dtype],
                 WIDE=TYPES[self._wide],
                 MAGMA=self._magma,
                 NESTEROV=self._settings.nesterov,
-                MAXIMIZE=variant.maximize,
-                PEAKS=self._peaks,
                 SQUARES=self._applied is not None,
                 WIDTH=self._width,
                 num_warps=_ADVANCE_WARPS,
             )
 
-    def _damp(self, skip: Tensor | None) -> Tensor:
-        """Launch the update of Magma's scores; return scale times damping of each block."""
-        damp[(len(self._factors),)](
+    def _combine(self) -> None:
+        """Launch what follows from the sums of each block's chunks: damping and norms."""
+        combine[(len(self._blocks),)](
             blocks=self._blocks,
             sums=self._sums,
             scales=self._scales,
             factors=self._factors,
-            skip=skip,
-            PEAKS=self._peaks,
-            WIDTH=_DAMP_WIDTH,
+            squares=self._squares,
+            numbers=self._numbers.values,
+            MAGMA=self._magma,
+            SQUARES=self._applied is not None,
+            WIDTH=_CHUNKS_AT_A_TIME,
         )
-        return self._factors
 
     def _orthogonalize(
         self, matrices: Sequence[Tensor], numbers: Sequence[int]
@@ -548,9 +467,7 @@ class FusedMuon:
         polar = polar_factors([matrices[i] for i in numbers], self._settings)
         return {i: o.contiguous() for i, o in zip(numbers, polar, strict=True)}
 
-    def _apply(
-        self, results: Tensor, dtype: torch.dtype, factors: Tensor, skip: Tensor | None
-    ) -> None:
+    def _apply(self, results: Tensor, dtype: torch.dtype) -> None:
         """Launch the update of the parameters.
 
         `results` has the addresses of polar factors in `dtype`.
@@ -559,10 +476,8 @@ class FusedMuon:
             apply[(len(self._separate),)](
                 chunks=self._separate,
                 results=results,
-                factors=factors,
-                rate=self._scalars.rate,
-                decay=self._scalars.decay,
-                skip=skip,
+                factors=self._factors,
+                numbers=self._numbers.values,
                 DTYPE=TYPES[self._dtype],
                 POLAR=TYPES[dtype],
                 WIDE=TYPES[self._wide],
@@ -575,7 +490,9 @@ class FusedMuon:
         if self._directions is not None:
             return self._directions
         length = -(-self._groups[-1].end // _ALIGNED) * _ALIGNED
-        flat = torch.empty(length, dtype=self._wide, device=self._device)
+        # The dtype of the iteration.
+        dtype = torch.float64 if self._settings.precision == "float64" else torch.float32
+        flat = torch.empty(length, dtype=dtype, device=self._device)
         matrices = [
             flat[group.start : group.end].view(-1, group.rows, group.columns)
             for group in self._groups

@@ -2,19 +2,19 @@
 
 A step
 ------
-| kernel        | result                                                             |
-|---------------|--------------------------------------------------------------------|
-| `advance`     | m ← m + (1 − β) (g − m); the direction u; sums                     |
-| `damp`        | Magma's score and scale · damping of each block, from the sums     |
-| `sum_squares` | Σ u² of each block, for `symmetric_launch`                         |
-| `apply`       | p ← p (1 − lr λ) − lr · factor · O, with the polar factor O of u   |
+| kernel    | result                                                                       |
+|-----------|------------------------------------------------------------------------------|
+| `advance` | m ← m + (1 − β) (g − m); the direction u; sums                               |
+| `combine` | of each block, from the sums: Magma's score, scale · damping; Σ u²           |
+| `apply`   | p ← p (1 − lr λ) − lr · factor · O, with the polar factor O of u             |
 
 u is m, or with Nesterov g + β (m − g).
 
 A program takes one *chunk*: consecutive elements of one block, located by a table row. Sums are
 stored per chunk and added in a fixed order, so that a step is bitwise reproducible.
 
-`muon.muon_` defines the results; `test_optim_fused` compares them.
+`muon.muon_` defines the results; `test_optim_fused` compares them. Magma's formulas are those of
+`rules.magma`, compiled.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -23,13 +23,20 @@ stored per chunk and added in a fixed order, so that a step is bitwise reproduci
 
 from __future__ import annotations
 
-import math
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.application import aligned, apply_part
+from deepmd_muon.optim.polar.kernels.application import (
+    FACTOR,
+    PACE,
+    SKIP,
+    aligned,
+    apply_part,
+    factors_of_update,
+)
 from deepmd_muon.optim.rules import magma
 
 # Columns of a chunk's row, int64; `fused.ChunkRow` explains them.
@@ -43,39 +50,37 @@ ROW = tl.constexpr(13)
     PARAMETER,
     MOMENTUM,
     TENSOR,
-    DIRECTION,
-    GROUP,
-    RESULT,
     BLOCK,
     PLAIN,
+    GROUP,
+    RESULT,
+    DIRECTION,
 ) = (tl.constexpr(i) for i in range(13))
-# Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma
-# score.
-BLOCK_ROW = tl.constexpr(3)
-# Sums of a chunk, float64. For Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to
-# them. For `sum_squares`: Σ u² of the direction.
-SUMS = tl.constexpr(6)
-PEAK_M, PEAK_G, DOT, M_SQUARES, G_SQUARES, U_SQUARES = (tl.constexpr(i) for i in range(6))
+# Columns of a block's row: its first chunk, its number of chunks, the address of its Magma score,
+# and its place in the squares.
+BLOCK_ROW = tl.constexpr(4)
+FIRST_CHUNK, CHUNK_COUNT, SCORE, PLACE = (tl.constexpr(i) for i in range(4))
+# Sums of a chunk, float64: for Magma Σ m g, Σ m², Σ g², for `Application` Σ u² of the direction.
+SUMS = tl.constexpr(4)
+DOT, M_SQUARES, G_SQUARES, U_SQUARES = (tl.constexpr(i) for i in range(4))
 
-# Constants of Magma: the logistic function of cosine / TEMPERATURE is between LOWEST and LOWEST +
-# SPAN.
-_HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / magma.TEMPERATURE))
-TEMPERATURE = tl.constexpr(magma.TEMPERATURE)
-LOWEST = tl.constexpr(1.0 - _HIGHEST)
-SPAN = tl.constexpr(2.0 * _HIGHEST - 1.0)
-PACE = tl.constexpr(1.0 - magma.SCORE_DECAY)
-MIN_SCALE = tl.constexpr(magma.MIN_SCALE)
+
+def compiled(formula):
+    """Return a formula of torch as a function of Triton, which looks up `tl` and annotations."""
+    names = {**formula.__globals__, "tl": tl, "Tensor": tl.tensor}
+    return triton.jit(FunctionType(formula.__code__, names, argdefs=formula.__defaults__))
+
+
+next_score = compiled(magma.next_score)
+damping = compiled(magma.damping)
 
 # ----- the elements of a chunk -------------------------------------------------------------------
 
 
 @triton.jit
-def chunk_size(row, skip):
+def chunk_size(row, numbers):
     """Return the block's number of elements; 0 for a skipped step, so that nothing is written."""
-    size = tl.load(row + SIZE)
-    if skip is not None:
-        size = tl.where(tl.load(skip) > 0, 0, size)
-    return size
+    return tl.where(tl.load(numbers + SKIP) > 0, 0, tl.load(row + SIZE))
 
 
 @triton.jit
@@ -112,8 +117,6 @@ class Form(NamedTuple):
 
     MAGMA: Any  # store Magma's sums
     NESTEROV: Any
-    MAXIMIZE: Any
-    PEAKS: Any  # scale Magma's sums by the peaks
     SQUARES: Any  # store Σ u²
 
 
@@ -132,34 +135,22 @@ def advance(
     gradients,  # int64 addresses by number of the tensor
     directions,  # of all blocks, written
     sums,  # float64 (chunks, SUMS), written with MAGMA or SQUARES
-    pace,  # 1 − β, float64 ()
-    skip,  # float32 () or None
-    scale,  # float32 (): the gradients were multiplied by it; or None
+    numbers,  # of the step, see `application`
     DTYPE: tl.constexpr,  # of parameters and momenta
     GRADIENT: tl.constexpr,  # dtype of the gradients
     WIDE: tl.constexpr,  # dtype of the computation
     MAGMA: tl.constexpr,
     NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    PEAKS: tl.constexpr,
     SQUARES: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a chunk
 ):
     """Advance the momenta, write the directions and store the sums of one chunk."""
     number = tl.program_id(0).to(tl.int64)
     row = chunks + number * ROW
-    size = chunk_size(row, skip)
-    form = Form(
-        MAGMA=MAGMA,
-        NESTEROV=NESTEROV,
-        MAXIMIZE=MAXIMIZE,
-        PEAKS=PEAKS,
-        SQUARES=SQUARES,
-    )
-    weight = tl.load(pace).to(WIDE)
-    factor = None
-    if scale is not None:
-        factor = (1.0 / tl.load(scale).to(tl.float64)).to(WIDE)
+    size = chunk_size(row, numbers)
+    form = Form(MAGMA=MAGMA, NESTEROV=NESTEROV, SQUARES=SQUARES)
+    weight = tl.load(numbers + PACE).to(WIDE)
+    factor = tl.load(numbers + FACTOR).to(WIDE)
     gradient = tl.load(gradients + tl.load(row + TENSOR))
     momentum = tl.load(row + MOMENTUM)
     direction = tl.load(row + DIRECTION)
@@ -188,29 +179,18 @@ def advance(
 
 @triton.jit
 def advance_elements(at, factor, weight, sums, form, WIDE: tl.constexpr):
-    """Do m ← lerp(m, g), write the directions, and store the sums of a chunk."""
+    """Do m ← lerp(m, factor · g), write the directions, and store the sums of a chunk."""
     m = tl.load(at.m, mask=at.mask, other=0.0).to(WIDE)
-    g = tl.load(at.g, mask=at.mask, other=0.0).to(WIDE)
-    if factor is not None:
-        g = g * factor
-    if form.MAXIMIZE:
-        g = -g
+    g = tl.load(at.g, mask=at.mask, other=0.0).to(WIDE) * factor
     m = lerp(m, g, weight)
     tl.store(at.m, m.to(at.m.dtype.element_ty), mask=at.mask)
     u = m
     if form.NESTEROV:
         u = lerp(g, m, 1.0 - weight)
-    tl.store(at.u, u, mask=at.mask)
+    tl.store(at.u, u.to(at.u.dtype.element_ty), mask=at.mask)
     if form.MAGMA:
         wide_m = m.to(tl.float64)
         wide_g = g.to(tl.float64)
-        if form.PEAKS:  # squares of float64 can overflow; those of float32 cannot
-            peak_m = tl.max(tl.abs(wide_m))
-            peak_g = tl.max(tl.abs(wide_g))
-            wide_m = wide_m / tl.where(peak_m == 0.0, 1.0, peak_m)
-            wide_g = wide_g / tl.where(peak_g == 0.0, 1.0, peak_g)
-            tl.store(sums + PEAK_M, peak_m)
-            tl.store(sums + PEAK_G, peak_g)
         tl.store(sums + DOT, tl.sum(wide_m * wide_g))
         tl.store(sums + M_SQUARES, tl.sum(wide_m * wide_m))
         tl.store(sums + G_SQUARES, tl.sum(wide_g * wide_g))
@@ -223,89 +203,50 @@ def advance_elements(at, factor, weight, sums, form, WIDE: tl.constexpr):
 
 
 @triton.jit
-def sum_squares(
-    blocks,  # int64 (blocks, 2): first chunk and number of chunks
-    sums,  # (chunks, SUMS)
-    squares,  # float64 (blocks, 2), written
-    WIDTH: tl.constexpr,
-):
-    """Write 1 and Σ u² of each block, as `normalized.scale_of` reads them."""
-    number = tl.program_id(0)
-    block_sums = sums + tl.load(blocks + 2 * number) * SUMS
-    count = tl.load(blocks + 2 * number + 1)
-    total = tl.zeros((WIDTH,), tl.float64)
+def total(sums, count, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
+    """Return one sum of all chunks of a block, in a fixed order."""
+    partial = tl.zeros((WIDTH,), tl.float64)
     for i in range(0, count, WIDTH):
         chunk = i + tl.arange(0, WIDTH)
-        total += tl.load(block_sums + chunk * SUMS + U_SQUARES, mask=chunk < count, other=0.0)
-    tl.store(squares + 2 * number, 1.0)
-    tl.store(squares + 2 * number + 1, tl.sum(total))
+        partial += tl.load(sums + chunk * SUMS + COLUMN, mask=chunk < count, other=0.0)
+    return tl.sum(partial)
 
 
 @triton.jit
-def damp(
+def combine(
     blocks,  # int64 (blocks, BLOCK_ROW)
     sums,  # (chunks, SUMS)
     scales,  # float32 (blocks,)
-    factors,  # float32 (blocks,), written
-    skip,
-    PEAKS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    factors,  # float32 (blocks,), written with MAGMA
+    squares,  # float64 (blocks,): Σ u² of each, written with SQUARES
+    numbers,  # of the step, see `application`
+    MAGMA: tl.constexpr,
+    SQUARES: tl.constexpr,
+    WIDTH: tl.constexpr,  # chunks that a program reads at a time
 ):
-    """Advance each block's Magma score and write scale · damping.
+    """Combine the sums of one block's chunks.
 
-    See `deepmd_muon.optim.rules.magma`.
+    With MAGMA, advance its score and write scale · damping. With SQUARES, write Σ u² where
+    `normalized.scale_of` reads it.
     """
     number = tl.program_id(0)
     row = blocks + number * BLOCK_ROW
-    block_sums = sums + tl.load(row) * SUMS
-    count = tl.load(row + 1)
-    peak_m = tl.full((), 1.0, tl.float64)
-    peak_g = tl.full((), 1.0, tl.float64)
-    if PEAKS:
-        largest_m = tl.zeros((WIDTH,), tl.float64)
-        largest_g = tl.zeros((WIDTH,), tl.float64)
-        for i in range(0, count, WIDTH):
-            chunk = i + tl.arange(0, WIDTH)
-            mask = chunk < count
-            peaks = block_sums + chunk * SUMS
-            largest_m = tl.maximum(largest_m, tl.load(peaks + PEAK_M, mask=mask, other=0.0))
-            largest_g = tl.maximum(largest_g, tl.load(peaks + PEAK_G, mask=mask, other=0.0))
-        peak_m = tl.max(largest_m)
-        peak_g = tl.max(largest_g)
-        peak_m = tl.where(peak_m == 0.0, 1.0, peak_m)
-        peak_g = tl.where(peak_g == 0.0, 1.0, peak_g)
-
-    dot = tl.zeros((WIDTH,), tl.float64)
-    m_squares = tl.zeros((WIDTH,), tl.float64)
-    g_squares = tl.zeros((WIDTH,), tl.float64)
-    for i in range(0, count, WIDTH):
-        chunk = i + tl.arange(0, WIDTH)
-        mask = chunk < count
-        chunk_sums = block_sums + chunk * SUMS
-        # A chunk's sums are relative to its peaks, the block's to its own.
-        m = tl.full((WIDTH,), 1.0, tl.float64)
-        g = tl.full((WIDTH,), 1.0, tl.float64)
-        if PEAKS:
-            m = tl.load(chunk_sums + PEAK_M, mask=mask, other=0.0) / peak_m
-            g = tl.load(chunk_sums + PEAK_G, mask=mask, other=0.0) / peak_g
-        dot += m * g * tl.load(chunk_sums + DOT, mask=mask, other=0.0)
-        m_squares += m * m * tl.load(chunk_sums + M_SQUARES, mask=mask, other=0.0)
-        g_squares += g * g * tl.load(chunk_sums + G_SQUARES, mask=mask, other=0.0)
-
-    norms = tl.sqrt(tl.sum(m_squares)) * tl.sqrt(tl.sum(g_squares))
-    cosine = tl.where(norms > 0.0, tl.sum(dot) / norms, 0.0)
-    # Comparisons keep a NaN.
-    cosine = tl.where(cosine > 1.0, 1.0, tl.where(cosine < -1.0, -1.0, cosine)).to(tl.float32)
-    target = (1.0 / (1.0 + tl.exp(-cosine / TEMPERATURE)) - LOWEST) / SPAN
-    score_pointer = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-    score = tl.load(score_pointer)
-    score = score + PACE * (target - score)
-    if skip is None:
-        tl.store(score_pointer, score)
-    else:
-        tl.store(score_pointer, score, mask=tl.load(skip) <= 0)
-    damping = MIN_SCALE + (1.0 - MIN_SCALE) * score
-    tl.store(factors + number, tl.load(scales + number) * damping)
+    block_sums = sums + tl.load(row + FIRST_CHUNK) * SUMS
+    count = tl.load(row + CHUNK_COUNT)
+    if SQUARES:
+        u_squares = total(block_sums, count, U_SQUARES, WIDTH)
+        tl.store(squares + tl.load(row + PLACE), u_squares)
+    if MAGMA:
+        m_squares = total(block_sums, count, M_SQUARES, WIDTH)
+        g_squares = total(block_sums, count, G_SQUARES, WIDTH)
+        norms = tl.sqrt(m_squares) * tl.sqrt(g_squares)
+        cosine = tl.where(norms > 0.0, total(block_sums, count, DOT, WIDTH) / norms, 0.0)
+        # Comparisons keep a NaN.
+        cosine = tl.where(cosine > 1.0, 1.0, tl.where(cosine < -1.0, -1.0, cosine))
+        score = tl.load(row + SCORE).to(tl.pointer_type(tl.float32))
+        advanced = next_score(tl.load(score), cosine.to(tl.float32))
+        tl.store(score, advanced, mask=tl.load(numbers + SKIP) <= 0)
+        tl.store(factors + number, tl.load(scales + number) * damping(advanced))
 
 
 # ----- parameters --------------------------------------------------------------------------------
@@ -316,9 +257,7 @@ def apply(
     chunks,  # (chunks, ROW)
     results,  # int64 addresses of the polar factors by number of the group
     factors,  # float32 (blocks,)
-    rate,  # learning rate, float64 ()
-    decay,  # λ, float64 ()
-    skip,  # float32 () or None
+    numbers,  # of the step, see `application`
     DTYPE: tl.constexpr,  # of the parameters
     POLAR: tl.constexpr,  # dtype of the polar factors
     WIDE: tl.constexpr,  # dtype of the computation
@@ -326,10 +265,8 @@ def apply(
 ):
     """Do p ← p (1 − lr λ) − lr · factor · O for one chunk."""
     row = chunks + tl.program_id(0).to(tl.int64) * ROW
-    size = chunk_size(row, skip)
-    lr = tl.load(rate)
-    shrink = (1.0 - lr * tl.load(decay)).to(WIDE)
-    step = (lr * tl.load(factors + tl.load(row + BLOCK))).to(WIDE)
+    size = chunk_size(row, numbers)
+    shrink, step = factors_of_update(numbers, factors + tl.load(row + BLOCK), WIDE)
     parameter = tl.load(row + PARAMETER)
     result = tl.load(results + tl.load(row + GROUP))
     start = tl.load(row + RESULT)

@@ -5,11 +5,12 @@ Their kernels are first compiled in threads and compared with torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +28,16 @@ from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
+# Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python they
+# would wait for the host: a launch takes about 0.1 ms.
+_RECORDED_SHARE = 1 / 64
+_BYTES_PER_ELEMENT = 27  # of a step, see `arguments.workspace`
 # Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
 # always new lists.
 _MOST_LISTS = 16
@@ -101,45 +105,36 @@ class FusedStepCache:
         """
         device = params[0].device
         dtype = params[0].dtype
-        if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
-            with torch.cuda.device(device):  # Triton launches on the current device
-                return self.step(
-                    params,
-                    buffers,
-                    state,
-                    views,
-                    lr=lr,
-                    settings=settings,
-                    control=control,
-                    maximize=maximize,
-                )
         scores = state.get(SCORE, [])
         key = tuple(map(id, params))
-        fused = self._known.get(key)
-        fits = fused is not None and fused.fits(params, buffers, scores, settings)
-        if not fits and not fuses(settings.structure, dtype):
+        known = self._known.get(key)
+        fits = known is not None and known.fits(params, buffers, scores, settings)
+        fused = known if fits else None
+        if fused is None and not fuses(settings.structure, dtype):
             return False
         grads = gradients_of(params)
         grad_dtype = grads[0].dtype
         if grad_dtype not in TYPES or any(g.dtype is not grad_dtype for g in grads):
             return False
-        variant = Variant.of(grad_dtype, control, maximize=maximize)
-        if fused is None:
-            compile_kernels(tuple(views), device, dtype, variant, settings)
-        if not _works(device, dtype, variant, bool(scores), settings.nesterov):
-            return False
-        if fused is None or not fits:
-            if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
+        # Triton launches on the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            if known is None:
+                compile_kernels(tuple(views), device, dtype, grad_dtype, settings)
+            if not _works(device, dtype, grad_dtype, bool(scores), settings.nesterov):
                 return False
-            fused = self._known[key] = self._make(params, buffers, scores, views, settings)
-            if len(self._known) > _MOST_LISTS:
-                del self._known[next(iter(self._known))]
-        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.append(fused)
-        if isinstance(lr, Tensor) and not lr.is_cuda:
-            lr = float(lr)  # does not synchronize
-        contiguous = [g.contiguous() for g in grads]
-        fused.step(contiguous, lr, control, maximize=maximize, settings=settings)
+            if fused is None:
+                if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
+                    return False
+                fused = self._make(params, buffers, scores, views, settings, replaced=known)
+                self._known[key] = fused
+                if len(self._known) > _MOST_LISTS:
+                    del self._known[next(iter(self._known))]
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._captured.append(fused)
+            if isinstance(lr, Tensor) and not lr.is_cuda:
+                lr = float(lr)  # does not synchronize
+            contiguous = [g.contiguous() for g in grads]
+            fused.step(contiguous, lr, control, maximize=maximize, settings=settings)
         return True
 
     def _make(
@@ -149,11 +144,25 @@ class FusedStepCache:
         scores: Sequence[Tensor],
         views: Sequence[MatrixView],
         settings: HybridMuonConfig,
+        *,
+        replaced: FusedMuon | None,
     ) -> FusedMuon:
         # If tensors or lists change repeatedly, recording costs more than it saves.
         self._made[params[0]] += 1
-        recording = self._made[params[0]] <= _MAX_RECORDINGS
-        return FusedMuon(params, buffers, scores, views, settings, recording=recording)
+        is_stable = self._made[params[0]] <= _MAX_RECORDINGS
+        elements = sum(p.numel() for p in params)
+        others = [fused for fused in self._known.values() if fused is not replaced]
+        held = sum(fused.elements for fused in others if fused.records)
+        fits = elements <= SMALL or held + elements <= _most_recorded(params[0].device)
+        return FusedMuon(params, buffers, scores, views, settings, recording=is_stable and fits)
+
+
+def _most_recorded(device: torch.device) -> int:
+    """Return how many elements may be recorded, with a small part of the device's memory."""
+    if device.type != "cuda":
+        return 0
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return int(_RECORDED_SHARE * memory) // _BYTES_PER_ELEMENT
 
 
 @functools.lru_cache(maxsize=256)
@@ -180,7 +189,7 @@ def compile_kernels(
     views: tuple[MatrixView, ...],
     device: torch.device,
     dtype: torch.dtype,
-    variant: Variant,
+    gradient: torch.dtype,
     settings: HybridMuonConfig,
 ) -> None:
     """Compile and check the kernels of a small model's step in parallel threads.
@@ -194,7 +203,7 @@ def compile_kernels(
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
         return
     with _COMPILING:
-        key = views, device, dtype, variant, settings
+        key = views, device, dtype, gradient, settings
         if key in _COMPILED:
             return
         _COMPILED.add(key)
@@ -202,40 +211,27 @@ def compile_kernels(
         if fuses(settings, dtype):
             calls.append(
                 functools.partial(
-                    _works, device, dtype, variant, settings.magma_muon, settings.nesterov
+                    _works, device, dtype, gradient, settings.magma_muon, settings.nesterov
                 )
             )
         if settings.flash_muon and settings.precision in ("auto", "float16"):
-            matrices = _zero_matrices(views, device, dtype, settings)
-            for schedule, members in matrices.items():
-                calls += compilations(members, schedule, torch.float16, IMPLEMENTATIONS)
+            counts: Counter[tuple[int, int]] = Counter()
+            for view in views:
+                for shape in view.block_shapes:
+                    counts[shape] += view.batch
+            by_schedule: dict[Coefficients, list[Tensor]] = defaultdict(list)
+            for shape, count in counts.items():
+                schedule = coefficients_of(settings.schedule_of((count, *shape)))
+                by_schedule[schedule].append(
+                    torch.zeros(count, *shape, dtype=torch.float32, device=device)
+                )
+            for schedule, matrices in by_schedule.items():
+                calls += compilations(matrices, schedule)
         launch_in_threads(calls, device)
 
 
-def _zero_matrices(
-    views: tuple[MatrixView, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: HybridMuonConfig,
-) -> dict[Coefficients, list[Tensor]]:
-    """Return zeros with the shapes of all directions, by schedule."""
-    counts: Counter[tuple[int, int]] = Counter()
-    for view in views:
-        for shape in view.block_shapes:
-            counts[shape] += view.batch
-    matrices: dict[Coefficients, list[Tensor]] = defaultdict(list)
-    for (rows, columns), count in counts.items():
-        schedule = coefficients_of(settings.schedule_of((count, rows, columns)))
-        zeros = torch.zeros(count, rows, columns, dtype=moment_dtype(dtype), device=device)
-        matrices[schedule].append(zeros)
-    return matrices
-
-
 def compilations(
-    matrices: Sequence[Tensor],
-    coefficients: Coefficients,
-    operand: torch.dtype,
-    allowed: Collection[str],
+    matrices: Sequence[Tensor], coefficients: Coefficients
 ) -> list[Callable[[], object]]:
     """Return calls that compile and check the kernels for such matrices, one kernel per call.
 
@@ -244,8 +240,8 @@ def compilations(
     """
     device = matrices[0].device
     capability = torch.cuda.get_device_capability(device)
-    usable = tuple(name for name in allowed if name not in dispatch.FAILED)
-    names = choices(geometry_of(matrices), capability, operand, usable)
+    usable = tuple(name for name in IMPLEMENTATIONS if name not in dispatch.FAILED)
+    names = choices(geometry_of(matrices), capability, torch.float16, usable)
     calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
     for name in dict.fromkeys(names):
         if name == "torch":
@@ -268,14 +264,14 @@ def compilations(
 
 @functools.lru_cache(maxsize=64)
 def _works(
-    device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
+    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool
 ) -> bool:
     """Compile the kernels and compare them with torch on two small matrices.
 
     Log why they cannot be used.
     """
     try:
-        _check(device, dtype, variant, magma, nesterov)
+        _check(device, dtype, gradient, magma, nesterov)
     except Exception as error:  # an error of the compiler or driver must not end a training run
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise
@@ -290,53 +286,35 @@ def _works(
 
 
 def _check(
-    device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
+    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool
 ) -> None:
-    """Compare two fused steps with two of `muon_`."""
+    """Compare two fused steps with two of `muon_`; the second may replay a recorded one."""
     settings = HybridMuonConfig(
         magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
     ).explicit()
-    # Kernels are compiled for steps with these conditions or without them.
-    control = StepControl(
-        skip=torch.zeros((), device=device) if variant.skip else None,
-        scale=torch.ones((), device=device) if variant.scale else None,
-    )
     # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     random = torch.Generator("cpu").manual_seed(0)
     wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
     view = MatrixView(2, 8, 36, "columns", (20, 16))
-
-    def result(fused: bool) -> list[Tensor]:
-        """Return parameter, momentum and scores after two steps.
-
-        The second may replay a recorded one.
-        """
+    results = []
+    for is_fused in (False, True):
         p = wave.to(dtype, copy=True).requires_grad_()
         m = (0.5 - wave).to(dtype)
-        if variant.gradient != dtype:
+        if gradient != dtype:
             p.grad_dtype = None  # allows a gradient of another dtype
-        p.grad = wave.flip(1).to(variant.gradient)
+        p.grad = wave.flip(1).to(gradient)
         scores = [torch.full((4,), 0.5, device=device)] if magma else []
+        state = {SCORE: scores} if magma else {}
         with torch.no_grad():
-            step = FusedMuon([p], [m], scores, [view], settings) if fused else None
+            fused = FusedMuon([p], [m], scores, [view], settings) if is_fused else None
             for _ in range(2):
-                if step is not None:
-                    step.step([p.grad], 0.1, control, maximize=variant.maximize)
-                    continue
-                muon_(
-                    [p],
-                    [m],
-                    {SCORE: scores} if magma else {},
-                    [view],
-                    lr=0.1,
-                    settings=settings,
-                    control=control,
-                    maximize=variant.maximize,
-                )
-        return [p.detach(), m, *scores]
-
+                if fused is not None:
+                    fused.step([p.grad], 0.1, StepControl(), maximize=False)
+                else:
+                    muon_([p], [m], state, [view], lr=0.1, settings=settings, control=StepControl())
+        results.append([p.detach(), m, *scores])
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for expected, value in zip(result(fused=False), result(fused=True), strict=True):
+    for expected, value in zip(*results, strict=True):
         difference = (value.double() - expected.double()).abs().max()
         error = float(difference / expected.double().abs().max())
         if not error <= tolerance:

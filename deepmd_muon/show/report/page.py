@@ -39,6 +39,11 @@ td.text, th.text { text-align: left; overflow-wrap: anywhere; min-width: 7em; }
 pre { background: #f5f6f8; padding: 10px 12px; font-size: 13px; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 pre.wide { white-space: pre; overflow-x: auto; overflow-wrap: normal; }
+@media (max-width: 600px) {
+  table { font-size: 12px; }
+  th, td { padding: 4px 5px; }
+  td.text, th.text { min-width: 5em; }
+}
 @media print { .scroll { overflow: visible; } }
 """ + "\n".join(
     f".{verdict.name} {{ border-color: {color}; }}" for verdict, color in _COLORS.items()
@@ -128,26 +133,31 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns
     return f"<div class=scroll><table>{head}\n{body}</table></div>"
 
 
-# Columns of the tables of errors, which show thousandths of the unit.
+# Units of the tables of errors; an invisible joiner keeps browsers from breaking the line in them.
+_PER_ATOM = "[meV/\u2060atom]"
+_PER_LENGTH = "[meV/\u2060Å]"
 _COLUMNS = {
-    "energy_per_atom": "energy [meV/atom]",
-    "force": "force [meV/Å]",
-    "virial_per_atom": "virial [meV/atom]",
+    "energy_per_atom": f"energy {_PER_ATOM}",
+    "force": f"force {_PER_LENGTH}",
+    "virial_per_atom": f"virial {_PER_ATOM}",
 }
 
 
 def _summary(data: Mapping[str, DataErrors]) -> str:
+    """Return the errors of each series, one quantity a row, which fits a phone."""
     totals = {series: errors.total for series, errors in data.items()}
     names = _quantities_of(totals.values())
-    titles = ["data", "frames"]
-    for name in names:
-        titles += [f"{_COLUMNS[name]} RMSE", "MAE"]
-    rows = []
+    titles = ["quantity"]
+    frames = ["frames"]
     for series, errors in data.items():
-        cells = [series, f"{len(errors.frames)} of {errors.nframes}"]
-        for name in names:
-            total = totals[series].get(name, ErrorSum())
-            cells += [_thousandths(total.rmse), _thousandths(total.mae)]
+        titles += [f"{series} RMSE", "MAE"]
+        frames += [f"{len(errors.frames)} of {errors.nframes}", ""]
+    rows = [frames]
+    for name in names:
+        cells = [_COLUMNS[name]]
+        for total in totals.values():
+            error = total.get(name, ErrorSum())
+            cells += [_thousandths(error.rmse), _thousandths(error.mae)]
         rows.append(cells)
     return _table(titles, rows)
 
@@ -181,14 +191,14 @@ def _elements(errors: DataErrors) -> str:
         [element, _thousandths(total.rmse), _thousandths(total.mae), f"{total.weight / 3:.0f}"]
         for element, total in errors.by_element.items()
     ]
-    return _table(["element", "RMSE [meV/Å]", "MAE [meV/Å]", "atoms"], rows)
+    return _table(["element", f"RMSE {_PER_LENGTH}", f"MAE {_PER_LENGTH}", "atoms"], rows)
 
 
 def _worst_frames(frames: Sequence[FrameError]) -> str:
     with_kind = any(frame.origin.config_type for frame in frames)
     names = _quantities_of(frame.errors for frame in frames)
     titles = ["file", *(["config_type"] if with_kind else []), "frame", "worst atom"]
-    titles += ["its force error [meV/Å]", *(f"{_COLUMNS[name]} RMSE" for name in names)]
+    titles += [f"its force error {_PER_LENGTH}", *(f"{_COLUMNS[name]} RMSE" for name in names)]
     rows = []
     for frame in frames:
         kind = [frame.origin.config_type] if with_kind else []

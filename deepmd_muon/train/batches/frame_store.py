@@ -57,7 +57,7 @@ class FrameStore:
     systems
         Where the frames are.
     cache
-        Says which neighbours the model reads, for their counts.
+        Says which neighbours the model reads, for their counts; an attribute, too.
     device
         Device of the tensors.
     room
@@ -80,6 +80,8 @@ class FrameStore:
     max_edges
         Largest number of neighbours of all atoms together, so far, in a frame of a composition
         `(ncompositions,)`.
+    shortest
+        Distance of the nearest two atoms so far [Å]; infinite if none are within the cut-off.
     missing
         The last slot.
     coord, atype
@@ -105,7 +107,7 @@ class FrameStore:
         room: Room | None = None,
     ) -> None:
         self._systems = systems
-        self._cache = cache
+        self.cache = cache
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.stays = room is None
@@ -130,6 +132,7 @@ class FrameStore:
         self.periodic = np.zeros(0, dtype=bool)
         self.max_neighbors = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
         self.max_edges = np.zeros(0, dtype=np.int64)
+        self.shortest = np.inf
         self._compositions: dict[tuple[bytes, bool], int] = {}
 
         # The tensors.
@@ -275,7 +278,7 @@ class FrameStore:
         if self.cells is not None:
             # The cell of a frame without one is zero and moves nothing.
             box = np.zeros((len(slots), 3, 3)) if chunk.box is None else chunk.box
-            cells = Cells.of_some(on_device(box), self._cache.rcut)
+            cells = Cells.of_some(on_device(box), self.cache.rcut)
             for target, values in zip(self.cells, cells, strict=True):
                 writes.append(_Write(target, rows, values))
         self._count(chunk, Atoms(coord, atype, sizes, 0, cells))
@@ -285,7 +288,7 @@ class FrameStore:
 
     def _count(self, chunk: Chunk, packed: Atoms) -> None:
         """Count the neighbours of a chunk and record them by composition; waits for the count."""
-        ntypes = self._cache.ntypes
+        ntypes = self.cache.ntypes
         max_neighbors = np.zeros((len(chunk.numbers), self.max_neighbors.shape[1]), dtype=np.int64)
         n_edges = np.zeros(len(chunk.numbers), dtype=np.int64)
         least_square = np.full(len(chunk.numbers), np.inf)
@@ -306,9 +309,12 @@ class FrameStore:
             system, number = self._frame(int(chunk.numbers[row]))
             raise NeighborError(
                 f"{system.name}: frame {number}: an atom has {of_all_types[row]} neighbours within "
-                f"{self._cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
+                f"{self.cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
                 "look at the positions, or use a smaller cut-off"
             )
+        shortest = float(np.sqrt(least_square.min(initial=np.inf)))
+        if shortest < self.cache.rcut:
+            self.shortest = min(self.shortest, shortest)
         self._record(chunk, max_neighbors, n_edges)
 
     def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
@@ -331,10 +337,8 @@ class FrameStore:
         numbers = self._on_device(rows)
         cells = None if packed.cells is None else packed.cells.select(numbers)
         atoms = Atoms(coord, atype, packed.counts[numbers], width, cells)
-        radii = [self._cache.rcut, *(radius for radius, _ in self._cache.inner)]
-        of_types, shorter, nearest = count_neighbors(
-            atoms, places, owner, radii, self._cache.ntypes
-        )
+        radii = [self.cache.rcut, *(radius for radius, _ in self.cache.inner)]
+        of_types, shorter, nearest = count_neighbors(atoms, places, owner, radii, self.cache.ntypes)
 
         of_all_types = of_types.sum(1, keepdim=True)
         counts = torch.cat(
@@ -343,7 +347,7 @@ class FrameStore:
         index = owner.unsqueeze(1).expand_as(counts)
         max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
         max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
-        n_edges = counts.new_zeros(len(rows)).index_add(0, owner, counts[:, self._cache.ntypes])
+        n_edges = counts.new_zeros(len(rows)).index_add(0, owner, counts[:, self.cache.ntypes])
         least_square = nearest.new_full((len(rows),), torch.inf)
         least_square = least_square.scatter_reduce(0, owner, nearest, "amin")
         return _Counted(
@@ -385,7 +389,7 @@ class FrameStore:
     def _refuse(self, number: int) -> None:
         """Raise the error that the neighbour search on the host raises for a frame."""
         system, row = self._frame(number)
-        self._cache.frame(system, row, system.frames([row]), 0)
+        self.cache.frame(system, row, system.frames([row]), 0)
 
 
 class _Counted(NamedTuple):
@@ -461,12 +465,12 @@ def system_of(numbers: np.ndarray, offset: np.ndarray) -> np.ndarray:
 
 
 def cut_into_chunks(
-    systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray
+    systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, atoms: int = CHUNK_ATOMS
 ) -> Iterator[np.ndarray]:
-    """Cut frames, in rising order, into parts of about `CHUNK_ATOMS` atoms."""
+    """Cut frames, in rising order, into parts of about so many atoms."""
     sizes = np.array([system.natoms for system in systems])
     natoms = sizes[system_of(numbers, offset)]
-    chunk_number = _starts(natoms) // CHUNK_ATOMS
+    chunk_number = _starts(natoms) // atoms
     yield from np.split(numbers, np.flatnonzero(np.diff(chunk_number)) + 1)
 
 
@@ -474,12 +478,20 @@ def read_chunk(
     systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, ntypes: int
 ) -> Chunk:
     """Read frames, whose numbers rise."""
+    return join(
+        [
+            pack_frames(systems[k], systems[k].frames(rows), rows + offset[k], ntypes)
+            for k, rows in by_system(numbers, offset)
+        ]
+    )
+
+
+def by_system(numbers: np.ndarray, offset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the systems of frames, whose numbers rise, each with the frames' numbers there."""
     owners = system_of(numbers, offset)
-    chunks = []
     for same_system in np.split(numbers, np.flatnonzero(np.diff(owners)) + 1):
         owner = int(system_of(same_system[0], offset))
-        chunks.append(_read_system(systems[owner], same_system, int(offset[owner]), ntypes))
-    return chunks[0] if len(chunks) == 1 else _join(chunks)
+        yield owner, same_system - offset[owner]
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
@@ -488,9 +500,8 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
     return starts
 
 
-def _read_system(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk:
-    """Read frames of one system, whose first frame has the number `first`."""
-    frames = system.frames(numbers - first)
+def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int) -> Chunk:
+    """Pack frames of one system; `numbers` count over all systems."""
     atype = frames.atype
     nframes, width = atype.shape
     # Frames usually have the same types in the same order, and no padding: then rows move as a
@@ -561,8 +572,10 @@ def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
     return np.asarray(~(volume > _FLAT * length**3))  # also NaN
 
 
-def _join(chunks: Sequence[Chunk]) -> Chunk:
+def join(chunks: Sequence[Chunk]) -> Chunk:
     """Return frames of several systems as one chunk."""
+    if len(chunks) == 1:
+        return chunks[0]
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(chunk, name) for chunk in chunks])

@@ -119,14 +119,6 @@ class ResidentBatches:
             room = Room(frames=min(atoms, self._rows * loader.most_frames), atoms=atoms)
         self._store = FrameStore(loader.systems, cache, device, room)
         self._requested = np.zeros(self._store.nframes, dtype=bool)
-        self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-        self._sections = Sections(
-            rcut=cache.rcut,
-            widths=(),
-            by_type=cache.by_type,
-            n_nearest=int(min(self._limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
-            capacity=MOST_NEIGHBORS,
-        )
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
         self._table = SlotTable(self._rows, loader.most_frames, self._store)
@@ -153,7 +145,7 @@ class ResidentBatches:
         self._loader.advance()
         shape = self._shapes.of(drawn.shape)
         if shape not in self._gatherings:
-            self._gatherings[shape] = Gathering(self._store, shape, self._sections)
+            self._gatherings[shape] = Gathering(self._store, shape)
         return ResidentFeed(
             gathering=self._gatherings[shape],
             origin=Origin.of(self._loader.systems, drawn.plan),
@@ -280,46 +272,41 @@ class ResidentBatches:
         shapes = []
         for numbers, lowest, highest in zip(batches, lowest_kinds, highest_kinds, strict=True):
             if lowest != highest:  # frames of several kinds
-                shapes.append(self._shape_of(numbers))
+                shapes.append(shape_of(self._store, numbers))
                 continue
             key = (len(numbers), lowest)
             if key not in shape_of_kind:
-                shape_of_kind[key] = self._shape_of(numbers)
+                shape_of_kind[key] = shape_of(self._store, numbers)
             shapes.append(shape_of_kind[key])
         return shapes
 
-    def _shape_of(self, numbers: np.ndarray) -> Shape:
-        """Return what a batch needs."""
-        store = self._store
-        cache = self._loader.cache
-        ntypes = cache.ntypes
-        compositions, n_frames = np.unique(store.composition[numbers], return_counts=True)
-        max_neighbors = store.max_neighbors[compositions].max(0)
-        widths = max_neighbors[:ntypes] if cache.by_type else max_neighbors[ntypes : ntypes + 1]
-        bounds = np.array([count for _, count in cache.inner], dtype=np.int64)
-        inner = np.minimum(max_neighbors[ntypes + 1 :], bounds)
-        present = {name: flags[numbers] for name, flags in store.present.items()}
-        labels = frozenset(name for name, flags in present.items() if flags.any())
-        return Shape(
-            frames=len(numbers),
-            natoms=int(store.natoms[numbers].max()),
-            counts=tuple((store.type_counts[compositions] * n_frames[:, None]).sum(0).tolist()),
-            widths=tuple(np.minimum(_round_up(widths, SECTION_STEP), self._limits).tolist()),
-            inner=tuple(_round_up(inner, INNER_STEP).tolist()),
-            periodic=bool(store.periodic[compositions].any()),
-            labels=labels,
-            partial=frozenset(name for name in labels if not present[name].all()),
-            composition=int(compositions[0]) if len(compositions) == 1 else None,
-            capacity=1 << max(_LEAST_CAPACITY, int(max_neighbors[ntypes] - 1).bit_length()),
-            edges=self._room_for_edges(int((store.max_edges[compositions] * n_frames).sum())),
-        )
 
-    def _room_for_edges(self, number: int) -> int:
-        """Return the room for the neighbours of all atoms; 0 if the model reads lists alone."""
-        # DPA-4 alone reads a list of edges. Whatever its `sel`, its lists have this limit.
-        if self._loader.cache.by_type or self._limits[0] < MOST_NEIGHBORS:
-            return 0
-        return -(-number // _EDGE_STEP) * _EDGE_STEP
+def shape_of(store: FrameStore, numbers: np.ndarray) -> Shape:
+    """Return what a batch of frames needs."""
+    cache = store.cache
+    ntypes = cache.ntypes
+    limits = group_limits(cache.sel, cache.by_type, ntypes)
+    compositions, n_frames = np.unique(store.composition[numbers], return_counts=True)
+    max_neighbors = store.max_neighbors[compositions].max(0)
+    widths = max_neighbors[:ntypes] if cache.by_type else max_neighbors[ntypes : ntypes + 1]
+    bounds = np.array([count for _, count in cache.inner], dtype=np.int64)
+    inner = np.minimum(max_neighbors[ntypes + 1 :], bounds)
+    present = {name: flags[numbers] for name, flags in store.present.items()}
+    labels = frozenset(name for name, flags in present.items() if flags.any())
+    edges = int((store.max_edges[compositions] * n_frames).sum()) if cache.bound_edges else 0
+    return Shape(
+        frames=len(numbers),
+        natoms=int(store.natoms[numbers].max()),
+        counts=tuple((store.type_counts[compositions] * n_frames[:, None]).sum(0).tolist()),
+        widths=tuple(np.minimum(_round_up(widths, SECTION_STEP), limits).tolist()),
+        inner=tuple(_round_up(inner, INNER_STEP).tolist()),
+        periodic=bool(store.periodic[compositions].any()),
+        labels=labels,
+        partial=frozenset(name for name in labels if not present[name].all()),
+        composition=int(compositions[0]) if len(compositions) == 1 else None,
+        capacity=1 << max(_LEAST_CAPACITY, int(max_neighbors[ntypes] - 1).bit_length()),
+        edges=-(-edges // _EDGE_STEP) * _EDGE_STEP,
+    )
 
 
 def _round_up(numbers: np.ndarray, step: int) -> np.ndarray:
@@ -395,6 +382,7 @@ class SlotTable:
 class _Real(NamedTuple):
     """Which places of a batch have an atom, and where the store has it."""
 
+    natoms: Tensor  # of each frame (frames,)
     source: Tensor  # place in the store (frames · natoms,); 0 if there is no atom
     mask: Tensor | None  # (frames, natoms); None if all places have an atom
 
@@ -410,14 +398,20 @@ class Gathering:
         The data.
     shape
         Of the batches.
-    sections
-        Form of the neighbour lists, the widths replaced by those of the shape.
     """
 
-    def __init__(self, store: FrameStore, shape: Shape, sections: Sections) -> None:
+    def __init__(self, store: FrameStore, shape: Shape) -> None:
         self._store = store
         self.shape = shape
-        self._sections = sections._replace(widths=shape.widths, capacity=shape.capacity)
+        cache = store.cache
+        limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
+        self._sections = Sections(
+            rcut=cache.rcut,
+            widths=shape.widths,
+            by_type=cache.by_type,
+            n_nearest=int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
+            capacity=shape.capacity,
+        )
 
         # Sorted list of all places: its types, and the number of each place among those of its
         # type.
@@ -453,10 +447,20 @@ class Gathering:
 
     def __call__(self, slots: Tensor, feed: ResidentFeed) -> TrainingBatch:
         """Return the batch of the frames in some slots `(frames of the shape,)`, int64."""
+        real = self.find_real(slots)
+        return TrainingBatch(
+            structures=self.structures(slots, real),
+            labels=self._labels(slots, real),
+            mask=real.mask,
+            origin=feed.origin,
+            atoms=feed.atoms,
+            present=feed.present,
+        )
+
+    def structures(self, slots: Tensor, real: _Real) -> Structures:
+        """Return the structures of the batch, with their neighbours."""
         store = self._store
         shape = self.shape
-        natoms = store.sizes.index_select(0, slots)
-        real = self._find_real(slots, natoms)
         coord = self._with_spare(self._of_atoms(store.coord, real), real)
         atype = store.atype.index_select(0, real.source).view(shape.frames, shape.natoms)
         order = self._order
@@ -470,7 +474,7 @@ class Gathering:
         if shape.periodic and store.cells is not None:
             cells = store.cells.select(slots)
             box = torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._n_spare))
-        atoms = Atoms(coord.view(-1, 3), atype.flatten(), natoms, shape.natoms, cells)
+        atoms = Atoms(coord.view(-1, 3), atype.flatten(), real.natoms, shape.natoms, cells)
         neighbor, shift = find_neighbors(atoms, order, frame, self._sections)
         fparam = store.parameters.get("fparam")
         if fparam is not None:
@@ -479,7 +483,7 @@ class Gathering:
         aparam = store.parameters.get("aparam")
         if aparam is not None:
             aparam = self._with_spare(self._of_atoms(aparam, real), real)
-        structures = Structures(
+        return Structures(
             atype=atype,
             order=order,
             sorted_type=self._kind,
@@ -496,22 +500,16 @@ class Gathering:
             fparam=fparam,
             aparam=aparam,
         )
-        return TrainingBatch(
-            structures=structures,
-            labels=self._labels(slots, real),
-            mask=real.mask,
-            origin=feed.origin,
-            atoms=feed.atoms,
-            present=feed.present,
-        )
 
-    def _find_real(self, slots: Tensor, natoms: Tensor) -> _Real:
+    def find_real(self, slots: Tensor) -> _Real:
+        """Return which places of the batch have an atom."""
+        natoms = self._store.sizes.index_select(0, slots)
         place = torch.arange(self.shape.natoms, device=slots.device)
         source = self._store.first_atom.index_select(0, slots).unsqueeze(1) + place
         if self.shape.composition is not None:
-            return _Real(source.flatten(), mask=None)
+            return _Real(natoms, source.flatten(), mask=None)
         mask = place < natoms.unsqueeze(1)
-        return _Real(torch.where(mask, source, 0).flatten(), mask)
+        return _Real(natoms, torch.where(mask, source, 0).flatten(), mask)
 
     def _of_atoms(self, values: Tensor, real: _Real) -> Tensor:
         """Return values of atoms `(frames, natoms, width)`, zero if there is none."""

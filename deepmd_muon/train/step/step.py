@@ -18,6 +18,7 @@ from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn.triton_support import usable
 from deepmd_muon.optim import HybridMuon, clip_adam_grad_norm_
+from deepmd_muon.optim.cuda import keep_launchers_apart
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ema import Ema
@@ -142,6 +143,7 @@ class TrainingStep:
             return
         from deepmd_muon.model.nn.compile_ahead import compile_ahead
 
+        keep_launchers_apart()
         # Kernels depend on the precision of products.
         with self._products():
             compile_ahead(lambda: self._differentiate(batch, lr_fraction), device)

@@ -21,7 +21,8 @@ from ase.calculators.emt import EMT
 from sampling import Trajectory, make, more_training, size_parser
 from sets import Part
 
-LATTICE_CONSTANTS = {"Cu": 3.61, "Ag": 4.09, "Au": 4.08}  # Å
+ELEMENTS = ("Cu", "Ag", "Au")
+LATTICE_CONSTANTS = {"Cu": 3.61, "Ag": 4.09, "Au": 4.08, "Ni": 3.52, "Al": 4.05}  # Å
 BINARIES = ({"Cu": 16, "Ag": 16}, {"Cu": 16, "Au": 16}, {"Ag": 16, "Au": 16})
 TERNARIES = ({"Cu": 11, "Ag": 11, "Au": 10}, {"Cu": 24, "Ag": 4, "Au": 4})
 SOLID, HOT_SOLID, LIQUID, MELT = 500.0, 1000.0, 2000.0, 4000.0  # K
@@ -138,7 +139,7 @@ if __name__ == "__main__":
     make(
         args.out / ("alloys_emt" if args.emt else "alloys_large" if args.large else "alloys"),
         plans(LARGER if args.large or args.emt else 1),
-        tuple(LATTICE_CONSTANTS),
+        ELEMENTS,
         mover=EMT if args.emt else LennardJones,
         labeller=EMT,
         time_step=4.0,

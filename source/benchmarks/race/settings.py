@@ -28,6 +28,7 @@ TAIL = 0.25
 #: AdamW's best rate in the race: of five for se_e2_a, 3,000 and 30,000 steps; of four or five for DPA-3, 3,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
 ADAMW_RATES |= {"salt": 0.012}  # of three, se_e2_a, 3,000 steps
+ADAMW_RATES |= {"aluminides": 0.024}  # of five, se_e2_a, 3,000 steps on a CPU
 ADAMW_RATES |= {"silicon": 0.012}  # of six, 3,000 steps; after 30,000 it is within 2 % of the best
 ADAMW_RATES |= {"dpa3/water": 0.006, "dpa3/molecules": 0.012, "dpa3/alloys": 0.024}
 
@@ -138,6 +139,8 @@ ROUTES = {
     "last": ("*fitting_net*layers.2.matrix",),  # the last hidden layer of three
     "first_last": ("*fitting_net*layers.0.matrix", "*fitting_net*layers.2.matrix"),
     "types": ("*type_embedding*matrix",),  # of DPA-1 and DPA-3
+    # What reads edges in the first layer of DPA-3. Their initial layers have one row: Adam updates them anyway.
+    "edges": ("*repflows.layers.0.*edge*matrix",),
 }
 #: `lr_adjust_coeff`, which scales the rate of the matrices that stay on the Muon route; long runs take 4.32.
 COEFFICIENTS = (1.44, 4.32, 12.96)
@@ -152,7 +155,10 @@ SETTINGS |= {
     for ratio in RATIOS
 }
 
-
+# AdamW at one rate, for sets whose best one is not known.
+SETTINGS |= {
+    f"adamw_{rate:g}": Setting(ADAMW, dict.fromkeys(SETS, rate)) for rate in (0.006, 0.012, 0.024)
+}
 # The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
 SETTINGS["first"] = muon(adamw_patterns=list(ROUTES["first"]))
 SETTINGS |= {

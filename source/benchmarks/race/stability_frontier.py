@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from settings import COEFFICIENTS, RATIOS, ROUTES
+from settings import ADAMW, COEFFICIENTS, RATIOS, ROUTES, SETTINGS
 from stability_table import Potential, SettingRow, grouped, mean_of, read_results, shown
 
 from deepmd_muon.show.palette import OPTIMIZERS, PURPLE
@@ -23,9 +23,11 @@ from deepmd_muon.show.palette import OPTIMIZERS, PURPLE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SETS = ("water", "alloys", "molecules", "salt", "silicon")
+SETS = ("water", "alloys", "molecules", "salt", "silicon", "aluminides")
 #: Lengths of training whose dynamics are equally long; other runs had shorter ones.
-LENGTHS = (1_000, 3_000, 10_000, 30_000, 100_000)
+LENGTHS = (1_000, 3_000, 10_000, 15_000, 20_000, 30_000, 100_000)
+#: The longest run that takes the rates of short runs.
+SHORT = 10_000
 LONG = 30_000
 #: A setting next to both optimizers, and its name in shorter runs, whose coefficient is another.
 ROUTED, ROUTED_SHORT = "first_c4.32_r1", "first_r1"
@@ -36,7 +38,9 @@ TABLE = {
     "adamw": "AdamW",
     "first_c4.32_r1": "first layer",
 }
-#: Seeds that a row of that table has.
+#: Parts of DPA-3 on AdamW, with their names in its table.
+PARTS = {"first": "first layer", "types": "type embedding", "edges": "first edges"}
+#: Seeds that a row of the table of a set has.
 SEEDS = 8
 #: Departures a ps below which the axis is linear.
 RARE = 0.01
@@ -121,7 +125,7 @@ def lengths_table(potentials: Sequence[Potential]) -> list[str]:
     ]
     for name in SETS:
         for steps in LENGTHS:
-            routed = ROUTED if steps >= LONG else ROUTED_SHORT
+            routed = ROUTED_SHORT if steps <= SHORT else ROUTED
             rows = [
                 next((p.row for p in points_of(potentials, name, s) if p.row.steps == steps), None)
                 for s in ("default", routed, "adamw")
@@ -219,6 +223,33 @@ def _compared(
     return f"{test}, {out:.2f}; {blown} ({plainly}) of {runs}"
 
 
+def dpa3_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return what DPA-3's potentials did by set and length, as Markdown."""
+    lines = [
+        "| set | steps | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | runs that blew up |",
+        "|" + "---|" * 7,
+    ]
+    names = {"default": "default", "decay_3": "decay 3"}
+    names |= {name: "AdamW" for name, setting in SETTINGS.items() if setting.change == ADAMW}
+    names |= {
+        f"{part}_c4.32_r{ratio:g}": label + ("" if ratio == 1 else f", ratio {ratio:g}")
+        for part, label in PARTS.items()
+        for ratio in (1, 0.3, 3)
+    }
+    groups = grouped(
+        (p for p in potentials if p.model == "dpa3" and p.setting in names),
+        lambda p: (p.set, p.steps, p.setting),
+    )
+    order = list(names)
+    for name, steps, setting in sorted(groups, key=lambda k: (k[0], k[1], order.index(k[2]))):
+        row = SettingRow.of(groups[name, steps, setting])
+        lines.append(
+            f"| {name} | {steps:,} | {names[setting]} | {row.seeds} | {shown((row.test, row.test_error))} | "
+            f"{row.out_of_distribution:.4f} | {row.runs_blown_up} of {row.runs} |"
+        )
+    return lines
+
+
 def draw(potentials: Sequence[Potential], path: Path) -> None:
     """Draw blow-ups and departures against the test error, in a column of panels for each set."""
     import matplotlib as mpl
@@ -289,7 +320,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="file that gets the picture")
     args = parser.parse_args()
     potentials, _ = read_results(args.results)
-    tables = (frontier_table, sets_table, lengths_table, routes_table)
+    tables = (frontier_table, sets_table, lengths_table, routes_table, dpa3_table)
     for table in [make(potentials) for make in tables]:
         print("\n".join(table), end="\n\n")
     if args.picture:

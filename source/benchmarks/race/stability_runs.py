@@ -69,6 +69,7 @@ CONDITIONS = {
     "alloys": Condition("out", "Cu11Ag11Au10_liquid_2000K", 2000.0, 2.0),
     "salt": Condition("test", "*_liquid_1300K", 1300.0, 2.0),
     "silicon": Condition("test", "liquid_2500K", 2500.0, 2.0),
+    "aluminides": Condition("test", "*_liquid_2200K", 2200.0, 2.0),
 }
 #: Sets that run where nothing is asked for; the others choose no setting.
 USUAL = ("water", "molecules", "alloys")

@@ -228,8 +228,14 @@ def test_the_page_shows_the_tables_of_the_published_runs(tmp_path):
     raw = BENCHMARKS / "raw" / "stability"
     page = (BENCHMARKS / "stability.md").read_text(encoding="utf-8")
     potentials, checks = table.read_results([raw / "stability.csv", raw / "checks.csv"])
-    for lines in (frontier.sets_table(potentials), frontier.lengths_table(potentials)):
-        assert "\n".join(lines) in page
+    page += (BENCHMARKS / "stability_routes.md").read_text(encoding="utf-8")
+    for make in (
+        frontier.sets_table,
+        frontier.lengths_table,
+        frontier.routes_table,
+        frontier.dpa3_table,
+    ):
+        assert "\n".join(make(potentials)) in page
     for name, rows in (("stability.csv", potentials), ("checks.csv", checks)):
         table.write_csv(tmp_path / name, rows)
         written, published = (folder / name for folder in (tmp_path, raw))

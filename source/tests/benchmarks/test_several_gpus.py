@@ -124,11 +124,23 @@ def test_tables_show_ratios_goals_and_what_did_not_run(scripts, tmp_path):
     assert row == "| dpa3 | FSDP2 | – | – | 1.25 | – | 0.5 | – | 2e-06 | – | – |"
 
 
-def test_the_page_shows_what_was_measured(scripts):
-    from show_several_gpus import read, training_table
+def test_pages_show_what_was_measured(scripts):
+    from show_several_gpus import optimizer_table, read, training_table
 
     folder = TOP / "doc" / "benchmarks"
-    cards = ("h100x4", "h200x4")
-    content = read([folder / "raw" / f"several_gpus_{card}_2026-11-28.json" for card in cards])
-    page = (folder / "several_gpus.md").read_text(encoding="utf-8")
-    assert training_table(content) in page
+    calls = ("h100x4", "h200x4", "h200x2", "optimizer_h200x4")
+    content = read([folder / "raw" / f"several_gpus_{call}_2026-11-28.json" for call in calls])
+    assert training_table(content) in (folder / "several_gpus.md").read_text(encoding="utf-8")
+    assert optimizer_table(content) in (folder / "sharded_step.md").read_text(encoding="utf-8")
+
+
+def test_batches_of_a_case_have_the_same_frames(scripts, tmp_path):
+    from data_sets import water
+    from runs import RunError
+    from several_gpus import filled
+
+    systems = [water(tmp_path / str(frames), 24, frames) for frames in (80, 64)]
+    assert filled(systems, 8) == systems
+    assert filled(systems, 32) == systems[1:]
+    with pytest.raises(RunError, match="30 frames"):
+        filled(systems, 30)

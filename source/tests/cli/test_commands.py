@@ -348,14 +348,15 @@ def test_removed_forms_of_the_reference_are_answered_by_name(form, capsys):
     assert f"{form} is no longer written" in capsys.readouterr().err
 
 
-def test_frames_with_a_config_type_have_errors_by_it(checkpoint, frames, capsys):
+def test_frames_with_a_config_type_or_a_weight_have_errors_by_it(checkpoint, frames, capsys):
     from ase.io import read, write
 
     assert main(["convert-data", "water", "water.xyz"]) == 0
     images = read("water.xyz", ":")
     kinds = np.array(["bulk", "slab", "bulk", "bulk", "slab"])
-    for atoms, kind in zip(images, kinds, strict=True):
-        atoms.info["config_type"] = kind
+    weights = np.array([1.0, 0.5, 3.0, 1.0, 0.5])
+    for atoms, kind, weight in zip(images, kinds, weights, strict=True):
+        atoms.info |= {"config_type": kind, "weight": weight}
     write("kinds.xyz", images, format="extxyz")
     assert main(["test", "-m", checkpoint, "-s", "kinds.xyz"]) == 0
     log = capsys.readouterr().err
@@ -367,6 +368,9 @@ def test_frames_with_a_config_type_have_errors_by_it(checkpoint, frames, capsys)
         of_kind = log.partition(f"# config_type : {kind}")[2].partition("# config_type")[0]
         expected = np.sqrt((error[kinds == kind] ** 2).mean())
         assert table(of_kind)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)
+    weighted = log.partition("times their weights")[2].partition("# config_type")[0]
+    expected = np.sqrt(np.average((error**2).mean(axis=(1, 2)), weights=weights))
+    assert table(weighted)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_energies_are_compared_with_those_of_free_atoms_of_the_data(checkpoint, tmp_path, capsys):

@@ -52,6 +52,33 @@ def test_freeze_calls_deepmd_kits_and_dp_test_reads_the_file(trained, tmp_path, 
     assert main(["test", "-m", "frozen.pth", "-s", "sys"]) == 0
 
 
+def test_deviation_and_check_of_two_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = hosted_input("hybrid", write_data(tmp_path, nframes=3), 2, save_freq=1)
+    (tmp_path / "input.json").write_text(json.dumps(content))
+    assert main(["train", "input.json"]) == 0
+    models = ["model.ckpt-1.pt", "model.ckpt-2.pt"]
+    assert main(["model-devi", "-m", *models, "-s", "sys"]) == 0
+    (frame, *_) = np.loadtxt("model_devi.out")
+    coord, box = (np.load(f"sys/set.000/{name}.npy")[:1] for name in ("coord", "box"))
+    forces = [
+        Predictor(name, device="cpu")
+        .predict(coord.reshape(1, -1, 3), box.reshape(3, 3), np.array(TYPES))
+        .force
+        for name in models
+    ]
+    # The deviation of two is half of their difference.
+    largest = 0.5 * np.linalg.norm(forces[0] - forces[1], axis=-1).max()
+    assert frame[4] == pytest.approx(largest, rel=1e-5)
+
+    short = ["--time", "0.01", "--copies", "1", "--probes", "1", "--json", "check.json"]
+    assert main(["check", *models, "-s", "sys", *short]) in (0, 1)
+    checked = json.loads((tmp_path / "check.json").read_text())["models"]
+    assert [one["model"] for one in checked] == models
+    for one in checked:
+        assert {"scans", "dynamics"} <= {item["name"] for item in one["items"]}
+
+
 def test_compress_and_averaged_weights_are_refused_in_words(trained, capsys):
     checkpoint = str(trained("se_e2_r"))
     assert main(["compress", "-i", checkpoint]) == 2

@@ -147,23 +147,3 @@ def test_ranks():
     assert rank(np.array([1.0, 1e-2, 1e-4])) == 2
     with pytest.raises(PictureError, match="matrix"):
         plot_spectra([], "x.png")
-
-
-def test_help_behind_a_topic_is_that_topics(capsys):
-    shown = {}
-    for topic in ("routing", "plan", "weights", "lcurve", "kernels"):
-        with pytest.raises(SystemExit) as ended:
-            main(["show", topic, "-h"])
-        assert ended.value.code == 0
-        shown[topic] = capsys.readouterr().out
-    assert len(set(shown.values())) == 5
-    for word, topics in (
-        ("--world-size", {"plan"}),
-        ("--label", {"lcurve"}),
-        ("--output", {"lcurve", "weights"}),
-    ):
-        assert {topic for topic, text in shown.items() if word in text} == topics
-    with pytest.raises(SystemExit):
-        main(["show", "-h"])
-    everything = capsys.readouterr().out
-    assert all(word in everything for word in ("--world-size", "--label", *shown))

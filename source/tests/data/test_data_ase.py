@@ -8,7 +8,8 @@ import pytest
 import vasp_files
 
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import SystemFormatError, open_systems
+from deepmd_muon.data import SystemFormatError, open_systems, with_parameters
+from deepmd_muon.data.frames import Parameters
 from deepmd_muon.data.stores.molecular_codes import orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar
 from deepmd_muon.label_keys import LabelKeys, Reading
@@ -67,6 +68,82 @@ def test_virials_and_stresses_have_their_signs(tmp_path, name):
     np.testing.assert_allclose(
         system.frames([0]).virial, -729.0 * np.array([[1, 2, 3, 2, 4, 5, 3, 5, 6]])
     )
+
+
+@pytest.mark.parametrize(("name", "factor"), [("stress", -729), ("virial", 1)])
+def test_six_numbers_of_a_tensor_have_the_order_of_ase(tmp_path, name, factor):
+    matrix = factor * np.array([[1.0, 6, 5], [6, 2, 4], [5, 4, 3]])
+    for key in (name, f"REF_{name}"):
+        (system,) = open_systems(write_xyz(tmp_path / "a.xyz", f'energy=1 {key}="1 2 3 4 5 6"'))
+        np.testing.assert_allclose(system.frames([0]).virial, [matrix.ravel()])
+
+
+def test_headers_may_have_any_case_and_come_from_windows(tmp_path):
+    path = Path(write_xyz(tmp_path / "a.xyz", "Energy=-3.5"))
+    text = path.read_text().replace("Lattice", "lattice").replace("Properties", "PROPERTIES")
+    path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    (system,) = open_systems(str(path))
+    frames = system.frames([0])
+    assert frames.box.tolist() == [(9 * np.eye(3)).tolist()]
+    np.testing.assert_array_equal(frames.force[0], FORCES)
+
+
+@pytest.mark.parametrize(("stress", "warns"), [("1 0 0 0 1 0 0 0 1", True), ("0 " * 9, False)])
+def test_a_stress_without_periodic_directions_is_told(tmp_path, caplog, stress, warns):
+    open_systems(write_xyz(tmp_path / "a.xyz", f'energy=1 pbc="F F F" stress="{stress}"'))
+    assert any("not periodic" in message for message in caplog.messages) == warns
+
+
+@pytest.mark.parametrize("name", ["Cu1", "29"])
+def test_names_that_are_no_elements_are_told(tmp_path, name):
+    path = Path(write_xyz(tmp_path / "a.xyz", "energy=1"))
+    path.write_text(path.read_text().replace("Cu", name))
+    with pytest.raises(SystemFormatError, match=rf"element '{name}'"):
+        open_systems(str(path))
+
+
+def test_files_of_ipi_are_refused(tmp_path):
+    path = tmp_path / "simulation.pos_0.xyz"
+    header = "# CELL(abcABC): 9 9 9 90 90 90 Step: 0 Bead: 0 positions{atomic_unit}  cell{angstrom}"
+    path.write_text(f"1\n{header}\nH 0 0 0\n")
+    with pytest.raises(SystemFormatError, match=r"i-PI.*positions\{atomic_unit\}"):
+        open_systems(str(path))
+
+
+@pytest.mark.parametrize("columns", ["id type", "id type element"])
+def test_types_of_lammps_are_no_elements(tmp_path, columns):
+    path = tmp_path / "a.lammpstrj"
+    lines = ["TIMESTEP", 0, "NUMBER OF ATOMS", 1, "BOX BOUNDS pp pp pp", *(3 * ["0 9"])]
+    text = "".join(f"{'' if line in (0, 1, '0 9') else 'ITEM: '}{line}\n" for line in lines)
+    element = " Cu" if "element" in columns else ""
+    path.write_text(f"{text}ITEM: ATOMS {columns} x y z fx fy fz\n1 1{element} 0 0 0 1 2 3\n")
+    if not element:
+        with pytest.raises(SystemFormatError, match=r"types and no elements"):
+            open_systems(str(path))
+        return
+    (system,) = open_systems(str(path))
+    assert system.type_map == ("Cu",)
+    assert system.frames([0]).force.tolist() == [[[1, 2, 3]]]
+
+
+@pytest.mark.parametrize("form", ["db", "json"])
+def test_rows_of_a_database_have_words_and_calculators(tmp_path, caplog, form):
+    connect = pytest.importorskip("ase.db").connect
+    path = str(tmp_path / f"a.{form}")
+    with connect(path) as database:
+        for charge, calculator in ((0, "gpaw"), (1, "gpaw"), (1, "aims")):
+            atoms = ase.Atoms("Cu2", [[0, 0, 0], [2.5, 0, charge]])
+            atoms.calc = SinglePointCalculator(atoms, energy=-3.0, forces=FORCES)
+            atoms.calc.name = calculator
+            database.write(atoms, charge=charge, dft_energy=7.0)
+    systems = open_systems(path, reading=Reading(frame_parameters=("charge",)))
+    (system,) = with_parameters(systems, Parameters(fparam=1))
+    frames = system.frames([0, 1, 2])
+    assert frames.fparam.tolist() == [[0], [1], [1]]
+    assert frames.energy.tolist() == [-3, -3, -3]  # dft_energy is not the calculator's
+    assert system.origin(2).words["calculator"] == "aims"
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "gpaw (2 frames), aims (1 frames)" in warning.getMessage()
 
 
 def test_names_of_predictions_are_left_alone_with_a_warning(tmp_path, caplog):

@@ -11,7 +11,6 @@ from write_systems import make_arrays, write_npy
 from deepmd_muon.data import (
     DataLoader,
     NeighborCache,
-    NeighborError,
     SamplerStateError,
     SamplingError,
     build_neighbors,
@@ -32,7 +31,9 @@ def systems(tmp_path):
 
 
 def loader(systems, batch_size=2, **settings):
-    return DataLoader(systems, batch_size, **{"seed": 3, "rcut": RCUT, "sel": SEL, **settings})
+    return DataLoader(
+        systems, batch_size, cache=NeighborCache(RCUT, SEL, True), **{"seed": 3, **settings}
+    )
 
 
 def same(a, b):
@@ -231,11 +232,6 @@ def test_filter_leaves_systems_out(systems):
     data = loader(systems, "filter:6")
     assert [s.natoms for s in data.systems] == [4, 6]
     assert {data.next().origin.parts[0][0] for _ in range(30)} == {s.name for s in systems[:2]}
-
-
-def test_a_loader_needs_a_cutoff(systems):
-    with pytest.raises(NeighborError, match="rcut and sel"):
-        DataLoader(systems, 1)
 
 
 def test_a_step_costs_a_fraction_of_a_millisecond(tmp_path):

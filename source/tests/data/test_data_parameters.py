@@ -11,6 +11,7 @@ from deepmd_muon.data import (
     DataError,
     DataLoader,
     Frames,
+    NeighborCache,
     Parameters,
     SystemFormatError,
     data_fingerprint,
@@ -126,7 +127,7 @@ def test_mixed_types_and_batches_of_several_systems(tmp_path):
         write_npy(tmp_path / "small", [0, 1], [arrays_of(3, 2, 6)]),
     ]
     systems = with_parameters(open_systems(paths), WANTED)
-    loader = DataLoader(systems, "mixed:4", rcut=3.0, sel=[20, 20], seed=1)
+    loader = DataLoader(systems, "mixed:4", cache=NeighborCache(3.0, (20, 20), True), seed=1)
     frames = loader.next().frames
     assert (frames.fparam.shape, frames.aparam.shape) == ((4, 2), (4, 4, 3))
     parts = Frames.concatenate([system.frames([1]) for system in systems])

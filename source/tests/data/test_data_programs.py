@@ -1,5 +1,6 @@
 """Files of other programs: recognized by their first lines, or read in a named format of ASE or dpdata."""
 
+import gzip
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, 
 from deepmd_muon.label_keys import Reading
 
 ase_io = pytest.importorskip("ase.io")
+open_with_compression = pytest.importorskip("ase.io.formats").open_with_compression
 dpdata = pytest.importorskip("dpdata", minversion="1.1")
 STEPS = [vasp_files.Step(-3.0, 5, 5e-5), vasp_files.Step(-3.1, 5, 5e-5)]
 
@@ -41,15 +43,39 @@ def test_comments_of_xyz_files_may_name_a_program(tmp_path):
     assert system.frames([0]).energy.tolist() == [-1.5]
 
 
-@pytest.mark.parametrize(("text", "name"), [("outcar", "vasp-out"), ("vasprun", "vasp-xml")])
-def test_files_of_vasp_may_have_any_name(tmp_path, text, name):
-    path = tmp_path / "run1"
-    path.write_text(getattr(vasp_files, text)(STEPS))
-    (system,) = open_systems(str(path))
-    expected = ase_io.read(path, format=name, index=":")
-    frames = system.frames([0, 1])
-    np.testing.assert_allclose(frames.energy, [atoms.get_potential_energy() for atoms in expected])
-    np.testing.assert_allclose(frames.force, [atoms.get_forces() for atoms in expected])
+@pytest.mark.parametrize(
+    ("text", "name", "ending"),
+    [
+        ("outcar", "vasp-out", ""),
+        ("vasprun", "vasp-xml", ""),
+        ("outcar", "vasp-out", ".bz2"),
+        ("vasprun", "vasp-xml", ".gz"),
+        ("vasprun", "vasp-xml", ".xz"),
+    ],
+)
+def test_files_of_vasp_may_have_any_name_and_be_compressed(tmp_path, text, name, ending):
+    plain = tmp_path / "plain"
+    plain.write_text(getattr(vasp_files, text)(STEPS))
+    expected = ase_io.read(plain, format=name, index=":")
+    path = tmp_path / "run" / f"run1{ending}"
+    path.parent.mkdir()
+    with open_with_compression(path, "wb") as file:
+        file.write(plain.read_bytes())
+    for place in (path, path.parent):
+        (system,) = open_systems(str(place))
+        frames = system.frames([0, 1])
+        energies = [atoms.get_potential_energy() for atoms in expected]
+        np.testing.assert_allclose(frames.energy, energies)
+        np.testing.assert_allclose(frames.force, [atoms.get_forces() for atoms in expected])
+
+
+def test_compressed_files_that_dpdata_would_read_are_refused(tmp_path, labelled):
+    path = tmp_path / "output.data"
+    labelled.to("n2p2", str(path))
+    compressed = tmp_path / "output.data.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(SystemNotFoundError, match=r"n2p2.*decompress"):
+        open_systems(str(compressed))
 
 
 def test_dpdata_reads_what_ase_does_not(tmp_path, labelled):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from write_systems import make_arrays, write_npy
 
-from deepmd_muon.data import DataLoader, neighbor_statistics, open_systems
+from deepmd_muon.data import DataLoader, NeighborCache, neighbor_statistics, open_systems
 from deepmd_muon.data.sampling.samples import (
     FRAME_COST,
     frame_costs,
@@ -115,7 +115,7 @@ def test_packed_parts_hold_every_frame_once_with_or_without_a_cell(systems):
 
 
 def test_bounded_batches_hold_the_frames_of_the_samples(systems):
-    data = DataLoader(systems, 3, seed=1, rcut=4.0, sel=[30, 30, 30])
+    data = DataLoader(systems, 3, seed=1, cache=NeighborCache(4.0, (30, 30, 30), True))
 
     def energies(batches):
         return sorted(np.concatenate([batch.frames.energy for batch in batches]).tolist())

@@ -1,4 +1,4 @@
-"""Pages in a real browser, as wide as a phone, a tablet and screens: nothing scrolls sideways.
+"""Pages and a report in a real browser, as wide as a phone, a tablet and screens: nothing scrolls sideways.
 
 Code and wide tables may scroll in their own frame on a phone. Commands never do.
 """
@@ -11,8 +11,15 @@ import re
 import shutil
 import subprocess
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from deepmd_muon.data import Parameters, open_systems
+from deepmd_muon.infer.prediction import Prediction
+from deepmd_muon.show.report.errors import compare
+from deepmd_muon.show.report.page import Report, page_of
 
 pytestmark = pytest.mark.browser
 
@@ -26,6 +33,7 @@ PAGES = (
     "doc/stability.html",
     "doc/benchmarks/race.html",
 )
+TOP = Path(__file__).resolve().parents[3]
 WIDTHS = (390, 820, 1024, 1400)
 # It opens each page in frames of each width and lists everything that is wider than its place.
 HARNESS = """<!doctype html><pre id="found"></pre><script>
@@ -59,7 +67,8 @@ def measured(site):
         os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     )
     assert program, "these tests need Chromium: apt-get install chromium, or set CHROMIUM"
-    jobs = [(f"/{page}", width) for page in PAGES for width in WIDTHS]
+    (site / "report.html").write_text(report_page())
+    jobs = [(f"/{page}", width) for page in (*PAGES, "report.html") for width in WIDTHS]
     (site / "harness.html").write_text(HARNESS % json.dumps(jobs))
     handler = functools.partial(QuietHandler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -81,6 +90,26 @@ def measured(site):
     rows = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert len(rows) == len(jobs)
     return rows
+
+
+def report_page():
+    """Return the page of `dp report` about a potential of the copper-gold data that predicts zeros."""
+    predictor = SimpleNamespace(
+        parameters=Parameters(),
+        model=None,
+        type_map=("Cu", "Au"),
+        evaluate=lambda frames: Prediction.zeros(frames.nframes, frames.natoms),
+    )
+    systems = open_systems(str(TOP / "examples" / "cu_au_emt" / "all.xyz"), predictor.type_map)
+    content = Report(
+        title="model.ckpt-1000000.pt, trained with a_long_name_of_an_input_file.json",
+        facts={"training data": ", ".join(system.name for system in systems)},
+        data={name: compare(predictor, systems, 50, name) for name in ("training", "validation")},
+        panels=[],
+        check=None,
+        commands={"write this report again": "dp --pt report input.json -m model.ckpt-1000000.pt"},
+    )
+    return page_of(content)
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):

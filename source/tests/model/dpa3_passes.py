@@ -36,10 +36,10 @@ class Draw:
 
 
 def with_gradients(draw, outputs, positions, weights, *, force, derive):
-    """Return outputs, adjoints of `positions`, and gradients of a mixture of both by `weights`.
+    """Return outputs, their adjoints, and gradients of a loss on both: what the four passes compute.
 
-    `positions` are the inputs that depend on positions, and `weights` all whose gradient is
-    compared, with most of `positions` among them. `derive` calculates the adjoints (pass 2);
+    `positions` are the inputs that depend on positions: they get adjoints. `weights` are the inputs
+    that get gradients, most of `positions` among them. `derive` calculates the adjoints (pass 2);
     without `force` there are none, and passes 2 and 3 do not run.
     """
     energy = draw.weighted(outputs)
@@ -68,29 +68,31 @@ def angle_results(  # noqa: PLR0913 - the shapes of one pass
     derive=derivative,
     reach=None,
 ):
-    """Return what `with_gradients` does, of the angles.
+    """Return what `with_gradients` does, of the angles between `width` neighbours of each atom.
 
-    `tail`: whether a′ is wanted; `reach`: how many neighbours of each atom have a weight.
+    With `tail` the angles are updated: y has A columns behind the M of the message, and a′ is an
+    output. `reach` has how many neighbours of each atom have a weight.
     """
-    draw, features = Draw(dtype, device), n_m + n_a if tail else n_m
-    slots = torch.arange(atoms * width, device=device)
-    inside = (
-        torch.arange(width, device=device)
-        < torch.tensor(reach or [width] * atoms, device=device)[:, None]
-    )
-    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width, padded=True).within(
-        inside.flatten()
-    )
-    a, u, t = (
-        draw.leaf(atoms * width**power, n) for power, n in ((2, n_a), (1, features), (1, features))
-    )
-    s, weight = draw.leaf(atoms * width), draw.leaf(n_a, features, scale=0.3)
+    draw = Draw(dtype, device)
+    n_y = n_m + n_a if tail else n_m
+    n_slots = atoms * width
+    has_weight = _first_slots(atoms, width, reach, device)
+    slots = torch.arange(n_slots, device=device)
+    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width, padded=True)
+    plan = plan.within(has_weight.flatten())
+
+    a = draw.leaf(n_slots * width, n_a)
+    u = draw.leaf(n_slots, n_y)
+    t = draw.leaf(n_slots, n_y)
+    s = draw.leaf(n_slots)
+    weight = draw.leaf(n_a, n_y, scale=0.3)
     residual = draw.leaf(n_a) if tail else None
     passes = angles.Angles(plan, activation(curve), n_m, 0.7)
-    terms = AngleTerms(a, u, t, s * inside.flatten())
-    message, updated = run(passes, angles.AngleInputs(terms, weight, residual), force=force)
-    pairs = (inside[:, :, None] & inside[:, None, :]).view(-1, 1)
-    outputs = [message] if updated is None else [message, updated * pairs]
+    terms = AngleTerms(a, u, t, s * has_weight.flatten())
+    message, a_new = run(passes, angles.AngleInputs(terms, weight, residual), force=force)
+    # Kernels leave a′ of other pairs undefined: it is multiplied by 0.
+    pairs = (has_weight[:, :, None] & has_weight[:, None, :]).view(-1, 1)
+    outputs = [message] if a_new is None else [message, a_new * pairs]
     weights = [x for x in (a, u, t, weight, residual) if x is not None]
     return with_gradients(draw, outputs, [a, u, t, s], weights, force=force, derive=derive)
 
@@ -110,29 +112,39 @@ def edge_results(  # noqa: PLR0913 - the shapes of one pass
     derive=derivative,
     reach=None,
 ):
-    """Return what `with_gradients` does, of the edges.
+    """Return what `with_gradients` does, of the edges in `width` slots of each atom.
 
-    `tail`: whether they are updated; `reach`: how many slots of each atom hold a neighbour.
+    With `tail` the edges are updated: y has 4 columns behind the M of the message, and y[M:] is an
+    output. `reach` has how many slots of each atom hold a neighbour.
     """
-    draw, features = Draw(dtype, device), n_m + 4 if tail else n_m
+    draw = Draw(dtype, device)
+    n_y = n_m + 4 if tail else n_m
     neighbor = torch.randint(0, atoms, (atoms, width), generator=draw.generator).to(device)
-    weight, e = draw.leaf(n_e, features, scale=0.3), draw.leaf(atoms, width, n_e)
-    p, table = draw.leaf(atoms, features), draw.leaf(atoms, features + n_v)
-    w, h = draw.leaf(atoms, width), draw.leaf(atoms, width, 3)
-    inside = (
-        torch.arange(width, device=device)
-        < torch.tensor(reach or [width] * atoms, device=device)[:, None]
-    )
-    neighbor = torch.where(inside, neighbor, 0)
-    terms = EdgeTerms(e, p, table, w * inside, h * inside.unsqueeze(-1))
-    passes = edges.Edges(neighbor, activation(curve), n_m, sort_by_neighbor(neighbor, ~inside))
+    has_edge = _first_slots(atoms, width, reach, device)
+    neighbor = torch.where(has_edge, neighbor, 0)
+
+    weight = draw.leaf(n_e, n_y, scale=0.3)
+    e = draw.leaf(atoms, width, n_e)
+    p = draw.leaf(atoms, n_y)
+    table = draw.leaf(atoms, n_y + n_v)
+    w = draw.leaf(atoms, width)
+    h = draw.leaf(atoms, width, 3)
+    terms = EdgeTerms(e, p, table, w * has_edge, h * has_edge.unsqueeze(-1))
+    passes = edges.Edges(neighbor, activation(curve), n_m, sort_by_neighbor(neighbor, ~has_edge))
     message, update, moment = run(passes, edges.EdgeInputs(terms, weight), force=force)
-    outputs = (
-        [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
-    )
+    outputs = [message, moment]
+    if update is not None:
+        # Kernels store f(z) or 0 in empty slots: it is multiplied by 0.
+        outputs.append(update * has_edge.unsqueeze(-1))
     return with_gradients(
         draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive
     )
+
+
+def _first_slots(atoms, width, reach, device):
+    """Return which slots are used (atoms, width): the first ones, as many as `reach` says, or all."""
+    n_used = torch.tensor(reach or [width] * atoms, device=device)
+    return torch.arange(width, device=device) < n_used[:, None]
 
 
 def small_layer(dtype, device, style, curve):

@@ -1,5 +1,6 @@
 """Kernels compiled ahead of a computation: what is launched meanwhile, and what is launched afterwards."""
 
+import shutil
 import sys
 import threading
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import triton.language as tl
 
 from deepmd_muon.model.nn import compile_ahead as compile_ahead_module
 from deepmd_muon.model.nn.compile_ahead import _ZeroedMemory, compile_ahead
+from deepmd_muon.optim.cuda import keep_launchers_apart
 from deepmd_muon.train.step import step
 
 on_gpu = [
@@ -50,6 +52,34 @@ class Filled(torch.autograd.Function):
 def gradient_of_filled(x):
     (gradient,) = torch.autograd.grad(Filled.apply(x).sum(), x)
     return gradient
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {0}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="no C compiler")
+def test_a_launcher_that_is_loaded_again_leaves_the_launcher_of_another_thread(
+    tmp_path, monkeypatch
+):
+    from triton.runtime import build
+
+    def load(number):
+        return build.compile_module_from_src(
+            LAUNCHER.replace("NUMBER", str(number)), "__triton_launcher"
+        )
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    keep_launchers_apart()
+    load(1)
+    other = load(2)  # another thread has it, and has not read its function
+    load(1)
+    assert other.launch() == 2
 
 
 def test_allocations_are_zero_in_forward_and_backward_without_torch_compiler():

@@ -26,7 +26,7 @@ MEASURED = importlib.metadata.version("triton").startswith(("3.6.", "3.7."))
 SPILLED = {
     "angles": {"push_kernel": [0, 0], "pull_kernel": [0, 160]},
     "edges": {
-        "update_kernel": [0],
+        "value_kernel": [0],
         "adjoint_kernel": [88],
         "tangent_kernel": [48],
         "gradient_kernel": [176],

@@ -99,16 +99,12 @@ class Way:
 def default_choice(shape: tuple[int, int], batch: int) -> str:
     """Return what the table chooses for a batch of float32 matrices on an H200."""
     m, n = min(shape), max(shape)
-    return dispatch.choose(
-        dispatch.MatrixBatch(m, n, batch, torch.float32, "cuda", (9, 0), torch.float16)
-    )
+    return dispatch.choose(dispatch.MatrixBatch(m, n, batch))
 
 
 def fits(name: str, shape: tuple[int, int]) -> bool:
     """Say whether the table would give an implementation three float32 matrices of a shape, were it the only one."""
-    batch = dispatch.MatrixBatch(
-        min(shape), max(shape), 3, torch.float32, "cuda", (9, 0), torch.float16
-    )
+    batch = dispatch.MatrixBatch(min(shape), max(shape), 3)
     return dispatch.choose(batch, (name,)) == name
 
 
@@ -243,9 +239,7 @@ def check_scales(way: Way, shape: tuple[int, int], some: tuple[float, ...] = SCA
     for i, scale in enumerate(some):
         if scale in (2.0**-90, 2.0**90):
             assert torch.equal(o[i], expected[i]), scale
-    wide = x.double() * torch.tensor([1e-300, 1.0, 1e300], dtype=torch.float64)[:, None, None]
-    assert difference(way(wide)[0], expected[:1].expand(3, *shape)) <= LIKE
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
         narrow = x.to(dtype)
         assert torch.equal(way(narrow)[0], way(narrow.float())[0]), dtype
 

@@ -33,7 +33,7 @@ from polar_oracle import error_inside, matrices, noise_fraction
 from deepmd_muon.optim.polar import orthogonalize_matrices, symmetric_program
 from deepmd_muon.optim.polar.dispatch import counts
 from deepmd_muon.optim.polar.kernels.symmetric import symmetric_product
-from deepmd_muon.optim.polar.one_launch import _recording, launches_for
+from deepmd_muon.optim.polar.one_launch import launches_for
 from deepmd_muon.optim.polar.symmetric_launch import SymmetricMatrix, Tile, Tiles, tiled
 
 HERE = Path(__file__)
@@ -190,26 +190,16 @@ def test_dispatch_takes_a_whole_model_and_a_captured_call_equals_the_eager_one()
 
 @on_gpu
 @pytest.mark.parametrize("shape", [(2, 25, 50), (2, 240, 240), (1, 500, 500), (1, 1024, 1024)])
-def test_repeated_calls_are_replayed_with_the_same_bits(shape):
+def test_repeated_calls_give_the_same_bits(shape):
     launches_for.cache_clear()
-    _recording.cache_clear()
     x = matrices("gaussian", *shape).cuda()
     (first,) = orthogonalize_matrices([x], "8+2")
-    assert _recording.cache_info().currsize == 0
-    (again,) = orthogonalize_matrices([x], "8+2")
-    assert _recording.cache_info().currsize == 1
-    assert torch.equal(first, again)
     other = matrices("gaussian", *shape, seed=1).cuda()
     (moved,) = orthogonalize_matrices([other], "8+2")  # from other addresses
-    assert torch.equal(first, again)  # results are the caller's
     assert error_inside(other.cpu(), moved.cpu(), "8+2", 1e-3).max() <= 3e-3
     assert torch.equal(orthogonalize_matrices([x.clone()], "8+2")[0], first)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for recordings in (1, 2):  # streams do not share workspaces
-            assert torch.equal(orthogonalize_matrices([x], "8+2")[0], first)
-            assert _recording.cache_info().currsize == recordings
-    launches_for.cache_clear()
-    _recording.cache_clear()
+    with torch.cuda.stream(torch.cuda.Stream()):  # streams do not share workspaces
+        assert torch.equal(orthogonalize_matrices([x], "8+2")[0], first)
 
 
 @on_gpu

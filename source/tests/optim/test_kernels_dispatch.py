@@ -9,17 +9,7 @@ import torch
 from kernel_cases import BATCHES, SHAPES, default_choice
 
 from deepmd_muon.optim.polar import dispatch, orthogonalization, orthogonalize_matrices
-from deepmd_muon.optim.polar.dispatch import TABLE, MatrixBatch, choose
-
-
-def batch(rows, columns, count=1, **other):
-    defaults = {
-        "dtype": torch.float32,
-        "device": "cuda",
-        "capability": (9, 0),
-        "operand": torch.float16,
-    }
-    return MatrixBatch(rows, columns, count, **{**defaults, **other})
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, TABLE, MatrixBatch, choose
 
 
 @pytest.mark.parametrize(
@@ -48,22 +38,23 @@ def batch(rows, columns, count=1, **other):
     ],
 )
 def test_shapes_go_where_they_are_fastest(rows, columns, count, name):
-    assert choose(batch(rows, columns, count)) == name
+    assert choose(MatrixBatch(rows, columns, count)) == name
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"device": "cpu"},
-        {"capability": (7, 5)},
-        {"operand": torch.float32},
-        {"operand": torch.float64, "dtype": torch.float64},
-        {"operand": torch.bfloat16},
-    ],
+    ("capability", "operand"),
+    [((7, 5), torch.float16), ((9, 0), torch.float32), ((9, 0), torch.bfloat16)],
 )
-def test_what_kernels_cannot_do_is_left_to_torch(other):
-    for shape in ((25, 50), (128, 768), (240, 240), (4096, 4096)):
-        assert choose(batch(*shape, **other)) == "torch"
+def test_what_kernels_cannot_do_is_left_to_torch(capability, operand):
+    shapes = ((25, 50), (128, 768), (240, 240), (4096, 4096))
+    geometry = tuple(
+        ((1, *shape), (shape[0] * shape[1], shape[1], 1), torch.float32) for shape in shapes
+    )
+    names = orthogonalization.choices(geometry, capability, operand, IMPLEMENTATIONS)
+    assert names == ("torch",) * len(shapes)
+    assert "torch" not in orthogonalization.choices(
+        geometry, (9, 0), torch.float16, IMPLEMENTATIONS
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
@@ -74,9 +65,9 @@ def test_every_shape_of_the_gates_has_a_kernel_in_any_batch(shape):
 
 
 def test_the_choice_can_be_restricted():
-    assert choose(batch(25, 50), ()) == "torch"
-    assert choose(batch(240, 240), ("symmetric",)) == "symmetric"
-    assert choose(batch(25, 50), ("whole", "tiles")) == "whole"
+    assert choose(MatrixBatch(25, 50, 1), ()) == "torch"
+    assert choose(MatrixBatch(240, 240, 1), ("symmetric",)) == "symmetric"
+    assert choose(MatrixBatch(25, 50, 1), ("whole", "tiles")) == "whole"
 
 
 def test_the_table_prints_and_ends_with_torch():

@@ -167,7 +167,7 @@ def test_what_graphs_read_outlives_the_caches(monkeypatch):
         )
 
     def run(shape, coefficients, *, capturing):
-        monkeypatch.setattr(one_launch, "_capturing", lambda _: capturing)
+        monkeypatch.setattr(one_launch, "is_capturing", lambda: capturing)
         one_launch.run_launches("whole", start, [torch.ones(shape)], coefficients)
         return read[-2:]
 

@@ -109,8 +109,8 @@ def offloaded_now_and_then(case):
         if step == 3:
             optimizer.offload(False)
         train(model, optimizer, step)
-    slots = optimizer._host_memory._slots.values()
-    in_host_memory = {id(slot.value) for by_key in slots for slot in by_key.values()}
+    offloaded = optimizer._host_memory._offloaded.values()
+    in_host_memory = {id(x) for by_key in offloaded for x in by_key.values()}
     assert in_host_memory == {
         id(x)
         for state in optimizer.state.values()

@@ -137,6 +137,32 @@ def test_captured_steps_of_several_optimizers_run_beside_each_other(settings):
             assert torch.equal(p, captured[number][0][name]), (number, name)
 
 
+def test_recorded_steps_of_a_large_model_equal_launched_ones(monkeypatch):
+    """With gradients elsewhere in memory and another rate in each step."""
+    from deepmd_muon.optim.update import fused, fused_steps  # need Triton
+
+    monkeypatch.setattr(fused, "_STEPS_BEFORE_RECORDING", 1)
+    shapes = ((2048, 1024), (1024, 2048), (768, 2048), (7, 40))
+    results = []
+    for share in (0.0, fused_steps._RECORDED_SHARE):
+        monkeypatch.setattr(fused_steps, "_RECORDED_SHARE", share)
+        random = torch.Generator("cuda").manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(shape, generator=random, device="cuda")) for shape in shapes
+        ]
+        optimizer = HybridMuon([(f"w{i}.matrix", p) for i, p in enumerate(params)], lr=0.02)
+        for step in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=random, device="cuda")
+            optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+            optimizer.step()
+        (fused_step,) = optimizer._compiled._fused._known.values()
+        assert bool(fused_step._recorded) == (share > 0)
+        results.append([p.detach() for p in params])
+    for launched, recorded in zip(*results, strict=True):
+        assert torch.equal(launched, recorded)
+
+
 def test_captures_that_would_go_wrong_are_refused():
     params, optimizer = make("cuda")
     give_gradients(params, 0)

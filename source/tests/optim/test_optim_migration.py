@@ -544,6 +544,27 @@ def test_step_counts_beyond_what_powers_tell(taken):
     assert math.isfinite(step)
 
 
+@pytest.mark.parametrize("clock", ["of the group", "of each parameter"])
+def test_the_clock_of_deepmd_kit_after_3_2_0(clock):
+    """Instead of numbers: powers of the decays in the group, or 1 − power of each parameter."""
+    saved = latest_state(steps=37)
+    for values in saved["state"].values():
+        for number in (1, 2):
+            power = values.pop(f"beta{number}_pow", None)
+            if power is not None and clock == "of each parameter":
+                values[f"bias_correction{number}"] = torch.tensor(1.0 - power)
+    if clock == "of the group":
+        powers = {f"beta{n}_pow_device": torch.tensor(BETAS[n - 1] ** 37) for n in (1, 2)}
+        saved["param_groups"][0] |= powers
+    params = present_parameters()
+    optimizer = HybridMuon(params)
+    optimizer.load_state_dict(saved)
+    expected = HybridMuon(params)
+    expected.load_state_dict(latest_state(steps=37))
+    for _, p in params:
+        assert_same_state(expected.state[p], optimizer.state[p])
+
+
 def test_moments_widen_for_float64_models():
     params = [
         (name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))

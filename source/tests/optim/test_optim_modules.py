@@ -147,12 +147,43 @@ def of_two_heads(name):
     return model
 
 
+def of_heads_in_modules(name):
+    """Return a model with two classifiers of one size, each in a module, as LeViT has them."""
+    model = nn.Module()
+    model.blocks = nn.Sequential(Block())
+    for heads in (name, f"{name}_dist"):
+        model.add_module(heads, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 10)))
+    return model
+
+
+class FusedLast(nn.Module):
+    """A layer that registers its fused Linear last, and a list of widths as some packages do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_dim = [8, 8]
+        self.proj = nn.Linear(8, 8)
+        self.qkv = nn.Linear(8, 24)
+
+
+def of_head_before_body(name):
+    """Return a model that registers its classifier first."""
+    model = nn.Module()
+    model.add_module(name, nn.Linear(8, 10))
+    model.blocks = nn.Sequential(FusedLast(), Block(), FusedLast())
+    return model
+
+
 @pytest.mark.parametrize("name", ["head", "fc", "classifier", "score", "out"])
-@pytest.mark.parametrize("build", [of_timm, of_transformers, of_two_heads])
+@pytest.mark.parametrize(
+    "build", [of_timm, of_transformers, of_two_heads, of_heads_in_modules, of_head_before_body]
+)
 def test_classifiers_are_output_layers_whatever_their_name(build, name):
     model = build(name)
     expected = {
-        f"{path}.weight" for path, module in model.named_children() if isinstance(module, nn.Linear)
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith(name)
     }
     heads = {
         path for path, reason in tables_and_heads(model).items() if reason.startswith("output")
@@ -163,8 +194,16 @@ def test_classifiers_are_output_layers_whatever_their_name(build, name):
 
 def test_the_last_layer_of_a_plain_net_is_its_output():
     assert muon(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))) == {"0.weight"}
-    headless = nn.Sequential(Block(), Block())
-    assert not tables_and_heads(headless)
+    for layer in (Block, FusedLast):
+        assert not tables_and_heads(nn.Sequential(layer(), layer()))
+    assert not tables_and_heads(Block())
+    own_layers = nn.Module()
+    own_layers.enter = nn.Linear(3, 8)
+    own_layers.body = nn.ParameterList([torch.ones(8, 8), torch.ones(2, 8)])
+    own_layers.leave = nn.Linear(2, 5)
+    assert set(tables_and_heads(own_layers)) == {"leave.weight"}
+    own_layers.leave = nn.Linear(2, 3)  # it reads its output again
+    assert not tables_and_heads(own_layers)
 
 
 def test_positions_and_tokens_are_added_and_not_multiplied():

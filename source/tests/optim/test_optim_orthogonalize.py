@@ -11,7 +11,6 @@ from polar_oracle import error_inside, matrices, noise_fraction, oracle, spectru
 from deepmd_muon.optim import HybridMuon, orthogonalize
 from deepmd_muon.optim.polar import SCHEDULES, orthogonalize_matrices
 from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
-from deepmd_muon.optim.polar.newton_schulz import arrange
 
 SHAPES = [
     *[
@@ -241,16 +240,6 @@ def test_matrices_of_different_shapes_together_equal_each_alone():
     xs = [matrices("gaussian", *shape, seed=i) for i, shape in enumerate(shapes)]
     for x, o in zip(xs, orthogonalize_matrices(xs, "8+2"), strict=True):
         assert torch.allclose(o, orthogonalize(x), atol=2e-6)
-
-
-def test_gpu_arrangement_shares_batches_by_small_dimension():
-    shapes = ((1, 8, 40), (1, 8, 10), (2, 12, 8))
-    on_gpu = arrange(shapes, gram=False, on_gpu=True)
-    assert [(lot.rows, lot.columns, lot.members) for lot in on_gpu] == [(8, 40, (0, 1, 2))]
-    on_cpu = arrange(shapes, gram=False, on_gpu=False)
-    assert [(lot.columns, lot.members) for lot in on_cpu] == [(40, (0,)), (10, (1,)), (12, (2,))]
-    gram = arrange(shapes, gram=True, on_gpu=False)
-    assert [(lot.gram, lot.members) for lot in gram] == [(True, (0,)), (False, (1,)), (False, (2,))]
 
 
 @pytest.mark.parametrize(

@@ -99,16 +99,12 @@ def settings():
             if key == "vector_route":
                 match = r"rank 0: 'z' of shape .*\(route adam\); rank 1: 'z' .*\(route adamw\)"
             elif key == "adam_betas":
-                match = (
-                    r"adam_beta2 of param_groups\[1\], .*'y'.*0\.95 on rank 0 and 0\.99 on rank 1"
-                )
+                match = r"rank 0: adam_beta2 .*'y' is 0\.95; rank 1: adam_beta2 .*'y' is 0\.99"
             else:
                 first, second = (
                     re.escape(repr(x.item() if hasattr(x, "item") else x)) for x in (ours, theirs)
                 )
-                match = (
-                    rf"{key} of param_groups\[1\], .*'y'.* {first} on rank 0 and {second} on rank 1"
-                )
+                match = rf"rank 0: {key} .*'y' is {first}; rank 1: {key} .*'y' is {second}\."
             refused(optimizer, params, PlanMismatchError, match)
 
 

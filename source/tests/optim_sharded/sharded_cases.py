@@ -462,14 +462,14 @@ def counted_collectives():
                     p.grad = p.detach().clone()
                 optimizer.step()
             (domain,) = optimizer.plan.domains
-            exchanges = domain.exchanges()
+            exchanges = domain.crossing_buckets()
             assert len(calls) == len(exchanges["gather"]) + len(exchanges["return"]), name
             assert sum(calls) == domain.sent(sharded)[rank], name
             if placements == [Shard(0)]:
-                assert domain.buckets > 1
-                assert len(calls) == 2 * domain.buckets
+                assert domain.n_buckets > 1
+                assert len(calls) == 2 * domain.n_buckets
             if placements == [Replicate()]:
-                assert len(calls) == (domain.buckets if replication == "spread" else 0)
+                assert len(calls) == (domain.n_buckets if replication == "spread" else 0)
     assert world > 1
 
 

@@ -294,7 +294,7 @@ def preflight():
     different = fresh(momentum=0.9, schedule="8+2" if dist.get_rank() else "keller-jordan")
     gradients(different)
     expected = (
-        r"ranks 0 and 1 plan different steps; rank 0: w0: .*5 steps.*; rank 1: w0: .*10 steps"
+        r"ranks 0 and 1 do not take the same step; rank 0: w0: .*5 steps.*; rank 1: w0: .*10 steps"
     )
     refused(PlanMismatchError, expected, different)
 

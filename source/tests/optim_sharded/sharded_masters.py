@@ -98,7 +98,7 @@ def masters_of_replicas():
             replicas.step()
         assert_equal(replicas)
         if many:
-            host = replicas.optimizers[1]._host_memory._slots
+            host = replicas.optimizers[1]._host_memory._offloaded
             assert all("master_weight" in host[q] for q in replicas.many)
         if sharded is SMALL:
             assert all(
@@ -167,7 +167,7 @@ def masters_of_replicas_in_collectives():
             replicas.step()
         plan = replicas.optimizers[1].plan
         (domain,) = plan.domains
-        assert len(calls) == 2 * domain.buckets
+        assert len(calls) == 2 * domain.n_buckets
         assert sum(calls) == domain.sent(plan.settings)[rank]
         sent[on] = sum(domain.sent(plan.settings).values())
         sizes = [-(-11 // world), 3 * 48 * 16 // world] if on else [-(-11 // world)]

@@ -45,7 +45,7 @@ def profiled_step():
     with profile(activities=[ProfilerActivity.CPU]) as record:
         optimizer.step()
     names = {event.name for event in record.events() if event.name.startswith("HybridMuon.")}
-    expected = {"momentum", "gather", "orthogonalize", "update", "scatter", "adam"}
+    expected = {"momentum", "gather", "orthogonalize", "update", "return", "adam"}
     (job,) = optimizer.plan.domains[0].jobs
     if dist.get_rank() != job.owner:
         names.add("HybridMuon.orthogonalize")  # it owns no matrix

@@ -131,7 +131,7 @@ def master_weights():
             torch.testing.assert_close(full_tensor(several), one, rtol=0, atol=3e-5)
             assert torch.equal(full_tensor(several).bfloat16(), full_tensor(q.detach()))
             if many.get("offload"):
-                assert "master_weight" in twins.optimizers[1]._host_memory._slots[q]
+                assert "master_weight" in twins.optimizers[1]._host_memory._offloaded[q]
     spread = {"sharded": ShardedSettings(replication="spread")}
     replicas = Replicas(
         SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, many=spread, **settings

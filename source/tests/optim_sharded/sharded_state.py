@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -10,7 +11,19 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import SETTINGS, SHAPES, Twins, drawn, fits, layouts, mesh_of, slack_of
+from sharded_cases import (
+    SETTINGS,
+    SHAPES,
+    Twins,
+    as_captured,
+    drawn,
+    fits,
+    layouts,
+    mesh_of,
+    named_mesh,
+    place,
+    slack_of,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,6 +39,7 @@ from deepmd_muon.optim.errors import (
 )
 from deepmd_muon.optim.sharded import ShardedSettings, elements, repeated
 from deepmd_muon.optim.sharded.bucket import Bucket
+from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
@@ -287,8 +301,8 @@ def cut_state_collectives():
         replicas.step()
     plan = replicas.optimizers[1].plan
     (domain,) = plan.domains
-    assert domain.buckets > 1
-    assert len(calls) == 2 * domain.buckets
+    assert domain.n_buckets > 1
+    assert len(calls) == 2 * domain.n_buckets
     assert sum(calls) == domain.sent(plan.settings)[rank]
     assert gathers == [sum(-(-n // dist.get_world_size()) for n in (11, 5))]
     repeat = {"replication": "repeat"}
@@ -306,6 +320,65 @@ def cut_state_collectives():
     assert not calls
     assert gathers[1:] == [domain.gathered_bytes // 4, gathers[0]]
     assert domain.sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
+
+
+def cut_state_with_further_domains():
+    """All ranks gather momenta even if some of them exchange pieces of further matrices."""
+    world = dist.get_world_size()
+    half = world // 2
+    has_expert = dist.get_rank() >= half
+    mesh = named_mesh((2, half), ("replica", "data"))["data"]
+    # torch numbers the groups of a rank. The upper ranks make one in the step, so that the lower
+    # ones need one more, too: otherwise groups of later cases would never meet.
+    if not has_expert:
+        group_of(tuple(range(half)), torch.get_default_device())
+    placements = [Shard(0)]
+    random = torch.Generator("cpu").manual_seed(4)
+    shapes = {f"w{i}": shape for i, shape in enumerate([*SHAPES["even"], (7,)])}
+    shapes["expert"] = (24, 16)
+    for settings, many in (
+        ({}, {}),
+        ({"free_gradients": True}, {"offload": True, "offload_bytes": 2000}),
+    ):
+        whole = {name: nn.Parameter(drawn(random, shape)) for name, shape in shapes.items()}
+        local = {name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}
+        del local["expert"]
+        if has_expert:
+            expert = place(whole["expert"].detach(), mesh, placements)
+            local["expert"] = nn.Parameter(expert)
+        one = HybridMuon(whole.items(), **SETTINGS)
+        optimizer = HybridMuon(
+            local.items(),
+            **SETTINGS,
+            replicas=mesh_of((world,)),
+            sharded=ShardedSettings(state="sharded", **settings),
+            **many,
+        )
+        domains = optimizer.plan.domains
+        assert [domain.gathered_bytes > 0 for domain in domains] == [True, False][: len(domains)]
+        assert len(domains) == 1 + has_expert
+        for step in range(3):
+            for name, p in whole.items():
+                p.grad = drawn(random, p.shape)
+                if name in local:
+                    is_expert = name == "expert"
+                    local[name].grad = (
+                        place(p.grad, mesh, placements) if is_expert else p.grad.clone()
+                    )
+            if step == 1:
+                optimizer.prefetch()
+            one.step()
+            with as_captured() if step == 2 and not many else contextlib.nullcontext():
+                optimizer.step()
+            matrices = [p for p in local.values() if p.ndim > 1]
+            assert all((p.grad is None) == bool(settings) for p in matrices)
+        for name, p in local.items():
+            expected = [whole[name], *one.state[whole[name]].values()]
+            for x, y in zip(expected, [p, *optimizer.state[p].values()], strict=True):
+                if isinstance(y, DTensor):
+                    x = place(x.detach(), y.device_mesh, y.placements).to_local()
+                    y = y.to_local().to(x.device)
+                torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
 
 
 def states_move_between_ways():
@@ -594,6 +667,7 @@ CASES = [
     ("momenta gathered early", momenta_gathered_early),
     ("memory of cut state", cut_state_takes_a_part_of_the_memory),
     ("collectives of cut state", cut_state_collectives),
+    ("cut state with further domains", cut_state_with_further_domains),
     ("states between ways", states_move_between_ways),
     ("preflight of cut state", cut_state_preflight),
 ]

@@ -131,7 +131,7 @@ def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
     ]
     told = ShardedSettings(state="sharded")
     (domain,) = make_plan(small, told).domains
-    assert (domain.spread, domain.buckets, domain.gathered_bytes) == (
+    assert (domain.spread, domain.n_buckets, domain.gathered_bytes) == (
         False,
         0,
         4 * (6 * 16 + 10 * 2),
@@ -151,11 +151,25 @@ def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
         ([cut("a", (24, 16), range(4), rules=(NorMuon(),))], {}),
         ([cut("a", (24, 16), range(4), masters=True)], {}),
         ([*small, parameter("c", (8, 8), Layout((4,), (0, 1, 2, 3), (ShardPlacement(0),)))], {}),
-        ([*small, *(dataclasses.replace(p, name=f"v{p.name}", itemsize=8) for p in large)], {}),
         ([cut("a", (24, 16), range(1))], {}),
     ):
         domains = make_plan(params, dataclasses.replace(told, **settings)).domains
         assert all(domain.spread and not domain.gathered_bytes for domain in domains), settings
+
+
+def test_ranks_with_further_domains_plan_the_common_one_alike():
+    common = [cut("a", (24, 16), range(4)), cut("b", (10, 7), range(4))]
+    experts = [parameter("e", (64, 64), Layout((2,), (2, 3), (ShardPlacement(0),)))]
+    settings = ShardedSettings(state="sharded")
+    fewer = make_plan(common, settings)
+    more = make_plan([*common, *experts], settings)
+    assert len(more.domains) == 2
+    assert fewer.domains[0].gathered_bytes
+    assert fewer.statements(fewer.domains[0]) == more.statements(more.domains[0])
+    assert not more.domains[1].gathered_bytes
+    large = [cut(f"w{i}", (2048, 2048), range(4), itemsize=8) for i in range(8)]
+    domains = make_plan([*common, *large], settings).domains
+    assert [domain.gathered_bytes > 0 for domain in domains] == [True, False]
 
 
 @given(parameters())
@@ -284,7 +298,7 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
                     if (job.bucket, job.owner) == (bucket, owner) and holder in job.holders(leg)
                 ]
                 elements = sum(job.holders(leg)[holder] for job in pieces)
-                lines = sum(job.lines.get(holder, 0) for job in pieces)
+                lines = sum(job.line_values.get(holder, 0) for job in pieces)
                 words = (
                     len(pieces) * domain.header_words(leg)
                     + lines
@@ -294,7 +308,7 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
                 sent[sender] += size
         assert sent == domain.sent(plan.settings)
         assert all(
-            0 <= job.bucket < domain.buckets for job in domain.jobs if job.bucket is not None
+            0 <= job.bucket < domain.n_buckets for job in domain.jobs if job.bucket is not None
         )
         # Jobs come in one global order whatever the order in which parameters were given.
         mixed = list(drawn)
@@ -335,7 +349,7 @@ def test_whole_matrices_stay_where_they_are():
     mesh = Layout((4,), (0, 1, 2, 3), (ShardPlacement(0),))
     plan = make_plan([PlannedParameter("experts", (8, 5, 7), MatrixView(8, 5, 7), mesh)])
     (domain,) = plan.domains
-    assert domain.buckets == 0
+    assert domain.n_buckets == 0
     assert [job.owner for job in domain.jobs] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert domain.sent(plan.settings) == dict.fromkeys(range(4), 0)
 
@@ -373,9 +387,9 @@ def test_replicas_repeat_small_work_and_share_large_work():
     small = [parameter(f"p{i}", (64, 64), replicated(range(8))) for i in range(16)]
     large = [parameter(f"p{i}", (4096, 4096), replicated(range(8))) for i in range(16)]
     (repeated,), (shared,) = make_plan(small).domains, make_plan(large).domains
-    assert (repeated.spread, repeated.buckets) == (False, 0)
+    assert (repeated.spread, repeated.n_buckets) == (False, 0)
     assert shared.spread
-    assert shared.exchanges() == {"gather": (), "return": (0, 1)}
+    assert shared.crossing_buckets() == {"gather": (), "return": (0, 1)}
 
 
 def test_domains_are_apart_and_know_the_load_before():
@@ -398,7 +412,7 @@ def test_domains_are_apart_and_know_the_load_before():
 def test_buckets_bound_what_one_rank_receives():
     drawn = [parameter(f"p{i:02}", (16, 16), fsdp(2)) for i in range(12)]
     (domain,) = make_plan(drawn, ShardedSettings(bucket_bytes=2 * 16 * 16 * 4)).domains
-    assert domain.buckets == 3
+    assert domain.n_buckets == 3
     assert [sum(job.bucket == k for job in domain.jobs) for k in range(3)] == [4, 4, 4]
 
 

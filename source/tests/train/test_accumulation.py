@@ -105,7 +105,7 @@ def test_a_run_is_that_of_larger_batches(small_input, train, load, monkeypatch, 
 
 def test_batches_of_one_step_share_no_tensors():
     systems = open_systems([str(SYSTEM)], ["Cu"])
-    options = {"seed": 5, "rcut": 4.5, "sel": (60,)}
+    options = {"seed": 5, "cache": NeighborCache(4.5, (60,), True)}
     plain = DataLoader(systems, 1, **options)
     loader = DataLoader(systems, 1, **options, batches_per_step=3)
     source = StreamedBatches(loader, 1, CPU)

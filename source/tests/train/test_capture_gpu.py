@@ -234,10 +234,11 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
         train(content)
     update = caught.value.update
     # The same order of data on the CPU: frame 3 is drawn in that step first.
-    from deepmd_muon.data import DataLoader, open_systems
+    from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 
     path = content["training"]["training_data"]["systems"][0]
-    loader = DataLoader(open_systems([path], ["Cu"]), 2, seed=3, rcut=4.5, sel=(60,))
+    cache = NeighborCache(4.5, (60,), True)
+    loader = DataLoader(open_systems([path], ["Cu"]), 2, seed=3, cache=cache)
     drawn = [set(loader.draw().parts[0][1].tolist()) for _ in range(300)]
     assert update == next(i for i, numbers in enumerate(drawn, 1) if 3 in numbers)
 

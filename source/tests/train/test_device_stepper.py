@@ -9,7 +9,7 @@ import pytest
 import torch
 from compared import assert_same
 
-from deepmd_muon.data import DataLoader, open_systems
+from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
@@ -168,8 +168,8 @@ def test_skip_leaves_bad_steps_out_and_counts_them(
 
 
 def loader(systems, **options):
-    options = {"batch_size": 2, "seed": 5, "rcut": 4.5, "sel": (60,), **options}
-    return DataLoader(systems, **options)
+    options = {"batch_size": 2, "seed": 5, **options}
+    return DataLoader(systems, cache=NeighborCache(4.5, (60,), True), **options)
 
 
 def test_streamed_batches_are_those_of_the_loader():

@@ -156,7 +156,7 @@ def test_the_loss_counts_atoms_of_types_with_energy(systems):
     """deepmd-kit divides energies by their number, and forces of the others do not count."""
     model = build_model(settings_of(params_of("se_e2_a-everything")), seed=1)
     opened = with_parameters(open_systems(systems[1:2], ("O", "H")), Parameters.of(model.settings))
-    loader = DataLoader(opened, 1, seed=1, rcut=model.rcut, sel=model.sel)
+    loader = DataLoader(opened, 1, seed=1, cache=NeighborCache.of(model.neighbors, 2))
     batch = to_device(loader.next(), 2, CPU)
     mask = batch.compared_atoms(model.counted).mask
     assert torch.equal(mask, batch.structures.atype == 0)

@@ -107,8 +107,8 @@ def is_enough(case, way):
 
 @pytest.mark.parametrize("way", ["at once", "passing"], indirect=True)
 def test_batches_have_room_for_all_edges(systems, way):
-    """A model that reads whole lists without sections gets their bound."""
-    cache = NeighborCache(4.0, (MOST_NEIGHBORS,), False, ntypes=3)
+    """A model that reads a list of edges gets their bound."""
+    cache = NeighborCache(4.0, (MOST_NEIGHBORS,), False, ntypes=3, bound_edges=True)
     batches = ResidentBatches(DataLoader(systems, "mixed:3", seed=5, cache=cache), CPU, way)
     rooms = []
     for _ in range(12):
@@ -172,7 +172,9 @@ def test_batches_of_one_composition_share_what_is_found_for_the_first(systems, b
     """Some frames of this loader lack labels, so that a composition alone does not say what a batch needs."""
     batches = ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), batch_size), CPU)
     window = batches._draw().batches[:200]
-    assert batches._shapes_of(window) == [batches._shape_of(numbers) for numbers in window]
+    assert batches._shapes_of(window) == [
+        resident_module.shape_of(batches._store, numbers) for numbers in window
+    ]
 
 
 def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):

@@ -69,39 +69,40 @@ class Edges(FourPasses):
         slots.
     activation
         f.
-    width
-        M, the length of a message.
+    message_columns
+        M, the length of a message; 0 without messages.
     incoming
         The edges by neighbour; only kernels need it.
     """
 
     neighbor: Tensor
     activation: Activation
-    width: int
+    message_columns: int
     incoming: Incoming | None
 
     def value(self, inputs: EdgeInputs) -> tuple[Perhaps, Nested]:
         """Pass 1, see `FourPasses`."""
         terms, weight = inputs
         E, Y = weight.shape
-        n_update = Y - self.width
+        M = self.message_columns
+        n_update = Y - M
         kernels = _kernels(self, weight)
         if kernels is not None:
-            message, update, moment = kernels.update(terms, _layer(self, weight))
+            message, update, moment = kernels.value(terms, _layer(self, weight))
             return (message, update if n_update else None, moment), ()
         n_atoms, n_slots = self.neighbor.shape
         V = terms.table.shape[1] - Y
-        message = weight.new_empty(n_atoms, self.width)
+        message = weight.new_empty(n_atoms, M)
         update = weight.new_empty(n_atoms, n_slots, n_update) if n_update else None
         moment = weight.new_empty(n_atoms, 3, E + V)
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
             y = self.activation.value(block.pre_activation(weight))
-            message[atoms] = torch.bmm(block.w.unsqueeze(1), y[..., : self.width]).squeeze(1)
+            message[atoms] = torch.bmm(block.w.unsqueeze(1), y[..., :M]).squeeze(1)
             moment[atoms, :, :E] = block.edge_moment(block.h)
             moment[atoms, :, E:] = block.node_moment(block.h)
             if update is not None:
-                update[atoms] = y[..., self.width :]
+                update[atoms] = y[..., M:]
         return (message, update, moment), ()
 
     def adjoint(
@@ -116,6 +117,7 @@ class Edges(FourPasses):
             present = _without_none(self, bars, inputs)
             return kernels.adjoint(present, terms, _layer(self, weight)), saved
         E, Y = weight.shape
+        M = self.message_columns
         adjoints = EdgeTerms(*(torch.zeros_like(term) for term in terms))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
@@ -126,7 +128,7 @@ class Edges(FourPasses):
             v_bar = None
             if bars.message is not None:
                 m_bar = bars.message[atoms].unsqueeze(-1)
-                adjoints.w[atoms] = torch.bmm(y[..., : self.width], m_bar).squeeze(-1)
+                adjoints.w[atoms] = torch.bmm(y[..., :M], m_bar).squeeze(-1)
             if bars.moment is not None:
                 edge_moment = bars.moment[atoms, :, :E]
                 node_moment = bars.moment[atoms, :, E:]
@@ -147,6 +149,7 @@ class Edges(FourPasses):
         if kernels is not None:
             return kernels.tangent(terms, dots, _layer(self, weight)), dots
         E, Y = weight.shape
+        M = self.message_columns
         out = EdgeCotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
@@ -154,11 +157,11 @@ class Edges(FourPasses):
             y, for_slope = self.activation(block.pre_activation(weight))
             y_dot = self.activation.times_slope(for_slope, dot.pre_activation(weight))
             if out.message is not None:
-                by_y = torch.bmm(block.w.unsqueeze(1), y_dot[..., : self.width])
-                by_w = by_y.baddbmm_(dot.w.unsqueeze(1), y[..., : self.width])
+                by_y = torch.bmm(block.w.unsqueeze(1), y_dot[..., :M])
+                by_w = by_y.baddbmm_(dot.w.unsqueeze(1), y[..., :M])
                 out.message[atoms] = by_w.squeeze(1)
             if out.update is not None:
-                out.update[atoms] = y_dot[..., self.width :]
+                out.update[atoms] = y_dot[..., M:]
             if out.moment is not None:
                 out.moment[atoms, :, :E] = dot.edge_moment(block.h) + block.edge_moment(dot.h)
                 out.moment[atoms, :, E:] = dot.node_moment(block.h) + block.node_moment(dot.h)
@@ -190,6 +193,7 @@ class Edges(FourPasses):
             )
             return e_hat, p_hat, table_hat, None, None, weight_hat
         E, Y = weight.shape
+        M = self.message_columns
         weight_hat = torch.zeros_like(weight)
         e_hat = torch.empty_like(terms.e)
         p_hat = torch.empty_like(terms.p)
@@ -207,7 +211,7 @@ class Edges(FourPasses):
                 dot = self._block(dots, atoms, Y)
                 if bars.message is not None:
                     m_bar = bars.message[atoms].unsqueeze(1)
-                    y_hat[..., : self.width].addcmul_(dot.w.unsqueeze(-1), m_bar)
+                    y_hat[..., :M].addcmul_(dot.w.unsqueeze(-1), m_bar)
                 if bars.moment is not None:
                     moment_pairs.append((dot.h, bars.moment[atoms]))
                 y_bar = self._cotangent_of_y(bars, atoms, block.w, like=y)
@@ -256,8 +260,8 @@ class Edges(FourPasses):
     ) -> Tensor:
         """Return [w·m̄, ȳ[M:]] of a block from the cotangents of m and y[M:]; zeros for None."""
         y_bar = torch.empty_like(like)
-        message_part = y_bar[..., : self.width]
-        update_part = y_bar[..., self.width :]
+        message_part = y_bar[..., : self.message_columns]
+        update_part = y_bar[..., self.message_columns :]
         if cotangents.message is None:
             message_part.zero_()
         else:
@@ -311,7 +315,7 @@ class _Block(NamedTuple):
 
 def _kernels(edges: Edges, weight: Tensor) -> Any:
     """Return the module of kernels if they can be used."""
-    if not edges.width or not triton_support.usable(weight.device):
+    if not edges.message_columns or not triton_support.usable(weight.device):
         return None  # the kernels are for layers with a message
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
     from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
@@ -331,7 +335,7 @@ def _layer(edges: Edges, weight: Tensor) -> Any:
         neighbor=edges.neighbor,
         incoming=edges.incoming,
         weight=weight,
-        message_columns=edges.width,
+        message_columns=edges.message_columns,
         formula=edges.activation.formula,
     )
 
@@ -340,9 +344,9 @@ def _without_none(edges: Edges, cotangents: EdgeCotangents, inputs: EdgeInputs) 
     """Return the cotangents as kernels take them."""
     n_atoms, n_slots = edges.neighbor.shape
     E, Y = inputs.weight.shape
-    n_update = Y - edges.width
+    n_update = Y - edges.message_columns
     shapes = (
-        (n_atoms, edges.width),
+        (n_atoms, edges.message_columns),
         (n_atoms, n_slots, n_update) if n_update else (0,),
         (n_atoms, 3, E + inputs.terms.table.shape[1] - Y),
     )

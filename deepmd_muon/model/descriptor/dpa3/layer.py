@@ -211,7 +211,7 @@ class RepflowLayer(torch.nn.Module):
         passes = Edges(
             neighbor=graph.neighbor,
             activation=self.activation,
-            width=self.repflow.message if message else 0,
+            message_columns=self.repflow.message if message else 0,
             incoming=graph.incoming,
         )
         terms = EdgeTerms(e=features.edge, p=p, table=table, w=graph.edge_weight, h=graph.direction)

@@ -18,6 +18,8 @@ import triton.language as tl
 # Columns of a row of `targets`, int64: the address of a matrix of parameters, and the number of its
 # factor.
 TARGET_ROW = tl.constexpr(2)
+# Numbers of a step, float64, which launches read on the device; `tables.StepNumbers` explains them.
+RATE, DECAY, PACE, SKIP, FACTOR = (tl.constexpr(i) for i in range(5))
 
 
 class ParameterUpdate(NamedTuple):
@@ -25,9 +27,7 @@ class ParameterUpdate(NamedTuple):
 
     targets: Any  # int64 (matrices, TARGET_ROW)
     factors: Any  # scale times damping, float32
-    rate: Any  # learning rate, float64 ()
-    decay: Any  # λ, float64 ()
-    skip: Any  # float32 (); if above 0, the parameters stay unchanged
+    numbers: Any  # of the step
 
 
 @triton.jit
@@ -40,6 +40,14 @@ def aligned(address, anchor, TYPE: tl.constexpr):
     BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
     distance = (address - anchor.to(tl.int64)) // 16 * (16 // BYTES)
     return anchor.to(tl.pointer_type(TYPE), bitcast=True) + distance
+
+
+@triton.jit
+def factors_of_update(numbers, factor, WIDE: tl.constexpr):
+    """Return 1 − lr λ and lr · factor, from the pointer to the factor of a block."""
+    lr = tl.load(numbers + RATE)
+    shrink = 1.0 - lr * tl.load(numbers + DECAY)
+    return shrink.to(WIDE), (lr * tl.load(factor)).to(WIDE)
 
 
 @triton.jit
@@ -57,17 +65,16 @@ def apply_tile(
     column_offsets,
     TYPE: tl.constexpr,  # dtype of the parameters
 ):
-    """Do p ← p (1 − lr λ) − lr · factor · O for a tile, unless `skip` is set.
+    """Do p ← p (1 − lr λ) − lr · factor · O for a tile, unless the step is skipped.
 
     The grid's second axis numbers the rows of `targets`.
     """
     target = parameters.targets + tl.program_id(1) * TARGET_ROW
-    lr = tl.load(parameters.rate)
-    shrink = (1.0 - lr * tl.load(parameters.decay)).to(tl.float32)
-    step = (lr * tl.load(parameters.factors + tl.load(target + 1))).to(tl.float32)
+    factor = parameters.factors + tl.load(target + 1)
+    shrink, step = factors_of_update(parameters.numbers, factor, tl.float32)
     offsets = row_offsets[:, None] + column_offsets[None, :]
     # Compared after the broadcast: Triton 3.9's interpreter makes a float of a broadcast comparison.
-    mask = tl.broadcast_to(tl.load(parameters.skip), o.shape) <= 0
+    mask = tl.broadcast_to(tl.load(parameters.numbers + SKIP), o.shape) <= 0
     p_pointers = aligned(tl.load(target), parameters.targets, TYPE) + offsets
     apply_part(p_pointers, o, mask, shrink=shrink, step=step, WIDE=tl.float32)
 

@@ -1,8 +1,8 @@
 """Large matrices: their norms, and fp16 copies of X / ‖X‖, padded with zeros to whole tiles.
 
 Several programs, the *shares* of a matrix, measure one matrix: program (i, b) of a grid is share i
-of matrix b. A share stores a pair (largest |x|, Σ x² relative to the largest) in `sums`, float64
-(matrices, shares, 2), as `shared.norm_of_all` reads them.
+of matrix b. A share stores its Σ x² in `sums`, float64 (matrices, shares), as `shared.inverse_norm`
+reads them.
 
 `kernel_cases` compares the results of the iteration with torch's.
 """
@@ -16,17 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.shared import merge, norm_of_all
-from deepmd_muon.optim.polar.kernels.whole import (
-    COLUMNS,
-    DOUBLE,
-    KIND,
-    ROW,
-    ROWS,
-    load_matrix,
-    load_single,
-    load_upright,
-)
+from deepmd_muon.optim.polar.kernels.shared import inverse_norm
+from deepmd_muon.optim.polar.kernels.whole import COLUMNS, ROW, ROWS, load_matrix
 
 # Where an update reads X: its workspace, or in the first step the input or the transposed input, in
 # tiles.
@@ -37,7 +28,7 @@ PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
 def measure(
     table,  # rows of `whole.ROW`, one per matrix
     addresses,
-    sums,  # (matrices, SHARES, 2), written
+    sums,  # (matrices, SHARES), written
     SHARES: tl.constexpr,
     T: tl.constexpr,
 ):
@@ -47,56 +38,22 @@ def measure(
     down = tl.cdiv(tl.load(row + ROWS), T).to(tl.int32)
     along = tl.cdiv(tl.load(row + COLUMNS), T).to(tl.int32)
     t = tl.arange(0, T)
-    share = sums + 2 * (matrix * SHARES + tl.program_id(0))
-    if tl.load(row + KIND) == DOUBLE:  # squares of float64 may overflow
-        largest = tl.zeros((), tl.float64)
-        squares = tl.zeros((), tl.float64)
-        for number in range(tl.program_id(0), down * along, SHARES):
-            x, peak = load_matrix(row, addresses, number % down * T + t, number // down * T + t, -1)
-            largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
-        tl.store(share, largest)
-        tl.store(share + 1, squares)
-    else:
-        total = tl.zeros((T, T), tl.float64)
-        for number in range(tl.program_id(0), down * along, SHARES):
-            x = load_single(row, addresses, number % down * T + t, number // down * T + t)
-            wide = x.to(tl.float64)
-            total += wide * wide
-        tl.store(share, 1.0)
-        tl.store(share + 1, tl.sum(total))
-
-
-@triton.jit
-def measure_contiguous(
-    inputs,  # fp32 (matrices, size)
-    sums,  # (matrices, SHARES, 2), written
-    size,
-    SHARES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Store this program's share of the norms of contiguous matrices."""
-    matrix = tl.program_id(1)
-    start = inputs + matrix.to(tl.int64) * size
-    total = tl.zeros((WIDTH,), tl.float64)
-    for run in range(tl.program_id(0) * WIDTH, size, SHARES * WIDTH):
-        element = run + tl.arange(0, WIDTH)
-        wide = tl.load(start + element, mask=element < size, other=0.0).to(tl.float64)
+    total = tl.zeros((T, T), tl.float64)
+    for number in range(tl.program_id(0), down * along, SHARES):
+        x = load_matrix(row, addresses, number % down * T + t, number // down * T + t)
+        wide = x.to(tl.float64)
         total += wide * wide
-    share = sums + 2 * (matrix * SHARES + tl.program_id(0))
-    tl.store(share, 1.0)
-    tl.store(share + 1, tl.sum(total))
+    tl.store(sums + matrix * SHARES + tl.program_id(0), tl.sum(total))
 
 
 @triton.jit
 def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
-    """Return a matrix's largest magnitude, its norm relative to that, and two normalising factors.
+    """Return two factors in fp32 with the product 1 / ‖X‖, which itself may overflow in fp32.
 
-    1 / norm is the product of a power of two in the range of fp32 and a mantissa. The product
-    itself may overflow in fp32. The first program stores both in `factors` (matrices, 2).
+    They are a power of two and a mantissa. The first program stores both in `factors` (matrices, 2).
     The grid's second axis numbers the matrices in `sums`.
     """
-    joint, norm = norm_of_all(sums, tl.program_id(1) * SHARES, SHARES, SHARES)
-    inverse = 1.0 / norm
+    inverse = inverse_norm(sums, tl.program_id(1) * SHARES, SHARES, SHARES)
     # The exponent's bits of a float64 number: the next lower power of two.
     power = (inverse.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     power = tl.minimum(tl.maximum(power, 2.0**-126), 2.0**126)
@@ -105,14 +62,14 @@ def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
     if tl.program_id(0) == 0:
         tl.store(factors + 2 * matrix, power)
         tl.store(factors + 2 * matrix + 1, mantissa)
-    return joint, norm, power, mantissa
+    return power, mantissa
 
 
 @triton.jit
 def normalize(
     table,
     addresses,
-    sums,  # (matrices, SHARES, 2)
+    sums,  # (matrices, SHARES)
     factors,  # (matrices, 2), written
     master,  # fp32 (matrices, order, width), written with KEEP
     iterate,  # fp16 (matrices, order, width), written
@@ -124,23 +81,18 @@ def normalize(
 ):
     """Write X / ‖X‖, padded with zeros.
 
-    X is multiplied by one of the `factors` after the other. Float64 matrices do not use them.
+    X is multiplied by one of the `factors` after the other.
     """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
-    joint, norm, power, mantissa = scale_of(sums, factors, matrix, SHARES)
-    is_double = tl.load(row + KIND) == DOUBLE
+    power, mantissa = scale_of(sums, factors, matrix, SHARES)
     t = tl.arange(0, T)
     down = order // T
     base = matrix.to(tl.int64) * order * width
     for number in range(tl.program_id(0), down * (width // T), SHARES):
         r = number % down * T + t
         c = number // down * T + t
-        if is_double:
-            x, peak = load_matrix(row, addresses, r, c, -1)
-            x = x * (peak / joint / norm).to(tl.float32)
-        else:
-            x = load_upright(row, addresses, r, c) * power * mantissa
+        x = load_matrix(row, addresses, r, c) * power * mantissa
         offset = base + r[:, None].to(tl.int64) * width + c[None, :]
         if KEEP:
             tl.store(master + offset, x)
@@ -151,7 +103,7 @@ def normalize(
 def normalize_tiles(
     inputs,  # descriptor of the inputs in T × N tiles; in N × T tiles if transposed
     iterate,  # descriptor of the fp16 X (matrices · order, width) in T × N tiles, written
-    sums,  # (inputs, SHARES, 2)
+    sums,  # (inputs, SHARES)
     factors,  # (matrices, 2), written
     first_matrix,  # number of the first input's matrix in `iterate` and `factors`
     order,
@@ -164,7 +116,7 @@ def normalize_tiles(
     """Write X / ‖X‖ in fp16, one tile per program; the grid's second axis numbers the inputs."""
     number = tl.program_id(0)
     matrix = first_matrix + tl.program_id(1)
-    _, _, power, mantissa = scale_of(sums, factors, matrix, SHARES)
+    power, mantissa = scale_of(sums, factors, matrix, SHARES)
     down = order // T
     r = number % down * T
     c = number // down * N

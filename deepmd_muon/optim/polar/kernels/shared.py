@@ -27,7 +27,6 @@ from deepmd_muon.optim.polar.kernels.whole import (
     ROWS,
     SINGLE,
     TILE,
-    load_double,
     load_matrix,
     store_result,
 )
@@ -47,6 +46,20 @@ class Team(NamedTuple):
     count: Any
     rank_0: Any  # number of its first program in the launch
     counter: Any  # pointer to the arrivals at barriers, int32, zero at the start
+
+
+@triton.jit
+def team_of_program(programs, table, counters):
+    """Return the table row of this program's matrix, and its team.
+
+    `programs`, int32 (programs, 3), has matrix, rank and number of programs of that matrix.
+    """
+    number = tl.program_id(0)
+    matrix = tl.load(programs + 3 * number).to(tl.int64)
+    rank = tl.load(programs + 3 * number + 1)
+    count = tl.load(programs + 3 * number + 2)
+    team = Team(rank=rank, count=count, rank_0=number - rank, counter=counters + matrix)
+    return table + matrix * ROW, team
 
 
 @triton.jit
@@ -78,31 +91,15 @@ def barrier(counter, target):
 
 
 @triton.jit
-def merge(largest, squares, other_largest, other_squares):
-    """Merge two pairs of largest magnitude and sum of squares relative to it."""
-    joint = tl.maximum(largest, other_largest)
-    safe = tl.where(joint == 0.0, 1.0, joint)
-    scale = largest / safe
-    other_scale = other_largest / safe
-    return joint, squares * scale * scale + other_squares * other_scale * other_scale
+def inverse_norm(sums, first, count, LIMIT: tl.constexpr):
+    """Return 1 / ‖X‖ of a matrix, float64; 1 for zeros.
 
-
-@triton.jit
-def norm_of_all(sums, first, count, LIMIT: tl.constexpr):
-    """Return a matrix's largest magnitude and its norm relative to that, each 1 instead of 0.
-
-    `sums` has `count` shares from number `first` on, at most LIMIT: pairs of the largest magnitude
-    and the sum of squares relative to it, float64.
+    `sums` has its sums of squares by program, float64: `count` of them from number `first` on, at
+    most LIMIT.
     """
     i = tl.arange(0, LIMIT)
-    mask = i < count
-    largest = tl.load(sums + 2 * (first + i), mask=mask, other=0.0)
-    squares = tl.load(sums + 2 * (first + i) + 1, mask=mask, other=0.0)
-    joint = tl.max(largest)
-    safe = tl.where(joint == 0.0, 1.0, joint)
-    scale = largest / safe
-    norm = tl.sqrt(tl.sum(squares * scale * scale))
-    return safe, tl.where(norm == 0.0, 1.0, norm)
+    squares = tl.sum(tl.load(sums + first + i, mask=i < count, other=0.0))
+    return 1.0 / tl.sqrt(tl.where(squares == 0.0, 1.0, squares))
 
 
 @triton.jit
@@ -160,19 +157,16 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def store_share(row, addresses, sums, team, shape, T: tl.constexpr, ONLY: tl.constexpr):
-    """Store this program's share of a matrix's norm; see `norm_of_all`."""
+def store_squares(row, addresses, sums, team, shape, T: tl.constexpr):
+    """Store the sum of squares of this program's tiles; see `inverse_norm`."""
     t = tl.arange(0, T)
-    largest = tl.zeros((), tl.float64)
-    squares = tl.zeros((), tl.float64)
+    squares = tl.zeros((T, T), tl.float64)
     for number in range(team.rank, shape.down * shape.along, team.count):
         r = number % shape.down * T + t
         c = number // shape.down * T + t
-        x, peak = load_matrix(row, addresses, r, c, ONLY)
-        largest, squares = merge(largest, squares, peak, tl.sum(x * x).to(tl.float64))
-    share = sums + 2 * (team.rank_0 + team.rank)
-    tl.store(share, largest)
-    tl.store(share + 1, squares)
+        x = load_matrix(row, addresses, r, c).to(tl.float64)
+        squares += x * x
+    tl.store(sums + team.rank_0 + team.rank, tl.sum(squares))
 
 
 @triton.jit
@@ -185,16 +179,14 @@ def store_normalized(
     team,
     shape,
     T: tl.constexpr,
-    ONLY: tl.constexpr,
 ):
     """Write this program's tiles of X / ‖X‖."""
     t = tl.arange(0, T)
-    joint, norm = norm_of_all(sums, team.rank_0, team.count, MAX_PROGRAMS)
+    inverse = inverse_norm(sums, team.rank_0, team.count, MAX_PROGRAMS)
     for number in range(team.rank, shape.down * shape.along, team.count):
         r = number % shape.down * T + t
         c = number // shape.down * T + t
-        x, peak = load_matrix(row, addresses, r, c, ONLY)
-        x = x * (peak / joint / norm).to(tl.float32)
+        x = (load_matrix(row, addresses, r, c).to(tl.float64) * inverse).to(tl.float32)
         offset = r[:, None] * shape.width + c[None, :]
         tl.store(master + offset, x)
         tl.store(iterate + offset, x.to(tl.float16))
@@ -247,12 +239,11 @@ def tiles(
     out,
     single,  # fp32 workspace: X of each matrix
     half,  # fp16 workspace of each matrix: two copies of X, R, and its polynomial
-    sums,  # float64 (programs, 2), see `norm_of_all`
+    sums,  # float64 (programs,), see `inverse_norm`
     counters,  # int32 (matrices,), zero
     T: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
-    ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Orthogonalize matrices of any size: a team shares the tiles of X, of X Xᵀ and its polynomial.
@@ -261,12 +252,7 @@ def tiles(
 
     Sizes are padded to multiples of K, the number of columns per iteration of a product.
     """
-    entry = programs + 3 * tl.program_id(0)
-    matrix = tl.load(entry).to(tl.int64)
-    rank = tl.load(entry + 1)
-    count = tl.load(entry + 2)
-    team = Team(rank=rank, count=count, rank_0=tl.program_id(0) - rank, counter=counters + matrix)
-    row = table + matrix * ROW
+    row, team = team_of_program(programs, table, counters)
     order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
     shape = Shape(order=order, width=width, down=order // T, along=width // T)
@@ -276,13 +262,13 @@ def tiles(
     gram = iterate + 2 * size
     polynomial = gram + tl.multiple_of(order * order, T)
 
-    store_share(row, addresses, sums, team=team, shape=shape, T=T, ONLY=ONLY)
-    barrier(team.counter, count)
+    store_squares(row, addresses, sums, team=team, shape=shape, T=T)
+    barrier(team.counter, team.count)
     store_normalized(
-        row, addresses, sums, master=master, iterate=iterate, team=team, shape=shape, T=T, ONLY=ONLY
+        row, addresses, sums, master=master, iterate=iterate, team=team, shape=shape, T=T
     )
-    barrier(team.counter, 2 * count)
-    arrivals = 2 * count
+    barrier(team.counter, 2 * team.count)
+    arrivals = 2 * team.count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)
         b = tl.load(coefficients + 3 * k + 1)
@@ -293,11 +279,11 @@ def tiles(
         store_symmetric_tiles(
             gram, current, depth=width, tiles=order // G, team=team, b=b, d=d, ADD=False, T=G, K=K
         )
-        barrier(team.counter, arrivals + count)
+        barrier(team.counter, arrivals + team.count)
         store_symmetric_tiles(
             polynomial, gram, depth=order, tiles=order // G, team=team, b=b, d=d, ADD=True, T=G, K=K
         )
-        barrier(team.counter, arrivals + 2 * count)
+        barrier(team.counter, arrivals + 2 * team.count)
         is_last = k + 1 == STEPS
         update_tiles(
             row,
@@ -313,7 +299,7 @@ def tiles(
             T=T,
             K=K,
         )
-        arrivals += 3 * count
+        arrivals += 3 * team.count
         if not is_last:
             barrier(team.counter, arrivals)
 
@@ -332,7 +318,6 @@ def strip(
     team,
     MP: tl.constexpr,
     NS: tl.constexpr,
-    ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Run all steps for a matrix of at most MP rows, with NS columns in this program's registers.
@@ -349,14 +334,10 @@ def strip(
     iterate = half + tl.multiple_of(tl.load(row + HALF), 64)  # (MP, width)
     gram = iterate + tl.multiple_of(MP * width, 64)  # (MP, MP)
     has_columns = rank * NS < width
-    wide, power = load_double(row, addresses, r, c, ONLY)
-    scaled = wide * (1.0 / power)
-    share = sums + 2 * (team.rank_0 + rank)
-    tl.store(share, power)
-    tl.store(share + 1, tl.sum(scaled * scaled))
+    wide = load_matrix(row, addresses, r, c).to(tl.float64)
+    tl.store(sums + team.rank_0 + rank, tl.sum(wide * wide))
     barrier(team.counter, count)
-    joint, norm = norm_of_all(sums, team.rank_0, count, MAX_PROGRAMS)
-    x = (scaled * (power / joint / norm)).to(tl.float32)
+    x = (wide * inverse_norm(sums, team.rank_0, count, MAX_PROGRAMS)).to(tl.float32)
     arrivals = count
     for k in range(STEPS):
         a = tl.load(coefficients + 3 * k)
@@ -416,7 +397,6 @@ def strips(
     counters,
     MASK: tl.constexpr,
     WIDE: tl.constexpr,
-    ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Orthogonalize matrices of at most 256 rows, padded to 64 · 2ⁱ.
@@ -426,12 +406,7 @@ def strips(
     A program keeps WIDE columns in its registers, or half as many of the tallest kind (256 rows).
     The other arguments are those of `tiles`.
     """
-    entry = programs + 3 * tl.program_id(0)
-    matrix = tl.load(entry).to(tl.int64)
-    rank = tl.load(entry + 1)
-    count = tl.load(entry + 2)
-    row = table + matrix * ROW
-    team = Team(rank=rank, count=count, rank_0=tl.program_id(0) - rank, counter=counters + matrix)
+    row, team = team_of_program(programs, table, counters)
     height = tl.load(row + TILE)
     for i in tl.static_range(_N_HEIGHTS):
         if MASK & (1 << i):
@@ -446,6 +421,5 @@ def strips(
                     team=team,
                     MP=64 << i,
                     NS=WIDE // 2 if i == 2 else WIDE,
-                    ONLY=ONLY,
                     STEPS=STEPS,
                 )

@@ -382,9 +382,7 @@ def update(
     width,
     targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
     damping,
-    rate,
-    decay,
-    skip,
+    numbers,
     READ: tl.constexpr,  # PRESENT, INPUT or TRANSPOSED_INPUT
     WRITE: tl.constexpr,  # one of the constants above
     KEEP: tl.constexpr,  # whether the next X is also written in fp32
@@ -406,13 +404,7 @@ def update(
     amplify its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time
     and fp32 units add these sums.
     """
-    parameters = ParameterUpdate(
-        targets=targets,
-        factors=damping,
-        rate=rate,
-        decay=decay,
-        skip=skip,
-    )
+    parameters = ParameterUpdate(targets=targets, factors=damping, numbers=numbers)
     iterate = Iterate(
         present=present,
         factors=factors,

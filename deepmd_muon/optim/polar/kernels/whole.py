@@ -4,9 +4,9 @@ The iteration
 -------------
     X ← X / ‖X‖, then in each step: R = X Xᵀ, X ← a X + (b R + c R²) X.
 
-X is read with its smaller dimension as rows. It stays in registers in fp32 (the master); tensor
-cores multiply fp16 operands and sum in fp32. Matrices of different shapes, strides and dtypes share
-a grid: each program reads its table row.
+X is read in fp32, with its smaller dimension as rows. It stays in registers (the master); tensor
+cores multiply fp16 operands and sum in fp32. Matrices of different shapes and strides share a grid:
+each program reads its table row.
 
 `newton_schulz` defines the results; the gates of `kernel_cases` compare them.
 """
@@ -18,23 +18,18 @@ a grid: each program reads its table row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 # Columns of a table row, int64: the location of a matrix, read with its smaller dimension as rows;
 # `tables.MatrixLocation` explains them.
-ROW = tl.constexpr(13)
-TILE, TENSOR, KIND, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUMN = (
-    tl.constexpr(i) for i in range(11)
+ROW = tl.constexpr(12)
+TILE, TENSOR, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUMN = (
+    tl.constexpr(i) for i in range(10)
 )
 # Workspace offsets of a matrix that several programs share, in elements of each precision.
-SINGLE = tl.constexpr(11)
-HALF = tl.constexpr(12)
-
-# Values of the column KIND: the dtype of a matrix.
-FLOAT32, DOUBLE, FLOAT16, BFLOAT16 = (tl.constexpr(i) for i in range(4))
+SINGLE = tl.constexpr(10)
+HALF = tl.constexpr(11)
 
 # Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it
 # needs.
@@ -43,180 +38,35 @@ _N_TILES = tl.constexpr(len(TILES))
 _TILE_ROWS = tl.constexpr(tuple(rows for rows, _ in TILES))
 _TILE_COLUMNS = tl.constexpr(tuple(columns for _, columns in TILES))
 
-# Smallest normal numbers.
-_TINY_SINGLE = tl.constexpr(1.1754943508222875e-38)
-_TINY_DOUBLE = tl.constexpr(2.2250738585072014e-308)
-# The bits of the exponent of a float64 number: of a positive number they are the next lower power
-# of two.
-_EXPONENT = tl.constexpr(0x7FF0000000000000)
+# The smallest normal fp32 number.
+_TINY = tl.constexpr(1.1754943508222875e-38)
 
 # ----- loads and stores --------------------------------------------------------------------------
-# Adjacent lanes of a load read adjacent elements: `inner` numbers entries along the contiguous
-# dimension, `outer` along the other one.
-
-
-class Stored(NamedTuple):
-    """Where a table row's matrix is stored."""
-
-    rows: Any
-    columns: Any
-    address: Any
-    offset: Any  # of the first element
-    stride: Any  # along the dimension that is not contiguous
 
 
 @triton.jit
-def locate(row, addresses):
-    """Read where a table row's matrix is stored."""
-    return Stored(
-        rows=tl.load(row + ROWS),
-        columns=tl.load(row + COLUMNS),
-        address=tl.load(addresses + tl.load(row + TENSOR)),
-        offset=tl.load(row + OFFSET),
-        stride=tl.load(row + STRIDE),
-    )
-
-
-@triton.jit
-def load_as_single(at, kind, outer, inner, n_outer, n_inner):
-    """Load entries of any kind except float64 as fp32; zeros outside."""
-    offset = at.offset + (outer * at.stride)[:, None] + inner[None, :]
+def load_block(pointer, stride, outer, inner, n_outer, n_inner):
+    """Load entries (outer, inner) of a matrix that is contiguous along `inner`; zeros outside."""
     mask = (outer[:, None] < n_outer) & (inner[None, :] < n_inner)
-    if kind == FLOAT32:
-        single = tl.load(at.address.to(tl.pointer_type(tl.float32)) + offset, mask=mask, other=0.0)
-    elif kind == FLOAT16:
-        # Two names: Triton refuses a variable that has another dtype in another branch.
-        fp16 = tl.load(at.address.to(tl.pointer_type(tl.float16)) + offset, mask=mask, other=0.0)
-        single = fp16.to(tl.float32)
-    else:
-        bf16 = tl.load(at.address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=mask, other=0.0)
-        single = bf16.to(tl.float32)
-    return single
+    return tl.load(pointer + (outer * stride)[:, None] + inner[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def load_as_double(at, kind, outer, inner, n_outer, n_inner):
-    """Load entries of any kind as float64; zeros outside."""
-    if kind == DOUBLE:
-        offset = at.offset + (outer * at.stride)[:, None] + inner[None, :]
-        mask = (outer[:, None] < n_outer) & (inner[None, :] < n_inner)
-        wide = tl.load(at.address.to(tl.pointer_type(tl.float64)) + offset, mask=mask, other=0.0)
-    else:
-        wide = load_as_single(
-            at, kind, outer=outer, inner=inner, n_outer=n_outer, n_inner=n_inner
-        ).to(tl.float64)
-    return wide
+def load_matrix(row, addresses, r, c):
+    """Load the entries (r, c) of a table row's fp32 matrix; zeros outside.
 
-
-@triton.jit
-def load_scaled(at, kind, outer, inner, n_outer, n_inner):
-    """Load entries of any kind divided by their largest magnitude, fp32, and this magnitude.
-
-    A largest magnitude below the smallest normal number is replaced by this number; the entries are
-    then smaller than 1.
+    Adjacent lanes read adjacent elements, also of a matrix that is stored transposed.
     """
-    if kind == DOUBLE:
-        wide = load_as_double(at, kind, outer=outer, inner=inner, n_outer=n_outer, n_inner=n_inner)
-        largest = tl.maximum(tl.max(tl.abs(wide)), _TINY_DOUBLE)
-        tile = (wide * (1.0 / largest)).to(tl.float32)
-    else:
-        single = load_as_single(
-            at, kind, outer=outer, inner=inner, n_outer=n_outer, n_inner=n_inner
-        )
-        greatest = tl.maximum(tl.max(tl.abs(single)), _TINY_SINGLE)
-        # One division, then products: fewer instructions to fetch.
-        tile = single * (1.0 / greatest)
-        largest = greatest.to(tl.float64)
-    return tile, largest
-
-
-@triton.jit
-def load_matrix(row, addresses, r, c, ONLY: tl.constexpr):
-    """Load the entries (r, c) of a table row's matrix as `load_scaled` does.
-
-    ONLY is the kind of all matrices of the launch, so that the code for other kinds is left out; or
-    −1.
-    """
-    at = locate(row, addresses)
+    rows = tl.load(row + ROWS)
+    columns = tl.load(row + COLUMNS)
+    stride = tl.load(row + STRIDE)
+    address = tl.load(addresses + tl.load(row + TENSOR))
+    pointer = address.to(tl.pointer_type(tl.float32)) + tl.load(row + OFFSET)
     if tl.load(row + TRANSPOSED) != 0:
-        upright, largest = load_scaled(
-            at,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            outer=c,
-            inner=r,
-            n_outer=at.columns,
-            n_inner=at.rows,
-        )
-        tile = tl.trans(upright)
+        tile = tl.trans(load_block(pointer, stride, c, r, n_outer=columns, n_inner=rows))
     else:
-        tile, largest = load_scaled(
-            at,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            outer=r,
-            inner=c,
-            n_outer=at.rows,
-            n_inner=at.columns,
-        )
-    return tile, largest
-
-
-@triton.jit
-def load_single(row, addresses, r, c):
-    """Load the entries (r, c) of a table row's matrix in fp32, as they are stored; not for float64.
-
-    The tile is transposed if the matrix is; there must be as many rows as columns.
-    """
-    at = locate(row, addresses)
-    kind = tl.load(row + KIND)
-    if tl.load(row + TRANSPOSED) != 0:
-        tile = load_as_single(at, kind, outer=c, inner=r, n_outer=at.columns, n_inner=at.rows)
-    else:
-        tile = load_as_single(at, kind, outer=r, inner=c, n_outer=at.rows, n_inner=at.columns)
+        tile = load_block(pointer, stride, r, c, n_outer=rows, n_inner=columns)
     return tile
-
-
-@triton.jit
-def load_upright(row, addresses, r, c):
-    """Load the entries (r, c), as many rows as columns, of a table row's matrix in fp32.
-
-    Not for float64.
-    """
-    tile = load_single(row, addresses, r, c)
-    if tl.load(row + TRANSPOSED) != 0:
-        tile = tl.trans(tile)
-    return tile
-
-
-@triton.jit
-def load_double(row, addresses, r, c, ONLY: tl.constexpr):
-    """Load entries (r, c) of a table row's matrix in float64, and a power of two near the largest.
-
-    Sums in float64 of values scaled by powers of two hardly depend on how a matrix is divided. ONLY
-    as in `load_matrix`.
-    """
-    at = locate(row, addresses)
-    if tl.load(row + TRANSPOSED) != 0:
-        upright = load_as_double(
-            at,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            outer=c,
-            inner=r,
-            n_outer=at.columns,
-            n_inner=at.rows,
-        )
-        tile = tl.trans(upright)
-    else:
-        tile = load_as_double(
-            at,
-            ONLY if ONLY >= 0 else tl.load(row + KIND),
-            outer=r,
-            inner=c,
-            n_outer=at.rows,
-            n_inner=at.columns,
-        )
-    largest = tl.maximum(tl.max(tl.abs(tile)), _TINY_DOUBLE)
-    power = (largest.to(tl.int64, bitcast=True) & _EXPONENT).to(tl.float64, bitcast=True)
-    return tile, power
 
 
 @triton.jit
@@ -246,13 +96,15 @@ def whole_matrix(
     out,
     MP: tl.constexpr,
     NP: tl.constexpr,
-    ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Normalise one matrix, at most MP × NP, and run all steps."""
     r = tl.arange(0, MP)
     c = tl.arange(0, NP)
-    x, _ = load_matrix(row, addresses, r, c, ONLY)
+    x = load_matrix(row, addresses, r, c)
+    # First by the largest magnitude, so that squares are in range; one division, then products:
+    # fewer instructions to fetch.
+    x = x * (1.0 / tl.maximum(tl.max(tl.abs(x)), _TINY))
     norm = tl.sqrt(tl.sum(x * x))
     x = x * (1.0 / tl.where(norm == 0.0, 1.0, norm))
     # The polar factor of a vector is its direction: a, b, c = 1, 0, 0. (A branch around the loop
@@ -277,7 +129,6 @@ def small_matrices(
     coefficients,
     out,
     MASK: tl.constexpr,
-    ONLY: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Orthogonalize one matrix per program.
@@ -296,7 +147,6 @@ def small_matrices(
                     out,
                     MP=_TILE_ROWS[i],
                     NP=_TILE_COLUMNS[i],
-                    ONLY=ONLY,
                     STEPS=STEPS,
                 )
 

@@ -52,6 +52,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     add_parts,
     at_once,
     holding,
+    load_tile,
     precision,
     share,
 )
@@ -147,12 +148,6 @@ class Block(NamedTuple):
     mask: Any  # (tile_rows,): which exist
     i: Any  # (a_width,): columns of a
     a_mask: Any  # (tile_rows, a_width): entries of a tile of a that exist
-
-
-@triton.jit
-def load_tile(tensor, row, column, mask, stride):
-    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where the mask is false."""
-    return tl.load(tensor + row[:, None] * stride + column[None, :], mask, 0.0)
 
 
 @triton.jit
@@ -586,7 +581,7 @@ def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
     return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
 
 
-def update(terms: AngleTerms, layer: AngleLayer) -> Tensors:
+def value(terms: AngleTerms, layer: AngleLayer) -> Tensors:
     """Pass 1: return m and a′."""
     launch = Launch(terms, layer, PASS_1)
     message_parts, a_new = launch.empty_outputs()

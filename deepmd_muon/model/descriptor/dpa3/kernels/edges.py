@@ -1,5 +1,6 @@
 """Triton kernels of the four passes over a layer's edges.
 
+`value`, `adjoint`, `tangent` and `gradient` launch one kernel each and add up what it wrote.
 `dpa3.edges.Edges` defines their results, and `nn.four_passes` explains the passes: a bar marks
 derivatives of the energy, a dot tangents, a hat derivatives of the loss.
 
@@ -10,7 +11,7 @@ For the neighbours j of an atom i, with f applied to each element,
     z_ij = e_ij·W + p_i + q_j,   y = f(z),
     m_i = Σ_j w_ij·y_ij[:M],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
 
-and the update of an edge is y_ij[M:].
+and y_ij[M:] is the update of the edge.
 
 | symbol | name          | shape                 | meaning                                        |
 |--------|---------------|-----------------------|------------------------------------------------|
@@ -21,15 +22,19 @@ and the update of an edge is y_ij[M:].
 | h      | `terms.h`     | (atoms, slots, 3)     | weighted direction of an edge; 0 in empty slots|
 | W      | `weight`      | (E, Y)                |                                                |
 | m      | `message`     | (atoms, M)            |                                                |
-| y[M:]  | `update`      | (atoms, slots, Y − M) | no elements if Y = M; see below for empty slots|
+| y[M:]  | `update`      | (atoms, slots, Y − M) | update of an edge; no elements if Y = M        |
 | H      | `moment`      | (atoms, 3, E + V)     |                                                |
 
 How the work is divided
 -----------------------
-A *tile* is `EDGE_TILE` consecutive slots of one atom. The tiles that hold an edge come first in
-`TileOrder.order`. A program takes every n-th of them, then stores zeros for its share of the empty
-ones. Columns of y are taken in *chunks*, because a program's registers hold one chunk of W; columns
-of [e, v] are taken in chunks for the moments.
+A *tile* is `EDGE_TILE` consecutive slots of one atom. `TileOrder` has the tiles that hold an edge
+first, then the empty ones. Columns of y are taken in *chunks*, because a program's registers hold
+one chunk of W. Each of n programs does
+
+    for each chunk of y:
+        for every n-th tile with an edge: compute and store
+        for every n-th empty tile: store zeros
+    for every n-th tile with an edge: the moments, in chunks of columns of [e, v]
 
 No two programs add to one number. Each writes parts, which are added up afterwards, always in the
 same order:
@@ -57,62 +62,18 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE, Incoming
-from deepmd_muon.model.descriptor.dpa3.kernels.angles import load_tile
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
     add_parts,
     add_to_neighbors,
     at_once,
     holding,
+    load_tile,
     precision,
 )
 from deepmd_muon.model.descriptor.dpa3.tensors import EdgeCotangents, EdgeTerms
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.layer_kernels import curve
-
-# ----- arguments ---------------------------------------------------------------------------------
-
-
-class GradientParts(NamedTuple):
-    """What pass 4 writes."""
-
-    e: Any  # (atoms, slots, E)
-    p: Any  # (tiles, atoms, Y): parts of p̂
-    table: Any  # (atoms·slots, Y + V): a row of the table's gradient for each edge
-    weight: Any  # (programs, E, Y): parts of Ŵ
-
-
-class TileOrder(NamedTuple):
-    """`tiles` and `used` of `geometry.Incoming`."""
-
-    order: Any
-    n_used: Any
-
-
-class Form(NamedTuple):
-    """Sizes that are known when a kernel is compiled; E, V, M and Y are those of the table above.
-
-    Attributes
-    ----------
-    tile_rows
-        Slots of a tile.
-    e_width
-        A power of two that holds E columns.
-    chunk_columns, n_chunks
-        Columns of a chunk, and how many chunks hold Y columns.
-    precision
-        Of products, see `shared.precision`.
-    """
-
-    E: tl.constexpr
-    V: tl.constexpr
-    M: tl.constexpr
-    Y: tl.constexpr
-    tile_rows: tl.constexpr
-    e_width: tl.constexpr
-    chunk_columns: tl.constexpr
-    n_chunks: tl.constexpr
-    precision: tl.constexpr
 
 
 class EdgeLayer(NamedTuple):
@@ -139,477 +100,72 @@ class EdgeLayer(NamedTuple):
     formula: Formula
 
 
-# ----- helpers of the kernels --------------------------------------------------------------------
-
-
-class Tiles(NamedTuple):
-    """The tiles of a launch, and how to find their edges."""
-
-    neighbor: Any  # (atoms, slots)
-    order: Any  # (tiles·atoms,): tiles with an edge first
-    n_used: Any  # how many have an edge
-    n_tiles: Any
-    n_atoms: Any
-    n_slots: Any
-
-
-class Tile(NamedTuple):
-    """One tile: some consecutive slots of an atom."""
-
-    atom: Any
-    number: Any  # among the tiles of the atom
-    edge: Any  # (tile_rows,): atom · n_slots + slot
-    mask: Any  # (tile_rows,): false past an atom's last slot; true in empty slots
-    j: Any  # (tile_rows,): the neighbour, as an atom's number
-
-
-class Chunk(NamedTuple):
-    """A chunk of the columns of y, and what a program holds of it."""
-
-    c: Any  # (chunk_columns,): numbers of the columns
-    in_y: Any  # (chunk_columns,): c < Y, since the last chunk may reach past Y
-    weight: Any  # (e_width, chunk_columns)
-
-
-@triton.jit
-def _open_tiles(tile_order, neighbor, n_atoms, n_slots, form):
-    """Return the tiles of a launch."""
-    return Tiles(
-        neighbor=neighbor,
-        order=tile_order.order,
-        n_used=tl.load(tile_order.n_used),
-        n_tiles=n_atoms * ((n_slots + form.tile_rows - 1) // form.tile_rows),
-        n_atoms=n_atoms,
-        n_slots=n_slots,
-    )
-
-
-@triton.jit
-def _tile(index, tiles, form):
-    """Return the index-th tile."""
-    item = tl.load(tiles.order + index)
-    # `order` counts tile by tile: number · n_atoms + atom. int64, since edges · columns may exceed
-    # 2³¹.
-    number = (item // tiles.n_atoms).to(tl.int64)
-    atom = (item % tiles.n_atoms).to(tl.int64)
-    slot = number * form.tile_rows + tl.arange(0, form.tile_rows)
-    edge = atom * tiles.n_slots + slot
-    mask = slot < tiles.n_slots
-    return Tile(
-        atom=atom,
-        number=number,
-        edge=edge,
-        mask=mask,
-        j=tl.load(tiles.neighbor + edge, mask, 0),
-    )
-
-
-@triton.jit
-def _row(tile, tiles):
-    """Return a tile's row in parts (tiles, atoms, …).
-
-    It is computed where it is needed: a field of `Tile` would hold registers in `gradient_kernel`.
-    """
-    return tile.number * tiles.n_atoms + tile.atom
-
-
-@triton.jit
-def _load_chunk(weight, chunk_number, form):
-    """Load what a program holds of a chunk."""
-    i = tl.arange(0, form.e_width)
-    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-    in_y = c < form.Y
-    weight_mask = (i < form.E)[:, None] & in_y[None, :]
-    return Chunk(c=c, in_y=in_y, weight=load_tile(weight, i, c, weight_mask, form.Y))
-
-
-@triton.jit
-def _load_e(e, tile, form):
-    """Load edge features of a tile (tile_rows, e_width)."""
-    i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :]
-    return load_tile(e, tile.edge, i, mask, form.E)
-
-
-@triton.jit
-def _accumulate_e(e_out, value, tile, chunk_number, form):
-    """Store what a chunk of y contributes to ē or ê, added to that of earlier chunks."""
-    i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :]
-    # The first chunk must not read: the memory is not initialized.
-    value += load_tile(e_out, tile.edge, i, mask & (chunk_number > 0), form.E)
-    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], value, mask)
-
-
-@triton.jit
-def _pre_activation(terms, e, tile, chunk, form):
-    """Return a chunk of z = e·W + p_i + q_j (tile_rows, chunk_columns), or of ż from tangents."""
-    p = tl.load(terms.p + tile.atom * form.Y + chunk.c, chunk.in_y, 0.0)[None, :]
-    q_mask = tile.mask[:, None] & chunk.in_y[None, :]
-    q = load_tile(terms.table, tile.j, chunk.c, q_mask, form.Y + form.V)
-    return tl.dot(e, chunk.weight, input_precision=form.precision) + p + q
-
-
-@triton.jit
-def _load_message(message, tile, chunk, form):
-    """Load m̄ or m̂ of an atom into the columns of y (1, chunk_columns); 0 beyond M."""
-    return tl.load(message + tile.atom * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
-
-
-@triton.jit
-def _load_update(update, tile, chunk, form):
-    """Load the cotangent of y[M:] of a tile into the columns of y; 0 up to M. Only if Y > M."""
-    column = chunk.c - form.M
-    mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
-    return load_tile(update, tile.edge, column, mask, form.Y - form.M)
-
-
-@triton.jit
-def _store_update(update, value, tile, chunk, form):
-    """Store y[M:] of a tile from a chunk of y. Only if Y > M."""
-    column = chunk.c - form.M
-    mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
-    tl.store(update + tile.edge[:, None] * (form.Y - form.M) + column[None, :], value, mask)
-
-
-@triton.jit
-def _store_q(table_out, value, tile, chunk, form):
-    """Store what a chunk of y contributes to q in the row of each edge."""
-    at = table_out + tile.edge[:, None] * (form.Y + form.V) + chunk.c[None, :]
-    tl.store(at, value, tile.mask[:, None] & chunk.in_y[None, :])
-
-
-@triton.jit
-def _load_e_and_v(terms, tile, c, form):
-    """Load columns c of [e, v] of a tile (tile_rows, chunk_columns)."""
-    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
-    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
-    e = load_tile(terms.e, tile.edge, c, e_mask, form.E)
-    v = load_tile(terms.table, tile.j, c - form.E + form.Y, v_mask, form.Y + form.V)
-    return e + v  # each is 0 in the columns of the other
-
-
-@triton.jit
-def _spread_moment(moment, h, tile, c, form):
-    """Return columns c of Σ_a h_a·H_a of a tile (tile_rows, chunk_columns).
-
-    This is the adjoint of Σ_j h ⊗ [e, v] by [e, v].
-    """
-    columns: tl.constexpr = form.E + form.V
-    atom_moment = moment + tile.atom * 3 * columns + c
-    total = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-    for a in tl.static_range(3):
-        h_a = tl.load(h + tile.edge * 3 + a, tile.mask, 0.0)
-        moment_a = tl.load(atom_moment + a * columns, c < columns, 0.0)
-        total += h_a[:, None] * moment_a[None, :]
-    return total
-
-
-@triton.jit
-def _add_spread(out, spread, tile, c, form):
-    """Add what moments contribute to ē or ê, and store it for v in the row of each edge.
-
-    No barrier between calls: each takes other columns.
-    """
-    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
-    e_at = out.e + tile.edge[:, None] * form.E + c[None, :]
-    tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
-    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
-    v_at = out.table + tile.edge[:, None] * (form.Y + form.V) + form.Y + (c - form.E)[None, :]
-    tl.store(v_at, spread, v_mask)
-
-
-@triton.jit
-def _store_zero_row(parts, row, c, columns, form):
-    """Store zeros in columns c of a row of parts (…, columns)."""
-    tl.store(parts + row * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
-
-
-@triton.jit
-def _store_zero_update(update, tile, chunk, form):
-    """Store zeros for y[M:] of an empty tile. Only if Y > M."""
-    zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-    _store_update(update, zeros, tile, chunk, form)
-
-
-@triton.jit
-def _store_zero_e(e_out, tile, chunk_number, form):
-    """Store zeros in the edge features of an empty tile, once: with the first chunk."""
-    i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :] & (chunk_number == 0)
-    zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
-    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], zeros, mask)
-
-
-@triton.jit
-def _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent: tl.constexpr, form):
-    """Write Σ_j h ⊗ [e, v] over each tile, or its tangent Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
-
-    `moment_parts` is (tiles, atoms, 3, E + V).
-    """
-    columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _tile(index, tiles, form)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            e_and_v = _load_e_and_v(terms, tile, c, form)
-            if with_tangent:
-                e_and_v_dot = _load_e_and_v(dots, tile, c, form)
-            for a in tl.static_range(3):
-                if with_tangent:
-                    h_a_dot = tl.load(dots.h + tile.edge * 3 + a, tile.mask, 0.0)
-                    h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
-                    total = tl.sum(h_a_dot[:, None] * e_and_v, 0)
-                    total += tl.sum(h_a[:, None] * e_and_v_dot, 0)
-                else:
-                    h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
-                    total = tl.sum(h_a[:, None] * e_and_v, 0)
-                tl.store(
-                    moment_parts + (_row(tile, tiles) * 3 + a) * columns + c, total, c < columns
-                )
-    for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-        tile = _tile(index, tiles, form)
-        for start in range(0, 3 * columns, form.chunk_columns):
-            c = start + tl.arange(0, form.chunk_columns)
-            _store_zero_row(moment_parts, _row(tile, tiles), c, 3 * columns, form)
-
-
 # ----- the passes --------------------------------------------------------------------------------
-# Sizes that differ between batches are not specialized: Triton would compile a kernel again for
-# each number of atoms that 16 divides.
 
 
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def update_kernel(
-    message_parts,  # (tiles, atoms, M), written
-    update,  # (atoms, slots, Y − M), written
-    moment_parts,  # (tiles, atoms, 3, E + V), written
-    neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
-    weight,  # (E, Y)
-    terms,  # EdgeTerms
-    n_atoms,
-    n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Pass 1: y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v] as one part a tile; y[M:]."""
-    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
-        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
-            y, _, _ = curve(z, kind, curve_constants)
-            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            message = tl.sum(y * w[:, None], 0)
-            tl.store(
-                message_parts + _row(tile, tiles) * form.M + chunk.c, message, chunk.c < form.M
-            )
-            if form.Y > form.M:
-                _store_update(update, y, tile, chunk, form)
-        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            _store_zero_row(message_parts, _row(tile, tiles), chunk.c, form.M, form)
-            if form.Y > form.M:
-                _store_zero_update(update, tile, chunk, form)
-    _write_moment_parts(moment_parts, terms, terms, tiles, with_tangent=False, form=form)
+def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
+    """Pass 1: return m, y[M:] and H."""
+    launch = Launch(terms, layer, PASS_1)
+    out = launch.empty_outputs()
+    value_kernel[launch.grid](out=out, **launch.arguments)
+    message, moment = add_parts(out.message, out.moment)
+    return message, out.update, moment
 
 
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def adjoint_kernel(
-    out,  # EdgeTerms, written: p in parts (tiles, atoms, Y), w (chunks, atoms, slots), table by edge
-    bars,  # EdgeCotangents
-    neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
-    weight,  # (E, Y)
-    terms,  # EdgeTerms
-    n_atoms,
-    n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Pass 2: the adjoints of all terms.
+def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
+    """Pass 2: return the adjoints of the terms."""
+    launch = Launch(terms, layer)
+    out = EdgeTerms(
+        e=launch.empty(*launch.terms.e.shape),
+        p=launch.empty_p_parts(),
+        table=launch.empty_table_rows(),
+        w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
+        h=launch.empty(*launch.terms.h.shape),
+    )
+    adjoint_kernel[launch.grid](out=out, bars=cotangents, **launch.arguments)
+    p_bar, w_bar = add_parts(out.p, out.w)
+    return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
 
-    ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
-    v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
+
+def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
+    """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
+    launch = Launch(terms, layer)
+    out = launch.empty_outputs()
+    tangent_kernel[launch.grid](out=out, dots=_contiguous(dots), **launch.arguments)
+    message, moment = add_parts(out.message, out.moment)
+    return message, out.update, moment
+
+
+def gradient(
+    hats: EdgeCotangents,
+    bars: EdgeCotangents | None,
+    terms: EdgeTerms,
+    dots: EdgeTerms | None,
+    layer: EdgeLayer,
+) -> Tensors:
+    """Pass 4: return the gradients of W, e, p and the table.
+
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
+    such pass.
     """
-    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
-        w_bar_chunk = out.w + chunk_number * n_atoms * n_slots
-        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
-            y, slope, _ = curve(z, kind, curve_constants)
-            message_bar = _load_message(bars.message, tile, chunk, form)
-            tl.store(w_bar_chunk + tile.edge, tl.sum(y * message_bar, 1), tile.mask)
-            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            y_bar = message_bar * w[:, None]
-            if form.Y > form.M:
-                y_bar += _load_update(bars.update, tile, chunk, form)
-            z_bar = slope * y_bar
-            tl.store(out.p + _row(tile, tiles) * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
-            _store_q(out.table, z_bar, tile, chunk, form)
-            e_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
-            _accumulate_e(out.e, e_bar, tile, chunk_number, form)
-        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            _store_zero_row(out.p, _row(tile, tiles), chunk.c, form.Y, form)
-            _store_zero_e(out.e, tile, chunk_number, form)
-            zeros = tl.zeros([form.tile_rows], tl.float32)
-            tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
-            for a in tl.static_range(3):  # each chunk repeats this
-                tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
-        # The next chunk, and the moments below, add to ē, which other threads of this program have
-        # written.
-        tl.debug_barrier()
-    columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _tile(index, tiles, form)
-        # Three variables, because Triton cannot add to a column of a tensor.
-        h_bar_x = tl.zeros([form.tile_rows], tl.float32)
-        h_bar_y = tl.zeros([form.tile_rows], tl.float32)
-        h_bar_z = tl.zeros([form.tile_rows], tl.float32)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            c_mask = c < columns
-            e_and_v = _load_e_and_v(terms, tile, c, form)
-            atom_moment = bars.moment + tile.atom * 3 * columns + c
-            h_bar_x += tl.sum(e_and_v * tl.load(atom_moment, c_mask, 0.0)[None, :], 1)
-            h_bar_y += tl.sum(e_and_v * tl.load(atom_moment + columns, c_mask, 0.0)[None, :], 1)
-            h_bar_z += tl.sum(e_and_v * tl.load(atom_moment + 2 * columns, c_mask, 0.0)[None, :], 1)
-            spread = _spread_moment(bars.moment, terms.h, tile, c, form)
-            _add_spread(out, spread, tile, c, form)
-        tl.store(out.h + tile.edge * 3, h_bar_x, tile.mask)
-        tl.store(out.h + tile.edge * 3 + 1, h_bar_y, tile.mask)
-        tl.store(out.h + tile.edge * 3 + 2, h_bar_z, tile.mask)
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def tangent_kernel(
-    message_parts,  # (tiles, atoms, M), written
-    update,  # (atoms, slots, Y − M), written
-    moment_parts,  # (tiles, atoms, 3, E + V), written
-    neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
-    weight,  # (E, Y)
-    terms,  # EdgeTerms
-    dots,  # EdgeTerms: tangents
-    n_atoms,
-    n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Pass 3: ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ as one part a tile; ẏ[M:]."""
-    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
-        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            e_dot = _load_e(dots.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
-            z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
-            y, slope, _ = curve(z, kind, curve_constants)
-            y_dot = slope * z_dot
-            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
-            message_dot = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
-            tl.store(
-                message_parts + _row(tile, tiles) * form.M + chunk.c, message_dot, chunk.c < form.M
-            )
-            if form.Y > form.M:
-                _store_update(update, y_dot, tile, chunk, form)
-        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            _store_zero_row(message_parts, _row(tile, tiles), chunk.c, form.M, form)
-            if form.Y > form.M:
-                _store_zero_update(update, tile, chunk, form)
-    _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent=True, form=form)
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def gradient_kernel(
-    out,  # GradientParts, written
-    hats,  # EdgeCotangents of pass 4
-    bars,  # EdgeCotangents of pass 2; read only with forces, as are dots
-    neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
-    weight,  # (E, Y)
-    terms,  # EdgeTerms
-    dots,  # EdgeTerms: tangents
-    n_atoms,
-    n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-    with_forces: tl.constexpr,
-) -> None:
-    """Pass 4: the gradients of e, p, the table and W; w and h get none.
-
-    ŷ = [w·m̂ + ẇ·m̄, ŷ[M:]], ȳ = [w·m̄, ȳ[M:]]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
-    Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge,
-    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge.
-    Without forces, terms with bars and dots are absent.
-    """
-    tiles = _open_tiles(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
-        weight_hat = tl.zeros_like(chunk.weight)
-        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
-            _, slope, bend = curve(z, kind, curve_constants)
-            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            y_hat = _load_message(hats.message, tile, chunk, form) * w[:, None]
-            if form.Y > form.M:
-                y_hat += _load_update(hats.update, tile, chunk, form)
-            if with_forces:
-                e_dot = _load_e(dots.e, tile, form)
-                z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
-                w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
-                message_bar = _load_message(bars.message, tile, chunk, form)
-                y_hat += message_bar * w_dot[:, None]
-                y_bar = message_bar * w[:, None]
-                if form.Y > form.M:
-                    y_bar += _load_update(bars.update, tile, chunk, form)
-                z_hat = slope * y_hat + bend * z_dot * y_bar
-                z_bar = slope * y_bar
-                weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=form.precision)
-            else:
-                z_hat = slope * y_hat
-            weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
-            tl.store(out.p + _row(tile, tiles) * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
-            _store_q(out.table, z_hat, tile, chunk, form)
-            e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
-            _accumulate_e(out.e, e_hat, tile, chunk_number, form)
-        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _tile(index, tiles, form)
-            _store_zero_row(out.p, _row(tile, tiles), chunk.c, form.Y, form)
-            _store_zero_e(out.e, tile, chunk_number, form)
-        i = tl.arange(0, form.e_width)
-        weight_row = tl.program_id(0) * form.E + i[:, None]
-        weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
-        tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
-        # The next chunk, and the moments below, add to ê, which other threads of this program have
-        # written.
-        tl.debug_barrier()
-    columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _tile(index, tiles, form)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            spread = _spread_moment(hats.moment, terms.h, tile, c, form)
-            if with_forces:
-                spread += _spread_moment(bars.moment, dots.h, tile, c, form)
-            _add_spread(out, spread, tile, c, form)
+    launch = Launch(terms, layer)
+    out = GradientParts(
+        e=launch.empty(*launch.terms.e.shape),
+        p=launch.empty_p_parts(),
+        table=launch.empty_table_rows(),
+        weight=launch.empty(*launch.grid, *layer.weight.shape),
+    )
+    gradient_kernel[launch.grid](
+        out=out,
+        hats=hats,
+        # Dummies without forces: the kernel does not read them.
+        bars=bars or hats,
+        dots=_contiguous(dots) if dots else launch.terms,
+        with_forces=dots is not None,
+        **launch.arguments,
+    )
+    weight_hat, p_hat = add_parts(out.weight, out.p)
+    return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
 
 
 # ----- launches ----------------------------------------------------------------------------------
@@ -671,14 +227,14 @@ class Launch:
         """Allocate an output of this shape."""
         return self.layer.weight.new_empty(*shape)
 
-    def empty_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Allocate what passes 1 and 3 write: m in parts, y[M:], and H in parts."""
+    def empty_outputs(self) -> OutputParts:
+        """Allocate what passes 1 and 3 write."""
         n_update = self.Y - self.M
         update_shape = (self.n_atoms, self.n_slots, n_update) if n_update else (0,)
-        return (
-            self.empty(self.tiles_per_atom, self.n_atoms, self.M),
-            self.empty(*update_shape),
-            self.empty(self.tiles_per_atom, self.n_atoms, 3, self.columns),
+        return OutputParts(
+            message=self.empty(self.tiles_per_atom, self.n_atoms, self.M),
+            update=self.empty(*update_shape),
+            moment=self.empty(self.tiles_per_atom, self.n_atoms, 3, self.columns),
         )
 
     def empty_p_parts(self) -> Tensor:
@@ -698,77 +254,528 @@ def _contiguous(terms: EdgeTerms) -> EdgeTerms:
     return EdgeTerms(*(x.contiguous() for x in terms))
 
 
-def update(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 1: return m, y[M:] and H."""
-    launch = Launch(terms, layer, PASS_1)
-    message_parts, y_update, moment_parts = launch.empty_outputs()
-    update_kernel[launch.grid](
-        message_parts=message_parts,
-        update=y_update,
-        moment_parts=moment_parts,
-        **launch.arguments,
-    )
-    message, moment = add_parts(message_parts, moment_parts)
-    return message, y_update, moment
+# ----- arguments of the kernels ------------------------------------------------------------------
 
 
-def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 2: return the adjoints of the terms."""
-    launch = Launch(terms, layer)
-    out = EdgeTerms(
-        e=launch.empty(*launch.terms.e.shape),
-        p=launch.empty_p_parts(),
-        table=launch.empty_table_rows(),
-        w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
-        h=launch.empty(*launch.terms.h.shape),
-    )
-    adjoint_kernel[launch.grid](out=out, bars=cotangents, **launch.arguments)
-    p_bar, w_bar = add_parts(out.p, out.w)
-    return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
+class Form(NamedTuple):
+    """Sizes that are known when a kernel is compiled; E, V, M and Y are those of the table above.
 
-
-def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
-    launch = Launch(terms, layer)
-    message_parts, y_update, moment_parts = launch.empty_outputs()
-    tangent_kernel[launch.grid](
-        message_parts=message_parts,
-        update=y_update,
-        moment_parts=moment_parts,
-        dots=_contiguous(dots),
-        **launch.arguments,
-    )
-    message, moment = add_parts(message_parts, moment_parts)
-    return message, y_update, moment
-
-
-def gradient(
-    hats: EdgeCotangents,
-    bars: EdgeCotangents | None,
-    terms: EdgeTerms,
-    dots: EdgeTerms | None,
-    layer: EdgeLayer,
-) -> Tensors:
-    """Pass 4: return the gradients of W, e, p and the table.
-
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
-    such pass.
+    Attributes
+    ----------
+    tile_rows
+        Slots of a tile.
+    e_width
+        A power of two that holds E columns.
+    chunk_columns, n_chunks
+        Columns of a chunk, and how many chunks hold Y columns.
+    precision
+        Of products, see `shared.precision`.
     """
-    launch = Launch(terms, layer)
-    out = GradientParts(
-        e=launch.empty(*launch.terms.e.shape),
-        p=launch.empty_p_parts(),
-        table=launch.empty_table_rows(),
-        weight=launch.empty(*launch.grid, *layer.weight.shape),
+
+    E: tl.constexpr
+    V: tl.constexpr
+    M: tl.constexpr
+    Y: tl.constexpr
+    tile_rows: tl.constexpr
+    e_width: tl.constexpr
+    chunk_columns: tl.constexpr
+    n_chunks: tl.constexpr
+    precision: tl.constexpr
+
+
+class OutputParts(NamedTuple):
+    """What passes 1 and 3 write: m, y[M:] and H, or their tangents."""
+
+    message: Any  # (tiles, atoms, M): parts of m
+    update: Any  # (atoms, slots, Y − M)
+    moment: Any  # (tiles, atoms, 3, E + V): parts of H
+
+
+class GradientParts(NamedTuple):
+    """What pass 4 writes. Pass 2 writes `EdgeTerms`: e, p, table as here, and w and h."""
+
+    e: Any  # (atoms, slots, E)
+    p: Any  # (tiles, atoms, Y): parts of p̂
+    table: Any  # (atoms·slots, Y + V): for each edge [q̂, v̂]
+    weight: Any  # (programs, E, Y): parts of Ŵ
+
+
+class TileOrder(NamedTuple):
+    """`tiles` and `used` of `geometry.Incoming`."""
+
+    order: Any  # (tiles·atoms,): the tiles with an edge, then the others
+    n_used: Any  # (1,): how many have an edge
+
+
+# ----- kernels -----------------------------------------------------------------------------------
+# Sizes that differ between batches are not specialized: Triton would compile a kernel again for
+# each number of atoms that 16 divides.
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def value_kernel(
+    out,  # OutputParts, written
+    neighbor,  # (atoms, slots)
+    tile_order,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # EdgeTerms
+    n_atoms,
+    n_slots,
+    curve_constants: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,  # of the activation, as is `curve_constants`
+) -> None:
+    """Pass 1: m, y[M:] and H.
+
+    y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v], one part for each tile.
+    """
+    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
+            y, _, _ = curve(z, kind, curve_constants)
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
+            message = tl.sum(y * w[:, None], 0)
+            _store_row(out.message, message, _row(tile, tiles), chunk.c, form.M)
+            _store_update(out.update, y, tile, chunk, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            zero_row = tl.zeros([form.chunk_columns], tl.float32)
+            zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+            _store_row(out.message, zero_row, _row(tile, tiles), chunk.c, form.M)
+            _store_update(out.update, zeros, tile, chunk, form)
+    # `terms` again in place of tangents, which are not read.
+    _write_moment_parts(out.moment, terms, terms, tiles, with_tangent=False, form=form)
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def adjoint_kernel(
+    out,  # EdgeTerms, written: e, p, table as in GradientParts, w in parts (chunks, atoms, slots), h
+    bars,  # EdgeCotangents
+    neighbor,  # (atoms, slots)
+    tile_order,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # EdgeTerms
+    n_atoms,
+    n_slots,
+    curve_constants: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 2: the adjoints of all terms.
+
+    ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
+    v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
+    """
+    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
+        w_bar_chunk = out.w + chunk_number * n_atoms * n_slots
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
+            y, slope, _ = curve(z, kind, curve_constants)
+            message_bar = _load_message(bars.message, tile, chunk, form)  # 0 beyond M
+            tl.store(w_bar_chunk + tile.edge, tl.sum(y * message_bar, 1), tile.mask)
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
+            y_bar = _y_cotangent(message_bar, w, bars.update, tile, chunk, form)
+            z_bar = slope * y_bar
+            _store_row(out.p, tl.sum(z_bar, 0), _row(tile, tiles), chunk.c, form.Y)
+            _store_q(out.table, z_bar, tile, chunk, form)
+            e_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
+            _accumulate_e(out.e, e_bar, tile, chunk_number, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            zero_row = tl.zeros([form.chunk_columns], tl.float32)
+            _store_row(out.p, zero_row, _row(tile, tiles), chunk.c, form.Y)
+            _store_zero_e(out.e, tile, chunk_number, form)
+            zeros = tl.zeros([form.tile_rows], tl.float32)
+            tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
+            for a in tl.static_range(3):  # each chunk repeats this
+                tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
+        # The next chunk, and the moments below, add to ē, which other threads of this program have
+        # written.
+        tl.debug_barrier()
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _find_tile(index, tiles, form)
+        # Three variables, because Triton cannot add to a column of a tensor.
+        h_bar_x = tl.zeros([form.tile_rows], tl.float32)
+        h_bar_y = tl.zeros([form.tile_rows], tl.float32)
+        h_bar_z = tl.zeros([form.tile_rows], tl.float32)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            c_mask = c < columns
+            e_and_v = _load_e_and_v(terms, tile, c, form)
+            atom_moment = bars.moment + tile.atom * 3 * columns + c
+            h_bar_x += tl.sum(e_and_v * tl.load(atom_moment, c_mask, 0.0)[None, :], 1)
+            h_bar_y += tl.sum(e_and_v * tl.load(atom_moment + columns, c_mask, 0.0)[None, :], 1)
+            h_bar_z += tl.sum(e_and_v * tl.load(atom_moment + 2 * columns, c_mask, 0.0)[None, :], 1)
+            spread = _spread_moment(bars.moment, terms.h, tile, c, form)
+            _add_spread(out, spread, tile, c, form)
+        tl.store(out.h + tile.edge * 3, h_bar_x, tile.mask)
+        tl.store(out.h + tile.edge * 3 + 1, h_bar_y, tile.mask)
+        tl.store(out.h + tile.edge * 3 + 2, h_bar_z, tile.mask)
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def tangent_kernel(
+    out,  # OutputParts, written
+    neighbor,  # (atoms, slots)
+    tile_order,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # EdgeTerms
+    dots,  # EdgeTerms: tangents
+    n_atoms,
+    n_slots,
+    curve_constants: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 3: the tangents of m, y[M:] and H.
+
+    ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ = Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]), one part for
+    each tile.
+    """
+    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            e_dot = _load_e(dots.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
+            z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
+            y, slope, _ = curve(z, kind, curve_constants)
+            y_dot = slope * z_dot
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
+            w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
+            message_dot = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
+            _store_row(out.message, message_dot, _row(tile, tiles), chunk.c, form.M)
+            _store_update(out.update, y_dot, tile, chunk, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            zero_row = tl.zeros([form.chunk_columns], tl.float32)
+            zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+            _store_row(out.message, zero_row, _row(tile, tiles), chunk.c, form.M)
+            _store_update(out.update, zeros, tile, chunk, form)
+    _write_moment_parts(out.moment, terms, dots, tiles, with_tangent=True, form=form)
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def gradient_kernel(
+    out,  # GradientParts, written
+    hats,  # EdgeCotangents of pass 4
+    bars,  # EdgeCotangents of pass 2; read only with forces, as are dots
+    neighbor,  # (atoms, slots)
+    tile_order,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # EdgeTerms
+    dots,  # EdgeTerms: tangents
+    n_atoms,
+    n_slots,
+    curve_constants: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+    with_forces: tl.constexpr,
+) -> None:
+    """Pass 4: the gradients of e, p, the table and W; w and h get none.
+
+    ŷ = [w·m̂ + ẇ·m̄, ŷ[M:]], ȳ = [w·m̄, ȳ[M:]]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
+    Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge,
+    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge.
+    Without forces, terms with bars and dots are absent.
+    """
+    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, form)
+        weight_hat = tl.zeros_like(chunk.weight)
+        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            e = _load_e(terms.e, tile, form)
+            z = _pre_activation(terms, e, tile, chunk, form)
+            _, slope, bend = curve(z, kind, curve_constants)
+            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
+            message_hat = _load_message(hats.message, tile, chunk, form)
+            y_hat = _y_cotangent(message_hat, w, hats.update, tile, chunk, form)
+            if with_forces:
+                e_dot = _load_e(dots.e, tile, form)
+                z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
+                w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
+                message_bar = _load_message(bars.message, tile, chunk, form)
+                y_hat += message_bar * w_dot[:, None]
+                y_bar = _y_cotangent(message_bar, w, bars.update, tile, chunk, form)
+                z_hat = slope * y_hat + bend * z_dot * y_bar
+                z_bar = slope * y_bar
+                weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=form.precision)
+            else:
+                z_hat = slope * y_hat
+            weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
+            _store_row(out.p, tl.sum(z_hat, 0), _row(tile, tiles), chunk.c, form.Y)
+            _store_q(out.table, z_hat, tile, chunk, form)
+            e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
+            _accumulate_e(out.e, e_hat, tile, chunk_number, form)
+        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+            tile = _find_tile(index, tiles, form)
+            zero_row = tl.zeros([form.chunk_columns], tl.float32)
+            _store_row(out.p, zero_row, _row(tile, tiles), chunk.c, form.Y)
+            _store_zero_e(out.e, tile, chunk_number, form)
+        i = tl.arange(0, form.e_width)
+        weight_row = tl.program_id(0) * form.E + i[:, None]
+        weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
+        tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
+        # The next chunk, and the moments below, add to ê, which other threads of this program have
+        # written.
+        tl.debug_barrier()
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _find_tile(index, tiles, form)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            spread = _spread_moment(hats.moment, terms.h, tile, c, form)
+            if with_forces:
+                spread += _spread_moment(bars.moment, dots.h, tile, c, form)
+            _add_spread(out, spread, tile, c, form)
+
+
+# ----- tiles and chunks --------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """The tiles of a launch, and how to find their edges."""
+
+    neighbor: Any  # (atoms, slots)
+    order: Any  # (tiles·atoms,), see TileOrder
+    n_used: Any
+    n_tiles: Any
+    n_atoms: Any
+    n_slots: Any
+
+
+class Tile(NamedTuple):
+    """One tile: some consecutive slots of an atom."""
+
+    atom: Any
+    number: Any  # among the tiles of the atom
+    edge: Any  # (tile_rows,): atom · n_slots + slot
+    mask: Any  # (tile_rows,): false past an atom's last slot; true in empty slots
+    j: Any  # (tile_rows,): the neighbour, as an atom's number
+
+
+class Chunk(NamedTuple):
+    """A chunk of the columns of y, and what a program holds of it."""
+
+    c: Any  # (chunk_columns,): numbers of the columns
+    in_y: Any  # (chunk_columns,): c < Y, since the last chunk may reach past Y
+    weight: Any  # (e_width, chunk_columns)
+
+
+@triton.jit
+def _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form):
+    """Return the tiles of a launch."""
+    return Tiles(
+        neighbor=neighbor,
+        order=tile_order.order,
+        n_used=tl.load(tile_order.n_used),
+        n_tiles=n_atoms * ((n_slots + form.tile_rows - 1) // form.tile_rows),
+        n_atoms=n_atoms,
+        n_slots=n_slots,
     )
-    gradient_kernel[launch.grid](
-        out=out,
-        hats=hats,
-        # Dummies without forces: the kernel does not read them.
-        bars=bars or hats,
-        dots=_contiguous(dots) if dots else launch.terms,
-        with_forces=dots is not None,
-        **launch.arguments,
+
+
+@triton.jit
+def _find_tile(index, tiles, form):
+    """Return the index-th tile: the first `n_used` have an edge."""
+    item = tl.load(tiles.order + index)
+    # `order` counts tile by tile: number · n_atoms + atom. int64, since edges · columns may exceed
+    # 2³¹.
+    number = (item // tiles.n_atoms).to(tl.int64)
+    atom = (item % tiles.n_atoms).to(tl.int64)
+    slot = number * form.tile_rows + tl.arange(0, form.tile_rows)
+    edge = atom * tiles.n_slots + slot
+    mask = slot < tiles.n_slots
+    return Tile(
+        atom=atom,
+        number=number,
+        edge=edge,
+        mask=mask,
+        j=tl.load(tiles.neighbor + edge, mask, 0),
     )
-    weight_hat, p_hat = add_parts(out.weight, out.p)
-    return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
+
+
+@triton.jit
+def _row(tile, tiles):
+    """Return a tile's row in parts (tiles, atoms, …).
+
+    It is computed where it is needed: a field of `Tile` would hold registers in `gradient_kernel`.
+    """
+    return tile.number * tiles.n_atoms + tile.atom
+
+
+@triton.jit
+def _load_chunk(weight, chunk_number, form):
+    """Load what a program holds of a chunk."""
+    i = tl.arange(0, form.e_width)
+    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    in_y = c < form.Y
+    weight_mask = (i < form.E)[:, None] & in_y[None, :]
+    return Chunk(c=c, in_y=in_y, weight=load_tile(weight, i, c, weight_mask, form.Y))
+
+
+# ----- tensors of a tile -------------------------------------------------------------------------
+
+
+@triton.jit
+def _pre_activation(terms, e, tile, chunk, form):
+    """Return a chunk of z = e·W + p_i + q_j (tile_rows, chunk_columns), or of ż from tangents."""
+    p = tl.load(terms.p + tile.atom * form.Y + chunk.c, chunk.in_y, 0.0)[None, :]
+    q_mask = tile.mask[:, None] & chunk.in_y[None, :]
+    q = load_tile(terms.table, tile.j, chunk.c, q_mask, form.Y + form.V)
+    return tl.dot(e, chunk.weight, input_precision=form.precision) + p + q
+
+
+@triton.jit
+def _load_e(e, tile, form):
+    """Load edge features of a tile (tile_rows, e_width)."""
+    i = tl.arange(0, form.e_width)
+    mask = tile.mask[:, None] & (i < form.E)[None, :]
+    return load_tile(e, tile.edge, i, mask, form.E)
+
+
+@triton.jit
+def _accumulate_e(e_out, value, tile, chunk_number, form):
+    """Store what a chunk of y contributes to ē or ê, added to that of earlier chunks."""
+    i = tl.arange(0, form.e_width)
+    mask = tile.mask[:, None] & (i < form.E)[None, :]
+    # The first chunk must not read: the memory is not initialized.
+    value += load_tile(e_out, tile.edge, i, mask & (chunk_number > 0), form.E)
+    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], value, mask)
+
+
+@triton.jit
+def _store_zero_e(e_out, tile, chunk_number, form):
+    """Store zeros in ē or ê of an empty tile, once: with the first chunk."""
+    i = tl.arange(0, form.e_width)
+    mask = tile.mask[:, None] & (i < form.E)[None, :] & (chunk_number == 0)
+    zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
+    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], zeros, mask)
+
+
+@triton.jit
+def _load_message(message, tile, chunk, form):
+    """Load m̄ or m̂ of an atom into the columns of y (1, chunk_columns); 0 beyond M."""
+    return tl.load(message + tile.atom * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
+
+
+@triton.jit
+def _y_cotangent(message_bar, w, update, tile, chunk, form):
+    """Return a chunk of ȳ = [w·m̄, ȳ[M:]] of a tile (tile_rows, chunk_columns), or of ŷ.
+
+    `message_bar` is 0 beyond M; `update` is the cotangent of y[M:].
+    """
+    y_bar = message_bar * w[:, None]
+    if form.Y > form.M:
+        column = chunk.c - form.M
+        mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
+        y_bar += load_tile(update, tile.edge, column, mask, form.Y - form.M)
+    return y_bar
+
+
+@triton.jit
+def _store_update(update, value, tile, chunk, form):
+    """Store the columns of y[M:] in a chunk of y of a tile."""
+    if form.Y > form.M:
+        column = chunk.c - form.M
+        mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
+        tl.store(update + tile.edge[:, None] * (form.Y - form.M) + column[None, :], value, mask)
+
+
+@triton.jit
+def _store_q(table_out, value, tile, chunk, form):
+    """Store what a chunk of y contributes to q in the row of each edge."""
+    at = table_out + tile.edge[:, None] * (form.Y + form.V) + chunk.c[None, :]
+    tl.store(at, value, tile.mask[:, None] & chunk.in_y[None, :])
+
+
+@triton.jit
+def _store_row(parts, value, row, c, columns):
+    """Store columns c of a row of parts (…, columns)."""
+    tl.store(parts + row * columns + c, value, c < columns)
+
+
+# ----- moments -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent: tl.constexpr, form):
+    """Write Σ_j h ⊗ [e, v] over each tile, or its tangent Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
+
+    `moment_parts` is (tiles, atoms, 3, E + V).
+    """
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _find_tile(index, tiles, form)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            e_and_v = _load_e_and_v(terms, tile, c, form)
+            if with_tangent:
+                e_and_v_dot = _load_e_and_v(dots, tile, c, form)
+            for a in tl.static_range(3):
+                h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
+                if with_tangent:
+                    h_a_dot = tl.load(dots.h + tile.edge * 3 + a, tile.mask, 0.0)
+                    total = tl.sum(h_a_dot[:, None] * e_and_v, 0)
+                    total += tl.sum(h_a[:, None] * e_and_v_dot, 0)
+                else:
+                    total = tl.sum(h_a[:, None] * e_and_v, 0)
+                _store_row(moment_parts, total, _row(tile, tiles) * 3 + a, c, columns)
+    for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
+        tile = _find_tile(index, tiles, form)
+        for start in range(0, 3 * columns, form.chunk_columns):
+            c = start + tl.arange(0, form.chunk_columns)
+            zero_row = tl.zeros([form.chunk_columns], tl.float32)
+            _store_row(moment_parts, zero_row, _row(tile, tiles), c, 3 * columns)
+
+
+@triton.jit
+def _load_e_and_v(terms, tile, c, form):
+    """Load columns c of [e, v] of a tile (tile_rows, chunk_columns)."""
+    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
+    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
+    e = load_tile(terms.e, tile.edge, c, e_mask, form.E)
+    v = load_tile(terms.table, tile.j, c - form.E + form.Y, v_mask, form.Y + form.V)
+    return e + v  # each is 0 in the columns of the other
+
+
+@triton.jit
+def _spread_moment(moment, h, tile, c, form):
+    """Return columns c of Σ_a h_a·H_a of a tile (tile_rows, chunk_columns).
+
+    This is the adjoint of Σ_j h ⊗ [e, v] by [e, v].
+    """
+    columns: tl.constexpr = form.E + form.V
+    atom_moment = moment + tile.atom * 3 * columns + c
+    total = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+    for a in tl.static_range(3):
+        h_a = tl.load(h + tile.edge * 3 + a, tile.mask, 0.0)
+        moment_a = tl.load(atom_moment + a * columns, c < columns, 0.0)
+        total += h_a[:, None] * moment_a[None, :]
+    return total
+
+
+@triton.jit
+def _add_spread(out, spread, tile, c, form):
+    """Add what moments contribute to ē or ê, and store it for v in the row of each edge.
+
+    No barrier between calls: each takes other columns.
+    """
+    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
+    e_at = out.e + tile.edge[:, None] * form.E + c[None, :]
+    tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
+    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
+    v_at = out.table + tile.edge[:, None] * (form.Y + form.V) + form.Y + (c - form.E)[None, :]
+    tl.store(v_at, spread, v_mask)

@@ -62,6 +62,12 @@ def fits_weight(weight: Tensor, formula: Formula | None) -> bool:
     return triton_support.has_tensor_cores(weight.device)
 
 
+@triton.jit
+def load_tile(tensor, row, column, mask, stride):
+    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where the mask is false."""
+    return tl.load(tensor + row[:, None] * stride + column[None, :], mask, 0.0)
+
+
 # ----- sums of parts -----------------------------------------------------------------------------
 
 FEW = 32  # addends that a program adds one by one; more are added in tiles

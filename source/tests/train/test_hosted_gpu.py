@@ -1,0 +1,35 @@
+"""Captured steps of models of deepmd-kit on a GPU: the weights of launched ones, also after a restart."""
+
+import importlib.util
+
+import pytest
+import torch
+from hosted_models import MODELS, hosted_input, write_data
+from test_capture_gpu import _on_gpu  # noqa: F401 (a fixture)
+from test_hosted_training import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.deepmd_kit,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepmd") is None, reason="deepmd-kit is not importable here"
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_captured_steps_give_the_weights_of_launched_ones(kind, tmp_path, train, load):
+    system = write_data(tmp_path, nframes=4)
+    # DPA-4 computes its geometry in float32.
+    tolerance = 1e-4 if kind == "dpa4" else 1e-9
+    weights = []
+    for capture in ("off", "on"):
+        content = hosted_input(kind, system, 8, save_freq=4, capture=capture)
+        # Orthogonalized in float64, rounding does not grow.
+        content["optimizer"] = {"type": "HybridMuon", "precision": "float64"}
+        assert train(content, skip_neighbor_stat=True) == 0
+        weights.append(load("model.ckpt-8.pt")["model"])
+    assert_close(*weights, tolerance)
+    assert train(content, skip_neighbor_stat=True, restart="model.ckpt-4.pt") == 0
+    assert_close(load("model.ckpt-8.pt")["model"], weights[1], tolerance)
