@@ -97,33 +97,37 @@ def _elements(count, width, block: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
-    y,  # (rows, width), written
-    keep,  # (rows, width): x·W, overwritten
-    bias,  # (width,)
-    idt,  # (width,); read only if scaled
-    x,  # (rows, n_in); read only if residual
+def _push_kernel(
+    y,  # (rows, width), written: y, or ẏ with ḣ
+    keep,  # (rows, width): x·W, overwritten; with ḣ only read
+    bias,  # (width,); None with ḣ
+    idt,  # (width,); None for 1
+    h_dot,  # (rows, width); None for values
+    x,  # (rows, n_in): x, or ẋ with ḣ; None without copies
     n_in,
     count,  # rows·width
     width,
-    scaled: tl.constexpr,
-    residual: tl.constexpr,
     curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Y = f(h)∘idt + copies of x with h = x·W + b."""
+    """Y = f(h)∘idt + copies of x with h = x·W + b, or ẏ = f′(h)∘ḣ∘idt + copies of ẋ."""
     index, mask, row, column = _elements(count, width, block)
-    value = tl.load(keep + index, mask, 0.0) + tl.load(bias + column, mask, 0.0)
-    # `keep` is overwritten by h, or by tanh h, from which all derivatives of tanh follow.
-    if kind == "tanh":
-        value = tanh(value)
-    tl.store(keep + index, value, mask)
-    if kind != "tanh":
-        value = curve(value, kind, curve_constants)[0]
-    if scaled:
+    kept = tl.load(keep + index, mask, 0.0)
+    if h_dot is None:
+        value = kept + tl.load(bias + column, mask, 0.0)
+        # `keep` is overwritten by h, or by tanh h, from which all derivatives of tanh follow.
+        if kind == "tanh":
+            value = tanh(value)
+        tl.store(keep + index, value, mask)
+        if kind != "tanh":
+            value = curve(value, kind, curve_constants)[0]
+    else:
+        _, slope, _ = _derivatives(kept, kind, curve_constants)
+        value = slope * tl.load(h_dot + index, mask, 0.0)
+    if idt is not None:
         value *= tl.load(idt + column, mask, 0.0)
-    if residual:
+    if x is not None:
         value += tl.load(x + row * n_in + column % n_in, mask, 0.0)
     tl.store(y + index, value, mask)
 
@@ -153,67 +157,17 @@ def _scalar_kernel(
 
 
 @triton.jit
-def _slope_kernel(
-    h_bar,  # (rows, width), written
+def _pull_kernel(
+    out,  # ([1 +] 2, rows, width), written: [terms of the gradient of idt if any,] ĥ and h̄; or ĥ
     keep,  # (rows, width)
-    idt,  # (width,); read only if scaled
-    y_bar,  # (rows, width), or one row for all if `stride` is 0
-    stride,  # between rows of ȳ
+    idt,  # (width,); None for 1
+    h_dot,  # (rows, width); None without ȳ
+    y_hat,  # (rows, width), or one row for all if its stride is 0: cotangent of y
+    hat_stride,  # between rows of ŷ
+    y_bar,  # like ŷ: cotangent of ẏ; None without
+    bar_stride,  # between rows of ȳ
     count,  # rows·width
     width,
-    scaled: tl.constexpr,
-    curve_constants: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-):
-    """h̄ = f′(h)∘idt∘ȳ."""
-    index, mask, row, column = _elements(count, width, block)
-    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_constants)
-    factor = tl.load(y_bar + row * stride + column, mask, 0.0)
-    if scaled:
-        factor *= tl.load(idt + column, mask, 0.0)
-    tl.store(h_bar + index, slope * factor, mask)
-
-
-@triton.jit
-def _tangent_kernel(
-    y_dot,  # (rows, width), written
-    keep,  # (rows, width)
-    idt,  # (width,); read only if scaled
-    h_dot,  # (rows, width)
-    x_dot,  # (rows, n_in); read only if residual
-    n_in,
-    count,  # rows·width
-    width,
-    scaled: tl.constexpr,
-    residual: tl.constexpr,
-    curve_constants: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-):
-    """ẏ = f′(h)∘ḣ∘idt + copies of ẋ."""
-    index, mask, row, column = _elements(count, width, block)
-    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_constants)
-    result = slope * tl.load(h_dot + index, mask, 0.0)
-    if scaled:
-        result *= tl.load(idt + column, mask, 0.0)
-    if residual:
-        result += tl.load(x_dot + row * n_in + column % n_in, mask, 0.0)
-    tl.store(y_dot + index, result, mask)
-
-
-@triton.jit
-def _cotangent_kernel(
-    out,  # ([1 +] 2, rows, width), written: [terms of the gradient of idt if scaled,] ĥ and h̄
-    keep,  # (rows, width)
-    idt,  # (width,); read only if scaled
-    h_dot,  # (rows, width)
-    y_hat,  # (rows, width): cotangent of y
-    y_bar,  # (rows, width), or one row for all if `stride` is 0: cotangent of ẏ
-    stride,  # between rows of ȳ
-    count,  # rows·width
-    width,
-    scaled: tl.constexpr,
     curve_constants: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
@@ -221,21 +175,27 @@ def _cotangent_kernel(
     """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and row by row by idt.
 
     ĥ = idt∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), h̄ = idt∘f′(h)∘ȳ; the gradient of idt sums f(h)∘ŷ + f′(h)∘ḣ∘ȳ
-    over rows.
+    over rows. Without ȳ only ĥ = idt∘f′(h)∘ŷ.
     """
     index, mask, row, column = _elements(count, width, block)
     value, slope, bend = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_constants)
-    h_dot_value = tl.load(h_dot + index, mask, 0.0)
-    y_hat_value = tl.load(y_hat + index, mask, 0.0)
-    y_bar_value = tl.load(y_bar + row * stride + column, mask, 0.0)
-    if scaled:
-        tl.store(out + index, value * y_hat_value + slope * h_dot_value * y_bar_value, mask)
-        out += count  # ĥ and h̄ come behind the terms of the gradient of idt
+    hat = tl.load(y_hat + row * hat_stride + column, mask, 0.0)
+    if y_bar is not None:
+        dot = tl.load(h_dot + index, mask, 0.0)
+        bar = tl.load(y_bar + row * bar_stride + column, mask, 0.0)
+        if idt is not None:
+            tl.store(out + index, value * hat + slope * dot * bar, mask)
+            out += count  # ĥ and h̄ come behind the terms of the gradient of idt
+    if idt is not None:
         scale = tl.load(idt + column, mask, 0.0)
-        y_hat_value *= scale
-        y_bar_value *= scale
-    tl.store(out + index, slope * y_hat_value + bend * h_dot_value * y_bar_value, mask)
-    tl.store(out + count + index, slope * y_bar_value, mask)
+        hat *= scale
+        if y_bar is not None:
+            bar *= scale
+    h_hat = slope * hat
+    if y_bar is not None:
+        h_hat += bend * dot * bar
+        tl.store(out + count + index, slope * bar, mask)
+    tl.store(out + index, h_hat, mask)
 
 
 # ----- launches -----------------------------------------------------------------------------------
@@ -255,11 +215,6 @@ def _common(keep: Tensor, formula: Formula) -> dict[str, Any]:
     }
 
 
-def _scale(idt: Tensor | None, dummy: Tensor) -> dict[str, Any]:
-    """Return the arguments for idt; the kernels do not read the dummy."""
-    return {"idt": dummy if idt is None else idt, "scaled": idt is not None}
-
-
 def _dense_rows(y_bar: Tensor) -> tuple[Tensor, int]:
     """Return a tensor with dense rows, and the distance between rows: 0 if all are the same row."""
     if y_bar.stride(1) != 1 or y_bar.stride(0) not in (0, y_bar.shape[1]):
@@ -272,14 +227,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `layers.forward` from z = x·W, which is overwritten."""
     y = torch.empty_like(z)
-    _forward_kernel[_grid(z)](
+    _push_kernel[_grid(z)](
         y=y,
         keep=z,
         bias=bias,
-        x=x,
+        idt=idt,
+        h_dot=None,
+        x=x if residual else None,
         n_in=x.shape[1],
-        residual=residual,
-        **_scale(idt, dummy=z),
         **_common(z, formula),
     )
     return y, z
@@ -306,12 +261,15 @@ def slope(keep: Tensor, idt: Tensor | None, y_bar: Tensor, formula: Formula) -> 
     """Return the result of `layers.slope`."""
     h_bar = torch.empty_like(keep)
     y_bar, stride = _dense_rows(y_bar)
-    _slope_kernel[_grid(keep)](
-        h_bar=h_bar,
+    _pull_kernel[_grid(keep)](
+        out=h_bar,
         keep=keep,
-        y_bar=y_bar,
-        stride=stride,
-        **_scale(idt, dummy=keep),
+        idt=idt,
+        h_dot=None,
+        y_hat=y_bar,
+        hat_stride=stride,
+        y_bar=None,
+        bar_stride=0,
         **_common(keep, formula),
     )
     return h_bar
@@ -328,14 +286,14 @@ def tangent(
 ) -> Tensor:
     """Return the result of `layers.tangent`."""
     y_dot = torch.empty_like(keep)
-    _tangent_kernel[_grid(keep)](
-        y_dot=y_dot,
+    _push_kernel[_grid(keep)](
+        y=y_dot,
         keep=keep,
+        bias=None,
+        idt=idt,
         h_dot=h_dot,
-        x_dot=x_dot.contiguous(),
+        x=x_dot.contiguous() if residual else None,
         n_in=x_dot.shape[1],
-        residual=residual,
-        **_scale(idt, dummy=keep),
         **_common(keep, formula),
     )
     return y_dot
@@ -351,15 +309,17 @@ def cotangents(
 ) -> Tensor:
     """Return ĥ and h̄ `(2, rows, width)`, and with idt before them the terms of its gradient."""
     out = keep.new_empty(2 if idt is None else 3, *keep.shape)
-    y_bar, stride = _dense_rows(y_bar)
-    _cotangent_kernel[_grid(keep)](
+    y_hat, hat_stride = _dense_rows(y_hat)
+    y_bar, bar_stride = _dense_rows(y_bar)
+    _pull_kernel[_grid(keep)](
         out=out,
         keep=keep,
+        idt=idt,
         h_dot=h_dot,
-        y_hat=y_hat.contiguous(),
+        y_hat=y_hat,
+        hat_stride=hat_stride,
         y_bar=y_bar,
-        stride=stride,
-        **_scale(idt, dummy=keep),
+        bar_stride=bar_stride,
         **_common(keep, formula),
     )
     return out

@@ -162,14 +162,16 @@ def rescale_derivative_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
     along = _number_by_row(x)
     _launch(
-        _derivative_kernel,
+        _pull_rows_kernel,
         x,
         out=x,
         along=along,
-        x=x,
+        y_hat=x,
         gamma=None,
         y=v.qkv,
         inverse=v.inverse_length,
+        adjoints=None,
+        eps=0.0,
         centred=False,
     )
     return x, along
@@ -179,17 +181,20 @@ def rescale_gradient_(v: Values, a: Adjoints, t: Tangents, qkv_hat: Tensor) -> T
     """See `attention_rows`."""
     if v.inverse_length is not None:
         _launch(
-            _gradient_kernel,
+            _pull_rows_kernel,
             qkv_hat,
             out=qkv_hat,
-            y=v.qkv,
-            inverse=v.inverse_length,
-            y_dot=t.qkv,
-            x_bar=a.projected,
-            bar_along=a.length_along,
-            dot_along=t.length_along,
+            along=None,
             y_hat=qkv_hat,
             gamma=None,
+            y=v.qkv,
+            inverse=v.inverse_length,
+            adjoints=RowAdjoints(
+                x_bar=a.projected,
+                bar_along=a.length_along,
+                y_dot=t.qkv,
+                dot_along=t.length_along,
+            ),
             eps=0.0,
             centred=False,
         )
@@ -263,42 +268,18 @@ def attend_adjoint(v: Values, gated_bar: Tensor, scale: float) -> tuple[Tensor, 
     gate_bar = torch.empty_like(gated_bar)
     along = gated_bar.new_empty(*gated_bar.shape[:2], 1)
     _launch(
-        _attend_adjoint_kernel,
+        _pull_softmax_kernel,
         gated_bar,
-        scores_bar=scores_bar,
+        scores_hat=scores_bar,
         along=along,
-        gate_bar=gate_bar,
-        gated_bar=gated_bar,
+        gate_hat=gate_bar,
+        gated_hat=gated_bar,
         gated=v.gated,
         soft=v.soft,
+        adjoints=None,
         scale=scale,
     )
     return scores_bar, along, gate_bar
-
-
-@triton.jit(do_not_specialize=["count"])
-def _attend_adjoint_kernel(
-    scores_bar,  # (count, width), written
-    along,  # (count,), written
-    gate_bar,  # (count, width), written
-    gated_bar,  # (count, width): Ā
-    gated,  # (count, width): A
-    soft,  # (count, width): P
-    count,
-    width,
-    scale: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write scale·(A∘Ā − P·along) with along = Σ A∘Ā, and P∘Ā."""
-    tile = _tile(count, width, rows, block)
-    bar = _load(gated_bar, tile)
-    weight = _load(soft, tile)
-    product = _load(gated, tile) * bar
-    total = tl.sum(product, 1)
-    tl.store(along + tile.row, total, tile.exists)
-    tl.store(scores_bar + tile.at, (product - weight * total[:, None]) * scale, tile.mask)
-    tl.store(gate_bar + tile.at, weight * bar, tile.mask)
 
 
 def attend_tangent(
@@ -349,48 +330,68 @@ def attend_gradient(
     """See `attention_rows`; `gated_hat` becomes the first result."""
     gate_hat = torch.empty_like(gated_hat)
     _launch(
-        _attend_gradient_kernel,
+        _pull_softmax_kernel,
         gated_hat,
-        gate_hat=gate_hat,
         scores_hat=gated_hat,
+        along=None,
+        gate_hat=gate_hat,
+        gated_hat=gated_hat,
         gated=v.gated,
         soft=v.soft,
-        gated_bar=a.gated,
-        soft_along=a.soft_along,
-        gated_dot=t.gated,
-        soft_dot=t.soft,
+        adjoints=SoftmaxAdjoints(
+            gated_bar=a.gated, soft_along=a.soft_along, gated_dot=t.gated, soft_dot=t.soft
+        ),
         scale=scale,
     )
     return gated_hat, gate_hat
 
 
+class SoftmaxAdjoints(NamedTuple):
+    """The adjoints of the softmax, on which a loss on forces depends, and their tangents."""
+
+    gated_bar: Any  # (count, width): Ā
+    soft_along: Any  # (count,)
+    gated_dot: Any  # (count, width): Ȧ
+    soft_dot: Any  # (count, width): Ṗ
+
+
 @triton.jit(do_not_specialize=["count"])
-def _attend_gradient_kernel(
+def _pull_softmax_kernel(
+    scores_hat,  # (count, width), written: the cotangent of QKᵀ; may be Â
+    along,  # (count,), written unless None
     gate_hat,  # (count, width), written
-    scores_hat,  # (count, width), in place: Â, then the cotangent of QKᵀ
+    gated_hat,  # (count, width): Â; in pass 2 Ā, and all hats are bars
     gated,  # (count, width): A
     soft,  # (count, width): P
-    gated_bar,  # (count, width): Ā
-    soft_along,  # (count,)
-    gated_dot,  # (count, width): Ȧ
-    soft_dot,  # (count, width): Ṗ
+    adjoints,  # SoftmaxAdjoints; None without
     count,
     width,
     scale: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write scale·(B − Ṗ·soft_along − P·Σ B) with B = Ȧ∘Ā + A∘Â, and Ṗ∘Ā + P∘Â."""
+    """Write scale·(B − P·along) with B = A∘Â and along = Σ B, and P∘Â.
+
+    With adjoints B = Ȧ∘Ā + A∘Â, scale·(B − Ṗ·soft_along − P·along), and Ṗ∘Ā + P∘Â.
+    """
     tile = _tile(count, width, rows, block)
-    hat = _load(scores_hat, tile)
+    hat = _load(gated_hat, tile)
     weight = _load(soft, tile)
-    bar = _load(gated_bar, tile)
-    weight_dot = _load(soft_dot, tile)
-    b = _load(gated_dot, tile) * bar + _load(gated, tile) * hat
-    along = tl.sum(b, 1)[:, None]
-    score = (b - weight_dot * _load_by_row(soft_along, tile) - weight * along) * scale
-    tl.store(scores_hat + tile.at, score, tile.mask)
-    tl.store(gate_hat + tile.at, weight_dot * bar + weight * hat, tile.mask)
+    b = _load(gated, tile) * hat
+    gate = weight * hat
+    if adjoints is not None:
+        bar = _load(adjoints.gated_bar, tile)
+        weight_dot = _load(adjoints.soft_dot, tile)
+        b += _load(adjoints.gated_dot, tile) * bar
+        gate += weight_dot * bar
+    total = tl.sum(b, 1)
+    score = b - weight * total[:, None]
+    if adjoints is not None:
+        score -= weight_dot * _load_by_row(adjoints.soft_along, tile)
+    if along is not None:
+        tl.store(along + tile.row, total, tile.exists)
+    tl.store(scores_hat + tile.at, score * scale, tile.mask)
+    tl.store(gate_hat + tile.at, gate, tile.mask)
 
 
 # ----- Z = γ∘N + β, N = (S − mean)/deviation -----------------------------------------------------
@@ -459,14 +460,16 @@ def normalise_derivative(
     out = torch.empty_like(v.normed)
     along = torch.empty_like(v.inverse_deviation)
     _launch(
-        _derivative_kernel,
+        _pull_rows_kernel,
         out,
         out=out,
         along=along,
-        x=x.contiguous(),
+        y_hat=x.contiguous(),
         gamma=gamma,
         y=v.normed,
         inverse=v.inverse_deviation,
+        adjoints=None,
+        eps=0.0,
         centred=True,
     )
     return out, along
@@ -478,17 +481,17 @@ def normalise_gradient(
     """See `attention_rows`."""
     out = torch.empty_like(v.normed)
     _launch(
-        _gradient_kernel,
+        _pull_rows_kernel,
         out,
         out=out,
-        y=v.normed,
-        inverse=v.inverse_deviation,
-        y_dot=t.normed,
-        x_bar=a.summed,
-        bar_along=a.norm_along,
-        dot_along=t.norm_along,
+        along=None,
         y_hat=z_hat,
         gamma=gamma,
+        y=v.normed,
+        inverse=v.inverse_deviation,
+        adjoints=RowAdjoints(
+            x_bar=a.summed, bar_along=a.norm_along, y_dot=t.normed, dot_along=t.norm_along
+        ),
         eps=eps,
         centred=True,
     )
@@ -500,6 +503,15 @@ def normalise_gradient(
 # row become means.
 
 
+class RowAdjoints(NamedTuple):
+    """The adjoints of rows, on which a loss on forces depends, and their tangents."""
+
+    x_bar: Any  # (count, width)
+    bar_along: Any  # (count,)
+    y_dot: Any  # (count, width)
+    dot_along: Any  # (count,)
+
+
 @triton.jit
 def _sum_of_row(values, width, centred: tl.constexpr):
     """Return the sum (rows,) of each row, or the mean."""
@@ -507,51 +519,15 @@ def _sum_of_row(values, width, centred: tl.constexpr):
     return total / width if centred else total
 
 
-@triton.jit
-def _derivative(x, y, width, centred: tl.constexpr):
-    """Return the derivative over r, x − y·along, centred less the mean of x; and along = Σ x·y."""
-    along = _sum_of_row(x * y, width, centred)
-    result = x - y * along[:, None]
-    if centred:
-        result -= (tl.sum(x, 1) / width)[:, None]
-    return result, along
-
-
 @triton.jit(do_not_specialize=["count"])
-def _derivative_kernel(
-    out,  # (count, width), written; may be x
-    along,  # (count,), written
-    x,  # (count, width)
-    gamma,  # (width,): factor of x; None for 1
-    y,  # (count, width)
-    inverse,  # (count,): r
-    count,
-    width,
-    centred: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write r times `_derivative` of γ∘x, and along."""
-    tile = _tile(count, width, rows, block)
-    value = _load(x, tile)
-    if gamma is not None:
-        value *= _load_by_column(gamma, tile)
-    result, product = _derivative(value, _load(y, tile), width, centred=centred)
-    tl.store(along + tile.row, product, tile.exists)
-    tl.store(out + tile.at, result * _load_by_row(inverse, tile), tile.mask)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _gradient_kernel(
+def _pull_rows_kernel(
     out,  # (count, width), written; may be ŷ
+    along,  # (count,), written unless None
+    y_hat,  # (count, width): the cotangent of y, or the tangent of x; None for 0
+    gamma,  # (width,): factor of ŷ; None for 1
     y,  # (count, width)
     inverse,  # (count,): r
-    y_dot,  # (count, width)
-    x_bar,  # (count, width)
-    bar_along,  # (count,)
-    dot_along,  # (count,)
-    y_hat,  # (count, width); None for 0
-    gamma,  # (width,): factor of ŷ; None for 1
+    adjoints,  # RowAdjoints; None without
     count,
     width,
     eps: tl.constexpr,
@@ -559,26 +535,35 @@ def _gradient_kernel(
     rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write −y·(Σ ẏ·x̄ + eps·r⁴·bar_along·dot_along) − ẏ·r·bar_along − x̄·r·dot_along.
+    """Write (γ∘ŷ − y·along)·r, centred less the mean of γ∘ŷ, with along = Σ γ∘ŷ∘y.
 
-    With ŷ, also add r times `_derivative` of γ∘ŷ.
+    With adjoints, subtract y·(Σ ẏ·x̄ + eps·r⁴·bar_along·dot_along) + ẏ·r·bar_along + x̄·r·dot_along.
     """
     tile = _tile(count, width, rows, block)
     unit = _load(y, tile)
-    unit_dot = _load(y_dot, tile)
-    bar = _load(x_bar, tile)
-    r = tl.load(inverse + tile.row, tile.exists, 0.0)
-    by_bar = tl.load(bar_along + tile.row, tile.exists, 0.0)
-    by_dot = tl.load(dot_along + tile.row, tile.exists, 0.0)
-    by_unit = _sum_of_row(unit_dot * bar, width, centred)
-    if centred:
-        by_unit += by_bar * by_dot * (r * r * r * r) * eps
-    result = -unit * by_unit[:, None] - unit_dot * (by_bar * r)[:, None]
-    result = result - bar * (by_dot * r)[:, None]
+    result = tl.zeros_like(unit)
+    if adjoints is not None:
+        unit_dot = _load(adjoints.y_dot, tile)
+        bar = _load(adjoints.x_bar, tile)
+        r = tl.load(inverse + tile.row, tile.exists, 0.0)
+        by_bar = tl.load(adjoints.bar_along + tile.row, tile.exists, 0.0)
+        by_dot = tl.load(adjoints.dot_along + tile.row, tile.exists, 0.0)
+        by_unit = _sum_of_row(unit_dot * bar, width, centred)
+        if centred:
+            by_unit += by_bar * by_dot * (r * r * r * r) * eps
+        result -= unit * by_unit[:, None] + unit_dot * (by_bar * r)[:, None]
+        result -= bar * (by_dot * r)[:, None]
     if y_hat is not None:
         value = _load(y_hat, tile)
         if gamma is not None:
             value *= _load_by_column(gamma, tile)
-        through_y, _ = _derivative(value, unit, width, centred=centred)
-        result += through_y * r[:, None]
+        if centred:
+            mean = tl.sum(value, 1) / width
+        product = _sum_of_row(value * unit, width, centred)
+        if along is not None:
+            tl.store(along + tile.row, product, tile.exists)
+        value -= unit * product[:, None]
+        if centred:
+            value -= mean[:, None]
+        result += value * _load_by_row(inverse, tile)
     tl.store(out + tile.at, result, tile.mask)

@@ -345,85 +345,55 @@ def _add_terms(sums, terms):
 
 
 @triton.jit
-def _expand_kernel(
-    b,  # (atoms, 4, types, pieces, orders), written
+def _spread_kernel(
+    sums,  # (atoms, 4, types, pieces, orders), written: B, or P̄ with a cotangent
     rows,  # (atoms, nnei, 4)
-    empty,  # (atoms, 4)
+    empty,  # (atoms, 4); None with a cotangent
+    cotangent,  # (atoms, nnei, 4): of the result of `_evaluate_kernel`, y; None for B
     cut,  # Cut
     form,  # Form
     block: tl.constexpr,
 ):
-    """B[c, jm] = Σ_{e in piece j} R_e[c]·T_m(u_e).
+    """B[c, jm] = Σ_{e in piece j} R_e[c]·T_m(u_e), the missing slots as one edge with row missing·R∅.
 
-    The missing slots enter as one edge with row missing·R∅.
-    Neighbours are sorted by distance, so that few pieces have edges in a block.
+    P̄[c, jm] = Σ_{e in piece j} (y_e[c]·T_m(u_e) + y_e[0]·R_e[c]·T′_m(u_e)·du/ds), the transpose of
+    `_evaluate_kernel`. Neighbours are sorted by distance, so that few pieces have edges in a block.
     """
     part = _part_of_program(cut, form)
     width = part.width
-    target = b + part.start
+    target = sums + part.start
     _clear(target, part, block)
-    for begin in range(0, width + 1, form.edges):
+    n_edges = width + 1 if cotangent is None else width
+    for begin in range(0, n_edges, form.edges):
         e = begin + tl.arange(0, form.edges)
         is_edge = e < width
-        is_empty = e == width
-        used = is_edge | is_empty
+        used = e < n_edges
         at = (part.atom * cut.nnei + part.first_column + e) * 4
         # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
         # · inf is NaN.
         s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), part.low)
-        s = tl.where(is_empty, tl.load(empty + part.atom * 4), s)
-        piece, _, values, _ = _basis((s - part.low) * part.rate, cut, form)
+        if cotangent is None:
+            s = tl.where(e == width, tl.load(empty + part.atom * 4), s)
+        piece, inverse, values, slopes = _basis((s - part.low) * part.rate, cut, form)
+        if cotangent is not None:
+            y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * part.rate * inverse)
         lowest, end = _piece_range(piece, used, cut.pieces)
         for number in range(lowest, end):
             inside = used & (piece == number)
             if tl.sum(inside.to(tl.int32)) > 0:
-                sums = target + number * form.orders + tl.arange(0, form.orders)
+                piece_sums = target + number * form.orders + tl.arange(0, form.orders)
                 tl.debug_barrier()  # other threads have written these sums
                 for c in tl.static_range(4):
                     row = tl.load(rows + at + c, inside & is_edge, 0.0)
-                    stand_in = tl.load(empty + part.atom * 4 + c) * part.missing.to(row.dtype)
-                    row = tl.where(inside & is_empty, stand_in, row)
-                    _add_terms(sums + c * part.stride, row[:, None] * values)
-
-
-@triton.jit
-def _spread_kernel(
-    p_bar,  # (atoms, 4, types, pieces, orders), written
-    rows,  # (atoms, nnei, 4)
-    cotangent,  # (atoms, nnei, 4): of the result of `_evaluate_kernel`, y
-    cut,  # Cut
-    form,  # Form
-    block: tl.constexpr,
-):
-    """P̄[c, jm] = Σ_{e in piece j} (y_e[c]·T_m(u_e) + y_e[0]·R_e[c]·T′_m(u_e)·du/ds).
-
-    This is the transpose of `_evaluate_kernel`; neighbours are sorted as in `_expand_kernel`.
-    """
-    part = _part_of_program(cut, form)
-    width = part.width
-    target = p_bar + part.start
-    _clear(target, part, block)
-    for begin in range(0, width, form.edges):
-        e = begin + tl.arange(0, form.edges)
-        used = e < width
-        at = (part.atom * cut.nnei + part.first_column + e) * 4
-        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
-        # · inf is NaN.
-        s = tl.where(used, tl.load(rows + at, used, 0.0), part.low)
-        piece, inverse, values, slopes = _basis((s - part.low) * part.rate, cut, form)
-        y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * part.rate * inverse)
-        lowest, end = _piece_range(piece, used, cut.pieces)
-        for number in range(lowest, end):
-            inside = used & (piece == number)
-            if tl.sum(inside.to(tl.int32)) > 0:
-                sums = target + number * form.orders + tl.arange(0, form.orders)
-                tl.debug_barrier()  # other threads have written these sums
-                for c in tl.static_range(4):
-                    row = tl.load(rows + at + c, inside, 0.0)
-                    y = tl.load(cotangent + at + c, inside, 0.0)
-                    slope_factor = row * tl.where(inside, y0_du_ds, 0.0)
-                    terms = y[:, None] * values + slope_factor[:, None] * slopes
-                    _add_terms(sums + c * part.stride, terms)
+                    if cotangent is None:
+                        stand_in = tl.load(empty + part.atom * 4 + c) * part.missing.to(row.dtype)
+                        row = tl.where(inside & (e == width), stand_in, row)
+                        terms = row[:, None] * values
+                    else:
+                        y = tl.load(cotangent + at + c, inside, 0.0)
+                        slope_factor = row * tl.where(inside, y0_du_ds, 0.0)
+                        terms = y[:, None] * values + slope_factor[:, None] * slopes
+                    _add_terms(piece_sums + c * part.stride, terms)
 
 
 @triton.jit
@@ -483,30 +453,27 @@ def _common(edges: Edges, rows: Tensor) -> dict[str, Any]:
 
 def expand(edges: Edges) -> Tensor:
     """Return the result of `interpolation.expand_reference`."""
-    rows = edges.rows.contiguous()
-    b = rows.new_empty(len(rows), 4, edges.terms)
-    _expand_kernel[(len(rows), len(edges.widths))](
-        b=b,
-        empty=edges.empty.contiguous(),
-        block=FEWEST * ORDERS,
-        num_warps=WARPS,
-        **_common(edges, rows),
-    )
-    return b
+    return _spread(edges, empty=edges.empty.contiguous(), cotangent=None)
 
 
 def spread(edges: Edges, cotangent: Tensor) -> Tensor:
     """Return the result of `interpolation.spread_reference`."""
+    return _spread(edges, empty=None, cotangent=cotangent.contiguous())
+
+
+def _spread(edges: Edges, *, empty: Tensor | None, cotangent: Tensor | None) -> Tensor:
+    """Return the result of `_spread_kernel`."""
     rows = edges.rows.contiguous()
-    p_bar = rows.new_empty(len(rows), 4, edges.terms)
+    sums = rows.new_empty(len(rows), 4, edges.terms)
     _spread_kernel[(len(rows), len(edges.widths))](
-        p_bar=p_bar,
-        cotangent=cotangent.contiguous(),
+        sums=sums,
+        empty=empty,
+        cotangent=cotangent,
         block=FEWEST * ORDERS,
         num_warps=WARPS,
         **_common(edges, rows),
     )
-    return p_bar
+    return sums
 
 
 def evaluate(edges: Edges, p: Tensor) -> Tensor:
