@@ -10,17 +10,6 @@ from deepmd_muon.cli.handover import DeepmdKitOption
 HELP = "print the reference of every key of an input file"
 
 _OUT_TYPES = ("md", "json", "json_schema")
-# Forms that deepmd-kit or earlier commands printed.
-_REMOVED_OUT_TYPES = ("rst", "text")
-
-
-def _out_type(word: str) -> str:
-    """Return the form that a word names; answer those that are no longer written by name."""
-    if word in _REMOVED_OUT_TYPES:
-        raise argparse.ArgumentTypeError(
-            f"{word} is no longer written: take md (Markdown), which any editor shows"
-        )
-    return word
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +18,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--out-type",
         default="md",
-        type=_out_type,
         choices=_OUT_TYPES,
         help="the reference in Markdown, its dargs arguments as JSON (for DP-GUI), or a JSON "
         "Schema [%(default)s]",

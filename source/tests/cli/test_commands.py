@@ -341,13 +341,6 @@ def test_reference_of_the_input(capsys):
     assert {"model", "training", "learning_rate"} <= set(schema["properties"])
 
 
-@pytest.mark.parametrize("form", ["rst", "text"])
-def test_removed_forms_of_the_reference_are_answered_by_name(form, capsys):
-    with pytest.raises(SystemExit):
-        main(["doc-train-input", "--out-type", form])
-    assert f"{form} is no longer written" in capsys.readouterr().err
-
-
 def test_frames_with_a_config_type_or_a_weight_have_errors_by_it(checkpoint, frames, capsys):
     from ase.io import read, write
 
