@@ -1,8 +1,9 @@
 """Triton kernels of the four passes over a layer's edges.
 
-`value`, `adjoint`, `tangent` and `gradient` launch one kernel each and add up what it wrote.
-`dpa3.edges.Edges` defines their results, and `nn.four_passes` explains the passes: a bar marks
-derivatives of the energy, a dot tangents, a hat derivatives of the loss.
+`dpa3.edges.Edges` defines the results, and `nn.four_passes` explains the passes: a bar marks
+derivatives of the energy, a dot tangents, a hat derivatives of the loss. Passes 1 (`value`) and 3
+(`tangent`) launch `push_kernel`, passes 2 (`adjoint`) and 4 (`gradient`) `pull_kernel`. What a pass
+does not have is None, so that the compiler leaves it out.
 
 Notation (that of `dpa3.edges`)
 -------------------------------
@@ -107,7 +108,7 @@ def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 1: return m, y[M:] and H."""
     launch = Launch(terms, layer, PASS_1)
     out = launch.empty_outputs()
-    value_kernel[launch.grid](out=out, **launch.arguments)
+    push_kernel[launch.grid](out=out, dots=None, **launch.arguments)
     message, moment = add_parts(out.message, out.moment)
     return message, out.update, moment
 
@@ -115,14 +116,11 @@ def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
 def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 2: return the adjoints of the terms."""
     launch = Launch(terms, layer)
-    out = EdgeTerms(
-        e=launch.empty(*launch.terms.e.shape),
-        p=launch.empty_p_parts(),
-        table=launch.empty_table_rows(),
+    out = launch.empty_gradients()._replace(
         w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
         h=launch.empty(*launch.terms.h.shape),
     )
-    adjoint_kernel[launch.grid](out=out, bars=cotangents, **launch.arguments)
+    pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
     p_bar, w_bar = add_parts(out.p, out.w)
     return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
 
@@ -131,7 +129,7 @@ def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
     out = launch.empty_outputs()
-    tangent_kernel[launch.grid](out=out, dots=_contiguous(dots), **launch.arguments)
+    push_kernel[launch.grid](out=out, dots=_contiguous(dots), **launch.arguments)
     message, moment = add_parts(out.message, out.moment)
     return message, out.update, moment
 
@@ -149,19 +147,13 @@ def gradient(
     such pass.
     """
     launch = Launch(terms, layer)
-    out = GradientParts(
-        e=launch.empty(*launch.terms.e.shape),
-        p=launch.empty_p_parts(),
-        table=launch.empty_table_rows(),
-        weight=launch.empty(*launch.grid, *layer.weight.shape),
-    )
-    gradient_kernel[launch.grid](
+    weight_parts = launch.empty(*launch.grid, *layer.weight.shape)
+    out = launch.empty_gradients()._replace(weight=weight_parts)
+    pull_kernel[launch.grid](
         out=out,
         hats=hats,
-        # Dummies without forces: the kernel does not read them.
-        bars=bars or hats,
-        dots=_contiguous(dots) if dots else launch.terms,
-        with_forces=dots is not None,
+        bars=bars,
+        dots=_contiguous(dots) if dots else None,
         **launch.arguments,
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
@@ -237,13 +229,13 @@ class Launch:
             moment=self.empty(self.tiles_per_atom, self.n_atoms, 3, self.columns),
         )
 
-    def empty_p_parts(self) -> Tensor:
-        """Allocate p̄ or p̂ in parts."""
-        return self.empty(self.tiles_per_atom, *self.terms.p.shape)
-
-    def empty_table_rows(self) -> Tensor:
-        """Allocate a row of the table's adjoint or gradient for each edge."""
-        return self.empty(self.n_atoms * self.n_slots, self.terms.table.shape[1])
+    def empty_gradients(self) -> GradientParts:
+        """Allocate what passes 2 and 4 both write."""
+        return GradientParts(
+            e=self.empty(*self.terms.e.shape),
+            p=self.empty(self.tiles_per_atom, *self.terms.p.shape),
+            table=self.empty(self.n_atoms * self.n_slots, self.terms.table.shape[1]),
+        )
 
     def sum_table_rows(self, rows: Tensor) -> Tensor:
         """Return the sum over the edges that lead to each atom."""
@@ -292,12 +284,14 @@ class OutputParts(NamedTuple):
 
 
 class GradientParts(NamedTuple):
-    """What pass 4 writes. Pass 2 writes `EdgeTerms`: e, p, table as here, and w and h."""
+    """What passes 2 and 4 write: adjoints, or gradients."""
 
     e: Any  # (atoms, slots, E)
     p: Any  # (tiles, atoms, Y): parts of p̂
     table: Any  # (atoms·slots, Y + V): for each edge [q̂, v̂]
-    weight: Any  # (programs, E, Y): parts of Ŵ
+    w: Any = None  # (chunks, atoms, slots): parts of w̄; pass 2 only
+    h: Any = None  # (atoms, slots, 3); pass 2 only
+    weight: Any = None  # (programs, E, Y): parts of Ŵ; pass 4 only
 
 
 class TileOrder(NamedTuple):
@@ -313,21 +307,23 @@ class TileOrder(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def value_kernel(
+def push_kernel(
     out,  # OutputParts, written
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
     weight,  # (E, Y)
     terms,  # EdgeTerms
+    dots,  # EdgeTerms: tangents; None in pass 1
     n_atoms,
     n_slots,
     curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,  # of the activation, as is `curve_constants`
 ) -> None:
-    """Pass 1: m, y[M:] and H.
+    """Write m, y[M:] and H (pass 1), or their tangents (pass 3).
 
-    y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v], one part for each tile.
+    y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v], one part for each tile. Their tangents are
+    ẏ = f′(z)∘ż, ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ = Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
     """
     tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
     for chunk_number in range(form.n_chunks):
@@ -335,174 +331,74 @@ def value_kernel(
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
             tile = _find_tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
+            if dots is not None:
+                e_dot = _load_e(dots.e, tile, form)
             z = _pre_activation(terms, e, tile, chunk, form)
-            y, _, _ = curve(z, kind, curve_constants)
+            if dots is not None:
+                z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
+            y, slope, _ = curve(z, kind, curve_constants)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            message = tl.sum(y * w[:, None], 0)
+            if dots is None:
+                message = tl.sum(y * w[:, None], 0)
+                update = y
+            else:
+                y_dot = slope * z_dot
+                w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
+                message = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
+                update = y_dot
             _store_row(out.message, message, _row(tile, tiles), chunk.c, form.M)
-            _store_update(out.update, y, tile, chunk, form)
+            _store_update(out.update, update, tile, chunk, form)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
             tile = _find_tile(index, tiles, form)
             zero_row = tl.zeros([form.chunk_columns], tl.float32)
             zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
             _store_row(out.message, zero_row, _row(tile, tiles), chunk.c, form.M)
             _store_update(out.update, zeros, tile, chunk, form)
-    # `terms` again in place of tangents, which are not read.
-    _write_moment_parts(out.moment, terms, terms, tiles, with_tangent=False, form=form)
+    _push_moments(out.moment, terms, dots, tiles, form)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def adjoint_kernel(
-    out,  # EdgeTerms, written: e, p, table as in GradientParts, w in parts (chunks, atoms, slots), h
-    bars,  # EdgeCotangents
-    neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
-    weight,  # (E, Y)
-    terms,  # EdgeTerms
-    n_atoms,
-    n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Pass 2: the adjoints of all terms.
-
-    ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
-    v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
-    """
-    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
-        w_bar_chunk = out.w + chunk_number * n_atoms * n_slots
-        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
-            y, slope, _ = curve(z, kind, curve_constants)
-            message_bar = _load_message(bars.message, tile, chunk, form)  # 0 beyond M
-            tl.store(w_bar_chunk + tile.edge, tl.sum(y * message_bar, 1), tile.mask)
-            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            y_bar = _y_cotangent(message_bar, w, bars.update, tile, chunk, form)
-            z_bar = slope * y_bar
-            _store_row(out.p, tl.sum(z_bar, 0), _row(tile, tiles), chunk.c, form.Y)
-            _store_q(out.table, z_bar, tile, chunk, form)
-            e_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
-            _accumulate_e(out.e, e_bar, tile, chunk_number, form)
-        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            zero_row = tl.zeros([form.chunk_columns], tl.float32)
-            _store_row(out.p, zero_row, _row(tile, tiles), chunk.c, form.Y)
-            _store_zero_e(out.e, tile, chunk_number, form)
-            zeros = tl.zeros([form.tile_rows], tl.float32)
-            tl.store(w_bar_chunk + tile.edge, zeros, tile.mask)
-            for a in tl.static_range(3):  # each chunk repeats this
-                tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
-        # The next chunk, and the moments below, add to ē, which other threads of this program have
-        # written.
-        tl.debug_barrier()
-    columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _find_tile(index, tiles, form)
-        # Three variables, because Triton cannot add to a column of a tensor.
-        h_bar_x = tl.zeros([form.tile_rows], tl.float32)
-        h_bar_y = tl.zeros([form.tile_rows], tl.float32)
-        h_bar_z = tl.zeros([form.tile_rows], tl.float32)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            c_mask = c < columns
-            e_and_v = _load_e_and_v(terms, tile, c, form)
-            atom_moment = bars.moment + tile.atom * 3 * columns + c
-            h_bar_x += tl.sum(e_and_v * tl.load(atom_moment, c_mask, 0.0)[None, :], 1)
-            h_bar_y += tl.sum(e_and_v * tl.load(atom_moment + columns, c_mask, 0.0)[None, :], 1)
-            h_bar_z += tl.sum(e_and_v * tl.load(atom_moment + 2 * columns, c_mask, 0.0)[None, :], 1)
-            spread = _spread_moment(bars.moment, terms.h, tile, c, form)
-            _add_spread(out, spread, tile, c, form)
-        tl.store(out.h + tile.edge * 3, h_bar_x, tile.mask)
-        tl.store(out.h + tile.edge * 3 + 1, h_bar_y, tile.mask)
-        tl.store(out.h + tile.edge * 3 + 2, h_bar_z, tile.mask)
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def tangent_kernel(
-    out,  # OutputParts, written
-    neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
-    weight,  # (E, Y)
-    terms,  # EdgeTerms
-    dots,  # EdgeTerms: tangents
-    n_atoms,
-    n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Pass 3: the tangents of m, y[M:] and H.
-
-    ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ = Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]), one part for
-    each tile.
-    """
-    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
-        for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            e_dot = _load_e(dots.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
-            z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
-            y, slope, _ = curve(z, kind, curve_constants)
-            y_dot = slope * z_dot
-            w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
-            message_dot = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
-            _store_row(out.message, message_dot, _row(tile, tiles), chunk.c, form.M)
-            _store_update(out.update, y_dot, tile, chunk, form)
-        for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            zero_row = tl.zeros([form.chunk_columns], tl.float32)
-            zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-            _store_row(out.message, zero_row, _row(tile, tiles), chunk.c, form.M)
-            _store_update(out.update, zeros, tile, chunk, form)
-    _write_moment_parts(out.moment, terms, dots, tiles, with_tangent=True, form=form)
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def gradient_kernel(
+def pull_kernel(
     out,  # GradientParts, written
-    hats,  # EdgeCotangents of pass 4
-    bars,  # EdgeCotangents of pass 2; read only with forces, as are dots
+    hats,  # EdgeCotangents of this pass: in pass 2 bars, and all hats below are bars
+    bars,  # EdgeCotangents of pass 2; None in pass 2, and without forces
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
     weight,  # (E, Y)
     terms,  # EdgeTerms
-    dots,  # EdgeTerms: tangents
+    dots,  # EdgeTerms: tangents; None in pass 2, and without forces
     n_atoms,
     n_slots,
     curve_constants: tl.constexpr,
     form,  # Form
     kind: tl.constexpr,
-    with_forces: tl.constexpr,
 ) -> None:
-    """Pass 4: the gradients of e, p, the table and W; w and h get none.
+    """Write the gradients of e, p, the table and W (pass 4), or the adjoints of the terms (pass 2).
 
     ŷ = [w·m̂ + ẇ·m̄, ŷ[M:]], ȳ = [w·m̄, ȳ[M:]]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
-    Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge,
+    p̂ = Σ_j ẑ, q̂ = ẑ for each edge, Ŵ = Σ_edges (eᵀẑ + ėᵀz̄),
     [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge.
-    Without forces, terms with bars and dots are absent.
+    Without bars and dots their terms are 0. Pass 2 writes no Ŵ, but ŵ = y[:M]·m̂ and
+    ĥ_a = [e, v]·Ĥ_a.
     """
     tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
     for chunk_number in range(form.n_chunks):
         chunk = _load_chunk(weight, chunk_number, form)
-        weight_hat = tl.zeros_like(chunk.weight)
+        if out.weight is not None:
+            weight_hat = tl.zeros_like(chunk.weight)
+        if out.w is not None:
+            w_hat_chunk = out.w + chunk_number * n_atoms * n_slots
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
             tile = _find_tile(index, tiles, form)
             e = _load_e(terms.e, tile, form)
             z = _pre_activation(terms, e, tile, chunk, form)
-            _, slope, bend = curve(z, kind, curve_constants)
+            y, slope, bend = curve(z, kind, curve_constants)
+            message_hat = _load_message(hats.message, tile, chunk, form)  # 0 beyond M
+            if out.w is not None:
+                tl.store(w_hat_chunk + tile.edge, tl.sum(y * message_hat, 1), tile.mask)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            message_hat = _load_message(hats.message, tile, chunk, form)
             y_hat = _y_cotangent(message_hat, w, hats.update, tile, chunk, form)
-            if with_forces:
+            if dots is not None:
                 e_dot = _load_e(dots.e, tile, form)
                 z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
                 w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
@@ -514,7 +410,8 @@ def gradient_kernel(
                 weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=form.precision)
             else:
                 z_hat = slope * y_hat
-            weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
+            if out.weight is not None:
+                weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
             _store_row(out.p, tl.sum(z_hat, 0), _row(tile, tiles), chunk.c, form.Y)
             _store_q(out.table, z_hat, tile, chunk, form)
             e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
@@ -524,22 +421,21 @@ def gradient_kernel(
             zero_row = tl.zeros([form.chunk_columns], tl.float32)
             _store_row(out.p, zero_row, _row(tile, tiles), chunk.c, form.Y)
             _store_zero_e(out.e, tile, chunk_number, form)
-        i = tl.arange(0, form.e_width)
-        weight_row = tl.program_id(0) * form.E + i[:, None]
-        weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
-        tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
+            zeros = tl.zeros([form.tile_rows], tl.float32)
+            if out.w is not None:
+                tl.store(w_hat_chunk + tile.edge, zeros, tile.mask)
+            if out.h is not None:
+                for a in tl.static_range(3):  # each chunk repeats this
+                    tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
+        if out.weight is not None:
+            i = tl.arange(0, form.e_width)
+            weight_row = tl.program_id(0) * form.E + i[:, None]
+            weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
+            tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
         # The next chunk, and the moments below, add to ê, which other threads of this program have
         # written.
         tl.debug_barrier()
-    columns: tl.constexpr = form.E + form.V
-    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _find_tile(index, tiles, form)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            spread = _spread_moment(hats.moment, terms.h, tile, c, form)
-            if with_forces:
-                spread += _spread_moment(bars.moment, dots.h, tile, c, form)
-            _add_spread(out, spread, tile, c, form)
+    _pull_moments(out, hats, bars, terms, dots, tiles, form)
 
 
 # ----- tiles and chunks --------------------------------------------------------------------------
@@ -711,34 +607,59 @@ def _store_row(parts, value, row, c, columns):
 
 
 @triton.jit
-def _write_moment_parts(moment_parts, terms, dots, tiles, with_tangent: tl.constexpr, form):
-    """Write Σ_j h ⊗ [e, v] over each tile, or its tangent Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
-
-    `moment_parts` is (tiles, atoms, 3, E + V).
-    """
+def _push_moments(moment_parts, terms, dots, tiles, form):
+    """Write H of each tile, or its tangent, to `moment_parts` (tiles, atoms, 3, E + V)."""
     columns: tl.constexpr = form.E + form.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
         tile = _find_tile(index, tiles, form)
         for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
             c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
             e_and_v = _load_e_and_v(terms, tile, c, form)
-            if with_tangent:
+            if dots is not None:
                 e_and_v_dot = _load_e_and_v(dots, tile, c, form)
             for a in tl.static_range(3):
                 h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
-                if with_tangent:
-                    h_a_dot = tl.load(dots.h + tile.edge * 3 + a, tile.mask, 0.0)
-                    total = tl.sum(h_a_dot[:, None] * e_and_v, 0)
-                    total += tl.sum(h_a[:, None] * e_and_v_dot, 0)
+                if dots is None:
+                    moment = tl.sum(h_a[:, None] * e_and_v, 0)
                 else:
-                    total = tl.sum(h_a[:, None] * e_and_v, 0)
-                _store_row(moment_parts, total, _row(tile, tiles) * 3 + a, c, columns)
+                    h_a_dot = tl.load(dots.h + tile.edge * 3 + a, tile.mask, 0.0)
+                    moment = tl.sum(h_a_dot[:, None] * e_and_v, 0)
+                    moment += tl.sum(h_a[:, None] * e_and_v_dot, 0)
+                _store_row(moment_parts, moment, _row(tile, tiles) * 3 + a, c, columns)
     for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
         tile = _find_tile(index, tiles, form)
         for start in range(0, 3 * columns, form.chunk_columns):
             c = start + tl.arange(0, form.chunk_columns)
             zero_row = tl.zeros([form.chunk_columns], tl.float32)
             _store_row(moment_parts, zero_row, _row(tile, tiles), c, 3 * columns)
+
+
+@triton.jit
+def _pull_moments(out, hats, bars, terms, dots, tiles, form):
+    """Add what moments contribute to ê, and write v̂ for each edge and, in pass 2, ĥ."""
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
+        tile = _find_tile(index, tiles, form)
+        # Three variables, because Triton cannot add to a column of a tensor.
+        h_hat_x = tl.zeros([form.tile_rows], tl.float32)
+        h_hat_y = tl.zeros([form.tile_rows], tl.float32)
+        h_hat_z = tl.zeros([form.tile_rows], tl.float32)
+        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            if out.h is not None:
+                e_and_v = _load_e_and_v(terms, tile, c, form)
+                at = hats.moment + tile.atom * 3 * columns + c
+                h_hat_x += tl.sum(e_and_v * tl.load(at, c < columns, 0.0)[None, :], 1)
+                h_hat_y += tl.sum(e_and_v * tl.load(at + columns, c < columns, 0.0)[None, :], 1)
+                h_hat_z += tl.sum(e_and_v * tl.load(at + 2 * columns, c < columns, 0.0)[None, :], 1)
+            spread = _spread_moment(hats.moment, terms.h, tile, c, form)
+            if dots is not None:
+                spread += _spread_moment(bars.moment, dots.h, tile, c, form)
+            _add_spread(out, spread, tile, c, form)
+        if out.h is not None:
+            tl.store(out.h + tile.edge * 3, h_hat_x, tile.mask)
+            tl.store(out.h + tile.edge * 3 + 1, h_hat_y, tile.mask)
+            tl.store(out.h + tile.edge * 3 + 2, h_hat_z, tile.mask)
 
 
 @triton.jit
