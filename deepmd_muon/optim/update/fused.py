@@ -1,11 +1,10 @@
 """The fused Muon route: one kernel each for the momenta, the damping and the updates of a wave.
 
 `deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the
-device, buffers, and for small models a CUDA graph of all launches, orthogonalization included, are
-created once and reused while the addresses of the parameters stay the same. A step then checks the
-addresses and replays the graph. New addresses of gradients, as after
-``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one
-launch; neither synchronizes.
+device, buffers, and a CUDA graph of all launches, orthogonalization included, are created once and
+reused while the addresses of the parameters stay the same. A step then checks the addresses and
+replays the graph. New addresses of gradients, as after ``zero_grad(set_to_none=True)``, take one
+small copy from pinned memory, and a new learning rate one launch; neither synchronizes.
 
 A step: `advance` writes the directions of all blocks, blocks of one shape (a *group*) next to each
 other; each group is orthogonalized; `combine` writes the blocks' factors; `apply` updates the

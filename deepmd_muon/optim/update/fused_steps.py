@@ -161,8 +161,8 @@ def _most_recorded(device: torch.device) -> int:
     """Return how many elements may be recorded, with a small part of the device's memory."""
     if device.type != "cuda":
         return 0
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return int(_RECORDED_SHARE * memory) // _BYTES_PER_ELEMENT
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(free, _RECORDED_SHARE * total)) // _BYTES_PER_ELEMENT
 
 
 @functools.lru_cache(maxsize=256)
