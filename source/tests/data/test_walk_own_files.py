@@ -8,7 +8,9 @@ import vasp_files
 from ase import Atoms, units
 from ase.build import bulk
 from ase.calculators.emt import EMT
-from ase.io import write
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.db import connect
+from ase.io import read, write
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
@@ -122,13 +124,26 @@ def mace(folder):
     return energies, ["--frame-parameters", "total_charge"]
 
 
-@pytest.mark.parametrize("write_files", [vasp5, vasp6, cp2k, cp2k_npt, mace])
+def database(folder):
+    """Write the same clusters into a database of ASE, charges as key-value pairs of rows."""
+    energies, options = mace(folder)
+    frames = read(folder / "all.xyz", index=":")
+    (folder / "all.xyz").unlink()
+    with connect(folder / "all.db") as rows:
+        for atoms, energy in zip(frames, energies, strict=True):
+            forces = atoms.arrays["REF_forces"]
+            atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=forces)
+            rows.write(atoms, total_charge=atoms.info["total_charge"])
+    return energies, options
+
+
+@pytest.mark.parametrize("write_files", [vasp5, vasp6, cp2k, cp2k_npt, mace, database])
 def test_from_files_of_a_program_to_a_report(tmp_path, monkeypatch, capsys, write_files):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DEVICE", "cpu")
     monkeypatch.delenv("DP_BACKEND", raising=False)
     energies, options = write_files(Path("run"))
-    data = "run/all.xyz" if write_files is mace else "run"
+    data = str(next(Path("run").glob("all.*"), "run"))
     words = ["--rcut", "4.0", "--steps", "40", "--models", "2"]
     assert main(["init", data, *words, *options]) == 0
     split = open_systems(["split/train", "split/valid"])
