@@ -35,7 +35,7 @@ from deepmd_muon.optim.update.muon import muon_
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
 # Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python they
-# would wait for the host: a launch takes about 0.1 ms.
+# wait for the host: 11 ms instead of 1 for 30 million weights (H200).
 _RECORDED_SHARE = 1 / 64
 _BYTES_PER_ELEMENT = 27  # of a step, see `arguments.workspace`
 # Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
