@@ -72,7 +72,6 @@ UPDATE = tuple(
 LAUNCHES = {
     "whole": [(46, 128, 128), (64, 64, 64), (133, 16, 16)],
     "strips": [(6, 64, 320), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
-    "tiles": [(1, 512, 512), (1, 768, 768)],
 }
 Row = tuple[object, ...]
 HEAD = ("shape", "kernel", "configuration", "microseconds", "TFLOP/s", "chosen")

@@ -261,7 +261,6 @@ def check(name: str, device: torch.device) -> None:
     shapes = {
         "whole": [(24, 40)],
         "strips": [(100, 400)],
-        "tiles": [(270, 290)],
         "symmetric": [(150, 170), (128, 256)],
     }
     coefficients = coefficients_of("8+2")
