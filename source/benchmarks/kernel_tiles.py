@@ -165,7 +165,6 @@ def updated(
         "current": tiled(x, DEPTH, tile.columns),
         "present": tiles(master if wide else x),
         "factors": weights,  # not read
-        "source": None,
         "master": tiles(master),
         "following": tiles(torch.empty_like(x)),
         "table": torch.empty(1, dtype=torch.int64, device="cuda"),  # not read
@@ -180,7 +179,6 @@ def updated(
         "WRITE": NEXT.value,
         "KEEP": wide,
         "CHUNK": 0,
-        "PREFETCH": False,
         "T": tile.rows,
         "N": tile.columns,
         "K": DEPTH,
