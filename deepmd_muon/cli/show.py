@@ -24,14 +24,21 @@ HELP = (
 )
 
 
-_TOPICS = ("routing", "plan", "lcurve", "weights", "kernels")
+# Topics, and the files that they take.
+_TOPICS = {
+    "routing": "input.json or model.ckpt.pt",
+    "plan": "input.json",
+    "lcurve": "lcurve.out",
+    "weights": "model.ckpt.pt",
+    "kernels": "no file",
+}
 _PICTURES = {"lcurve": "lcurve.png", "weights": "weights.png"}  # without -o
 
 
 class _TopicAction(argparse.Action):
-    """Takes the topic; of all topics, kernels alone takes no file."""
+    """Takes the topic, and fits the argument FILE to it: of all topics, kernels alone takes none."""
 
-    file: argparse.Action  # the argument FILE
+    file: argparse.Action
 
     def __call__(
         self,
@@ -42,6 +49,7 @@ class _TopicAction(argparse.Action):
     ) -> None:
         """Note the topic."""
         namespace.topic = values
+        self.file.metavar = _TOPICS.get(values, "FILE")
         if values == "kernels":
             # With '*' from the start, Python 3.11 would take no file that follows an option.
             self.file.nargs = "*"
@@ -154,7 +162,7 @@ def _run_attributes(options: argparse.Namespace) -> int:
         advice = choices(unknown[0], ATTRIBUTES)
         raise CommandError(f"a model has no attribute {unknown[0]!r}; {advice}")
     if unknown:
-        advice = choices(options.topic, _TOPICS)
+        advice = choices(options.topic, tuple(_TOPICS))
         raise CommandError(f"there is no topic {options.topic!r}; {advice}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
 

@@ -34,7 +34,7 @@ class Arguments(GroupArguments):
         minimum=1,
         doc=(
             "Bound on the parameter elements of a wave; a larger parameter forms its own wave. "
-            "Besides the state, a step needs 20 to 24 bytes for each of these elements (float32), "
+            "Besides the state, a step needs 19 to 24 bytes for each of these elements (float32), "
             "on a GPU up to 27; there, two waves of more than 4 Mi elements may be in flight."
         ),
     )

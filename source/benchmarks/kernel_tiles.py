@@ -72,7 +72,6 @@ UPDATE = tuple(
 LAUNCHES = {
     "whole": [(46, 128, 128), (64, 64, 64), (133, 16, 16)],
     "strips": [(6, 64, 320), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
-    "tiles": [(1, 512, 512), (1, 768, 768)],
 }
 Row = tuple[object, ...]
 HEAD = ("shape", "kernel", "configuration", "microseconds", "TFLOP/s", "chosen")
@@ -166,7 +165,6 @@ def updated(
         "current": tiled(x, DEPTH, tile.columns),
         "present": tiles(master if wide else x),
         "factors": weights,  # not read
-        "source": None,
         "master": tiles(master),
         "following": tiles(torch.empty_like(x)),
         "table": torch.empty(1, dtype=torch.int64, device="cuda"),  # not read
@@ -181,7 +179,6 @@ def updated(
         "WRITE": NEXT.value,
         "KEEP": wide,
         "CHUNK": 0,
-        "PREFETCH": False,
         "T": tile.rows,
         "N": tile.columns,
         "K": DEPTH,

@@ -13,7 +13,7 @@ from deepmd_muon.data.stores.dpdata_reading import read_dpdata
 from deepmd_muon.data.stores.foreign import read_foreign
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.npy_store import refuse_unlisted
-from deepmd_muon.data.stores.programs import recognize
+from deepmd_muon.data.stores.programs import COMPRESSED, recognize
 from deepmd_muon.files import real_folders
 from deepmd_muon.label_keys import Reading
 
@@ -30,9 +30,9 @@ def read_other(path: str, reading: Reading) -> list[MemoryStore]:
 def read_runs(folder: str, reading: Reading) -> list[MemoryStore]:
     """Read the outputs of programs at and below a folder; return nothing if it holds none.
 
-    VASP writes each step into vasprun.xml and OUTCAR: the second is read if the first cannot be.
-    CP2K's trajectory is read instead of the output next to it, if it has forces. An output that
-    cannot be read is left out with a warning.
+    VASP writes each step into vasprun.xml and OUTCAR: the second is read if the first cannot be. A
+    file and its compressed copy count once. CP2K's trajectory is read instead of the output next to
+    it, if it has forces. An output that cannot be read is left out with a warning.
 
     Raises
     ------
@@ -82,7 +82,8 @@ class _Output(NamedTuple):
 def _outputs_below(folder: str) -> Iterator[Sequence[_Output]]:
     """Yield the outputs below a folder; of a run with two that hold the same, both."""
     for place, _, names in real_folders(folder, refuse_unlisted):
-        paths = [os.path.join(place, name) for name in sorted(names)]
+        copies = {name + ending for name in names for ending in COMPRESSED}
+        paths = [os.path.join(place, name) for name in sorted(names) if name not in copies]
         trajectories = [path for path in paths if is_trajectory(path)]
         by_program: dict[str, list[str]] = {}
         for path in paths:

@@ -11,13 +11,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Implementation = Literal["whole", "strips", "tiles", "symmetric", "torch"]
+Implementation = Literal["whole", "strips", "symmetric", "torch"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_STRIPS = 128  # bound on the programs of one matrix
-_TILE = 64
-_MOST_TILES = 100  # with more 64 × 64 tiles, launches of larger products are faster
 
 
 # Shape, strides and dtype of each tensor.
@@ -36,11 +34,6 @@ class MatrixBatch:
     rows: int
     columns: int
     count: int
-
-    @property
-    def tiles(self) -> int:
-        """Number of 64 × 64 tiles in all matrices."""
-        return self.count * -(-self.rows // _TILE) * -(-self.columns // _TILE)
 
 
 def kernels_can_read(dtype: torch.dtype, capability: tuple[int, int], operand: torch.dtype) -> bool:
@@ -76,12 +69,6 @@ TABLE: tuple[Candidate, ...] = (
         "m ≤ 128 and n ≤ 8192; m ≤ 256, n ≤ 4096, ≤ 8192 in all",
         "one cooperative launch, each program keeps 64 or 32 columns in registers",
         _strips,
-    ),
-    Candidate(
-        "tiles",
-        f"m ≤ 1024 and at most {_MOST_TILES} tiles of 64 × 64",
-        "one cooperative launch, programs share the tiles of each product",
-        lambda p: 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES,
     ),
     Candidate(
         "symmetric",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.polar.dispatch import Geometry, geometry_of
-from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
+from deepmd_muon.optim.polar.kernels.shared import strips
 from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.tables import (
@@ -84,10 +84,7 @@ def start_launch(
     if name == "whole":
         small_matrices[(launch.grid,)](**arguments)
         return
-    if name == "tiles":
-        arguments["single"] = torch.empty(launch.single, dtype=torch.float32, device=device)
-    kernel = strips if name == "strips" else tiles
-    kernel[(launch.grid,)](
+    strips[(launch.grid,)](
         programs=launch.programs,
         half=torch.empty(launch.half, dtype=torch.float16, device=device),
         sums=torch.empty(launch.grid, dtype=torch.float64, device=device),
@@ -140,7 +137,6 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
     make = {
         "whole": _whole_launches,
         "strips": _strips_launches,
-        "tiles": _tiles_launches,
         "symmetric": _launches_by_shape,
     }[name]
     return LaunchSet(name, make(locations, device), out_size, out_places)
@@ -231,11 +227,6 @@ def _smallest_tile(location: MatrixLocation) -> int:
 # ----- launches whose programs share matrices ----------------------------------------------------
 
 _HEIGHTS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
-_TILE = 64  # sizes are padded to multiples of it
-# Programs that fit on one multiprocessor, limited by registers: of 256 threads, and of 128, with
-# 255 registers each.
-_STRIPS_PER_MULTIPROCESSOR = 1
-_TILES_PER_MULTIPROCESSOR = 2
 
 
 class _Shared(NamedTuple):
@@ -243,9 +234,8 @@ class _Shared(NamedTuple):
 
     location: MatrixLocation
     programs: int
-    half: int  # elements of its workspaces
-    single: int = 0
-    kind: int = 0  # number in _HEIGHTS, of strips
+    half: int  # elements of its workspace
+    kind: int  # number in _HEIGHTS
 
 
 def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
@@ -253,7 +243,7 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
 
     Narrow strips if all their programs run at once.
     """
-    capacity = _STRIPS_PER_MULTIPROCESSOR * multiprocessors(device)
+    capacity = multiprocessors(device)  # 256 threads with 255 registers each fill one
     if device.type == "cuda":
         widths: tuple[int, ...] = (32, 64)
     else:
@@ -316,56 +306,6 @@ def _with_helpers(matrices: Sequence[_Shared], capacity: int) -> list[_Shared]:
     ]
 
 
-def _tiles_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Give each program the fewest tiles with which all matrices run at once.
-
-    Use small tiles if they fit.
-    """
-    sizes = [
-        (_round_up(location.rows, _TILE), _round_up(location.columns, _TILE))
-        for location in locations
-    ]
-    capacity = _TILES_PER_MULTIPROCESSOR * multiprocessors(device)
-    for tile, symmetric in ((32, 32), (64, 32), (64, 64)):
-        n_tiles = [_most_tiles(m, n, tile, symmetric) for m, n in sizes]
-        if sum(n_tiles) <= (capacity // 2 if tile == 32 else capacity):
-            break
-    # Tiles that a program takes one after another.
-    in_turn = max(
-        -(-sum(n_tiles) // capacity),
-        max(-(-count // int(MAX_PROGRAMS.value)) for count in n_tiles),
-    )
-    while sum(-(-count // in_turn) for count in n_tiles) > max(capacity, len(n_tiles)):
-        in_turn += 1
-    matrices = [
-        _Shared(
-            location=location,
-            # Triton's interpreter runs programs one after the other, without barriers.
-            programs=-(-count // in_turn) if device.type == "cuda" else 1,
-            single=m * n,
-            half=2 * (m * n + m * m),  # X twice, R and its polynomial
-        )
-        for location, (m, n), count in zip(locations, sizes, n_tiles, strict=True)
-    ]
-    constants = {
-        "T": tile,
-        "G": symmetric,
-        "K": _TILE,
-        "num_warps": 4,
-        "num_stages": 4,
-    }
-    return [
-        _cooperative(members, constants, device)
-        for members in _split_into_launches(matrices, capacity)
-    ]
-
-
-def _most_tiles(m: int, n: int, tile: int, symmetric: int) -> int:
-    """Return the tiles of X, or of half of X Xᵀ if these are more."""
-    side = m // symmetric
-    return max(m * n // tile**2, side * (side + 1) // 2)
-
-
 def _split_into_launches(matrices: Sequence[_Shared], capacity: int) -> list[list[_Shared]]:
     """Distribute matrices over launches whose programs all run at once."""
     launches: list[list[_Shared]] = []
@@ -385,12 +325,10 @@ def _cooperative(
     """Create a launch whose programs share matrices."""
     table = []
     programs = []
-    single = 0
     half = 0
     for i, matrix in enumerate(matrices):
-        table.append(matrix.location.row(matrix.kind, single, half))
+        table.append(matrix.location.row(matrix.kind, half))
         programs += [(i, rank, matrix.programs) for rank in range(matrix.programs)]
-        single += matrix.single
         half += matrix.half
     return Launch(
         grid=len(programs),
@@ -398,6 +336,5 @@ def _cooperative(
         table=torch.tensor(table, dtype=torch.int64, device=device),
         programs=torch.tensor(programs, dtype=torch.int32, device=device),
         constants=constants,
-        single=max(single, 1),
         half=half,
     )

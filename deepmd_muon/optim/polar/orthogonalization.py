@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -123,15 +123,14 @@ def orthogonalize_matrices(
     precision: Precision = "auto",
     *,
     gram: bool = True,
-    flash: bool | Collection[str] = True,
+    flash: bool = True,
 ) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of different shapes on one device together.
 
     They are not changed.
 
-    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels, or which
-    implementations of `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or
-    float64 for precision 'float64'.
+    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels. The polar
+    factors are in the iterate's dtype: float32, or float64 for precision 'float64'.
     """
     if not matrices:
         return []
@@ -141,14 +140,9 @@ def orthogonalize_matrices(
         operand = torch.float16 if on_gpu else torch.float32
     else:
         operand = getattr(torch, precision)
-    allowed: Collection[str]
-    if isinstance(flash, bool):
-        allowed = IMPLEMENTATIONS if flash else ()
-    else:
-        allowed = flash
     results: list[Tensor | None] = [None] * len(matrices)
-    if allowed and _kernels_available() and on_gpu:
-        results = _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
+    if flash and _kernels_available() and on_gpu:
+        results = _orthogonalize_with_kernels(matrices, coefficients, operand)
     missing = [i for i, result in enumerate(results) if result is None]
     if missing:
         torch_results = orthogonalize_with_torch(
@@ -169,14 +163,11 @@ def _kernels_available() -> bool:
 
 
 def _orthogonalize_with_kernels(
-    matrices: Sequence[Tensor],
-    coefficients: Coefficients,
-    operand: torch.dtype,
-    allowed: Collection[str],
+    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype
 ) -> list[Tensor | None]:
     """Return float32 results (b, m, n) of batches that a kernel takes; None for all others."""
     results: list[Tensor | None] = [None] * len(matrices)
-    usable = tuple(name for name in allowed if name not in dispatch.FAILED)
+    usable = tuple(name for name in IMPLEMENTATIONS if name not in dispatch.FAILED)
     capability = torch.cuda.get_device_capability(matrices[0].device)
     names = choose_all(geometry_of(matrices), capability, operand, usable)
     for name in dict.fromkeys(names):
@@ -185,7 +176,7 @@ def _orthogonalize_with_kernels(
         members = [i for i, its_name in enumerate(names) if its_name == name]
         polar = try_kernels(name, [matrices[i] for i in members], coefficients)
         if polar is None:  # it has just been disabled: choose again
-            return _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
+            return _orthogonalize_with_kernels(matrices, coefficients, operand)
         for i, x in zip(members, polar, strict=True):
             results[i] = x
             dispatch.COUNTS[name, min(x.shape[1:]), max(x.shape[1:])] += x.shape[0]
@@ -261,7 +252,6 @@ def check(name: str, device: torch.device) -> None:
     shapes = {
         "whole": [(24, 40)],
         "strips": [(100, 400)],
-        "tiles": [(270, 290)],
         "symmetric": [(150, 170), (128, 256)],
     }
     coefficients = coefficients_of("8+2")

@@ -319,11 +319,6 @@ class _Iteration:
             for k, product in enumerate(products)
             if product.target == "X"
         }
-        # The prefetch computes addresses in 32 bits and needs whole tiles. Triton's interpreter has
-        # no inline assembly.
-        whole_tiles = self.order == self.rows and self.width == self.columns
-        self.prefetch = out.is_cuda and whole_tiles and self.rows * self.columns < 2**31
-
         self.spans = spans if len(spans) <= _MOST_SPANS else ()
         self.has_master = amplification(products) > _MASTER_LIFT
         self.inputs = self._inputs_in_tiles(inputs.tensors) if self.has_master else []
@@ -564,7 +559,6 @@ class _Iteration:
                 current=self.current.update_factor,
                 present=launch.read.descriptor,
                 factors=self.factors,
-                source=launch.read.descriptor.base if self.inputs else None,
                 master=launch.write.descriptor,
                 following=self.following.tiles,
                 table=self.table,
@@ -579,7 +573,6 @@ class _Iteration:
                 WRITE=launch.write.way,
                 KEEP=keep,
                 CHUNK=_EXACT_CHUNK if exact else 0,
-                PREFETCH=self.prefetch,
                 T=tile.rows,
                 N=tile.columns,
                 K=DEPTH,

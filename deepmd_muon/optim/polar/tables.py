@@ -96,10 +96,10 @@ class MatrixLocation:
     out_row: int
     out_column: int
 
-    def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
+    def row(self, tile: int = 0, half: int = 0) -> list[int]:
         """Return the table row that the kernels read, in the order of the constants in `whole`.
 
-        `single` and `half` are offsets in the workspaces of matrices that several programs share.
+        `half` is the offset in the fp16 workspace of matrices that several programs share.
         """
         return [
             tile,
@@ -112,7 +112,6 @@ class MatrixLocation:
             self.out,
             self.out_row,
             self.out_column,
-            single,
             half,
         ]
 
@@ -156,8 +155,8 @@ class Launch:
         (grid, 3); None if each matrix has one program.
     constants
         Arguments for which the kernel is compiled.
-    single, half
-        Elements of the workspaces in fp32 and in fp16.
+    half
+        Elements of the workspace in fp16.
     shapes
         The sizes of equal matrices, for `symmetric_launch` only.
     """
@@ -167,7 +166,6 @@ class Launch:
     grid: int = 0
     programs: Tensor | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-    single: int = 0
     half: int = 0
     shapes: EqualShapes | None = None
 

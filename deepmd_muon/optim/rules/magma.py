@@ -161,15 +161,15 @@ def row_sums(momentum: Tensor, gradient: Tensor, at_a_time: int) -> Tensor:
     1 unless the dtype is float64, whose squares can overflow.
     """
     n_rows = max(1, at_a_time // max(1, momentum.shape[1]))
-    parts = []
+    sums_of_rows = []
     for m, g in zip(momentum.split(n_rows), gradient.split(n_rows), strict=True):
         s = _scales(m)
         t = _scales(g)
         columns = zip(m.split(at_a_time, 1), g.split(at_a_time, 1), strict=True)
         sums = [_sums(x, y, s, t) for x, y in columns]
         of_rows = torch.stack(sums).sum(dim=0) if len(sums) > 1 else sums[0]
-        parts.append(torch.cat([s, t, of_rows], dim=1))
-    return _cat(parts)
+        sums_of_rows.append(torch.cat([s, t, of_rows], dim=1))
+    return _cat(sums_of_rows)
 
 
 def _sums(m: Tensor, g: Tensor, s: Tensor, t: Tensor) -> Tensor:

@@ -242,11 +242,11 @@ def _sources(params: Sequence[Tensor], shardings: Sequence[StateSharding]) -> tu
     numbers = _views(torch.arange(end, device="cpu"), [p.shape for p in params], _ALIGNMENT)
     by_rank = []
     for rank in range(len(shardings[0].layout.ranks)):
-        parts = []
+        numbers_of_rank = []
         for x, sharding in zip(numbers, shardings, strict=True):
             start, length = sharding.intervals(x.shape)[rank]
-            parts.append(x.narrow(sharding.dim, start, length).reshape(-1))
-        by_rank.append(torch.cat(parts))
+            numbers_of_rank.append(x.narrow(sharding.dim, start, length).reshape(-1))
+        by_rank.append(torch.cat(numbers_of_rank))
     longest = max(map(len, by_rank))
     source = torch.zeros(end, dtype=torch.int64, device="cpu")
     for number, elements in enumerate(by_rank):

@@ -64,7 +64,7 @@ FUSED_COVERAGE = Coverage(
 )
 # Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes
 # compiles it.
-_BY_CLASS = ("whole", "strips", "tiles")
+_BY_CLASS = ("whole", "strips")
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
 

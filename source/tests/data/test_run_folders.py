@@ -1,5 +1,6 @@
 """Folders of calculations as they are: VASP's two outputs, CP2K's trajectories, several runs."""
 
+import gzip
 import logging
 
 import numpy as np
@@ -105,12 +106,15 @@ def test_a_run_of_vasp_is_read_once(tmp_path):
     (tmp_path / "OUTCAR").write_text(vasp_files.outcar(STEPS))
     (tmp_path / "vasprun.xml").write_text(vasp_files.vasprun(STEPS))
     (tmp_path / "INCAR").write_text("ENCUT = 400\n")
+    compressed = gzip.compress((tmp_path / "vasprun.xml").read_bytes())
+    (tmp_path / "vasprun.xml.gz").write_bytes(compressed)
     (system,) = open_systems(str(tmp_path))
     expected = read(tmp_path / "vasprun.xml", index=":")
     np.testing.assert_allclose(
         system.frames([0, 1]).force, [atoms.get_forces() for atoms in expected]
     )
     # A full disk leaves the beginning of vasprun.xml.
+    (tmp_path / "vasprun.xml.gz").unlink()
     (tmp_path / "vasprun.xml").write_text(vasp_files.vasprun(STEPS)[:200])
     (system,) = open_systems(str(tmp_path))
     assert system.name.endswith("OUTCAR")

@@ -371,7 +371,6 @@ FORCED = tuple(name for name in dispatch.IMPLEMENTATIONS if name != "torch")
 OWN = {
     "whole": (17, 33),
     "strips": (65, 300),
-    "tiles": (200, 170),
     "symmetric": (200, 450),
     "default": (65, 64),
 }
@@ -423,7 +422,6 @@ def of_interpreter() -> Iterator[Case]:
     quality = {
         "whole": [(shape, SPECTRA) for shape in SHAPES if max(shape) <= 65],
         "strips": [((17, 33), SPECTRA), *((shape, LONG) for shape in ((5, 7), (63, 65), (65, 64)))],
-        "tiles": [((5, 7), ("log5",)), ((65, 64), ("rank8", "log8"))],
         "symmetric": [((25, 50), LONG), ((65, 64), ("rank8", "log8")), ((127, 129), ("log5",))],
         "default": [((63, 65), SPECTRA), ((127, 129), ("log5",))],
     }
@@ -433,7 +431,6 @@ def of_interpreter() -> Iterator[Case]:
             *((shape, LONG) for shape in ((16, 16), (25, 50), (127, 129))),
             *((shape, ("log5",)) for shape in ((128, 384), (240, 240), (241, 1607))),
         ],
-        "tiles": [(shape, ("log5",)) for shape in ((127, 129), (240, 240))],
         "symmetric": [
             *(((16, 16), LONG), ((25, 50), SPECTRA)),
             *((shape, ("log5",)) for shape in ((128, 384), (241, 1607))),
@@ -446,7 +443,6 @@ def of_interpreter() -> Iterator[Case]:
     whole = [(1, 1), (1, 8), (2, 1), (17, 33), (65, 64), (5, 7)]
     small = {
         "strips": [((17, 33), (1, 3))],
-        "tiles": [((5, 7), (1, 3))],
         "symmetric": [((5, 7), (1, 3))],
     }
     some = {
@@ -457,7 +453,7 @@ def of_interpreter() -> Iterator[Case]:
     yield from rows(check_batches, some, **few)
     yield Case(check_batches, "whole", ((5, 7), (133,)), few=True, slow=True)
     for name in FORCED:
-        yield Case(check_views, name, ((6, 9), 1), few=True, slow=name == "tiles")
+        yield Case(check_views, name, ((6, 9), 1), **few)
         yield Case(
             check_scales, name, ((6, 9), SCALES if name == "whole" else (1e-30, 2.0**90)), **few
         )
@@ -471,13 +467,11 @@ def of_interpreter() -> Iterator[Case]:
     memory = {
         "whole": [(((2, 5, 7), (1, 9, 4), (1, 1, 8), (1, 64, 65), (1, 60, 250)),)],
         "strips": [(((2, 5, 7), (1, 70, 100)),)],
-        "tiles": [(((1, 70, 20),),)],
         "symmetric": [(((1, 70, 20),),)],
         "default": [(((1, 5, 7), (1, 60, 70), (3, 1, 8)),)],
     }
     slow_memory = {
         "strips": [(((1, 60, 40), (1, 70, 300)),)],
-        "tiles": [(((2, 5, 7), (1, 70, 60)),)],
         "symmetric": [(((1, 5, 7), (1, 70, 60), (1, 20, 150)),)],
         "default": [(((1, 5, 7), (1, 127, 129), (3, 1, 8)),)],
     }

@@ -30,7 +30,7 @@ from kernel_cases import (
 )
 from polar_oracle import error_inside, matrices, noise_fraction
 
-from deepmd_muon.optim.polar import orthogonalize_matrices, symmetric_program
+from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices, symmetric_program
 from deepmd_muon.optim.polar.dispatch import counts
 from deepmd_muon.optim.polar.kernels.symmetric import symmetric_product
 from deepmd_muon.optim.polar.one_launch import launches_for
@@ -146,12 +146,15 @@ def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, t
 
 
 @on_gpu
-def test_every_implementation_is_chosen_and_none_was_switched_off():
+def test_every_implementation_is_chosen_and_none_was_switched_off(monkeypatch):
     before = counts()
+    assert not dispatch.FAILED
     for name, shape in OWN.items():
         x = matrices("gaussian", 2, *shape).cuda()
-        allowed = FORCED if name == "default" else (name,)
-        orthogonalize_matrices([x], "8+2", flash=allowed)
+        others = [other for other in FORCED if name not in (other, "default")]
+        monkeypatch.setattr(dispatch, "FAILED", dict.fromkeys(others, "left out"))
+        orthogonalize_matrices([x], "8+2")
+        assert len(dispatch.FAILED) == len(others)
         if name != "default":
             key = (name, min(shape), max(shape))
             assert counts()[key] == before.get(key, 0) + 2

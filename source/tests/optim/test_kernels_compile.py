@@ -46,13 +46,12 @@ SPILLED = {
     "small_matrices(MASK=32,": 256,
     "strips(MASK=4, WIDE=64,": 24,  # 16 with Triton 3.7
     "strips(MASK=4, WIDE=32,": 16,  # none with Triton 3.6
-    "update(READ=0, WRITE=1, KEEP=False, CHUNK=0, PREFETCH=False, T=128, N=256,": 624,
-    "update(READ=0, WRITE=4, KEEP=False, CHUNK=0, TYPE=fp32, PREFETCH=True, T=128, N=256,": 32,
-    "update(READ=0, WRITE=5, KEEP=False, CHUNK=0, TYPE=fp32, PREFETCH=True, T=128, N=256,": 48,
-    "update(READ=0, WRITE=0, KEEP=True, CHUNK=1024, PREFETCH=True, T=128, N=256,": 64,
-    "update(READ=0, WRITE=0, KEEP=True, CHUNK=1024, PREFETCH=False, T=128, N=256,": 64,
-    "update(READ=1, WRITE=0, KEEP=True, CHUNK=1024, PREFETCH=True, T=128, N=256,": 96,
-    "update(READ=2, WRITE=0, KEEP=True, CHUNK=1024, PREFETCH=True, T=128, N=256,": 96,
+    "update(READ=0, WRITE=1, KEEP=False, CHUNK=0, T=128, N=256,": 624,
+    "update(READ=0, WRITE=4, KEEP=False, CHUNK=0, TYPE=fp32, T=128, N=256,": 32,
+    "update(READ=0, WRITE=5, KEEP=False, CHUNK=0, TYPE=fp32, T=128, N=256,": 48,
+    "update(READ=0, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 64,
+    "update(READ=1, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 96,
+    "update(READ=2, WRITE=0, KEEP=True, CHUNK=1024, T=128, N=256,": 96,
 }
 # Shapes and batches that reach every tile of every implementation.
 CASES = {
@@ -66,7 +65,6 @@ CASES = {
         (2, 240, 240),
         (2, 240, 1600),
     ],
-    "tiles": [(1, 240, 240), (1, 500, 700), (1, 1024, 1024)],
     "symmetric": [
         *[(1, 500, 700), (1, 500, 2000), (40, 768, 768), (40, 768, 2048), (40, 2048, 768)],
         *[(1, 8192, 8192), (1, 8191, 8191), (1, 16384, 8192), (3, 2048, 8192), (3, 8192, 2048)],
@@ -77,7 +75,6 @@ CASES = {
 QUICK_CASES = {
     "whole": [(1, 17, 33), (1, 127, 127)],
     "strips": [(1, 20, 400), (2, 240, 1600)],
-    "tiles": [(1, 240, 240)],
 }
 ORTHOGONALIZATION = [
     *QUICK_CASES.items(),
@@ -165,19 +162,6 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
         launch for launch in found if f"WRITE={5 if shape[1] > shape[2] else 4}" in str(launch)
     ]
     check(found, tmp_path, listing)
-
-
-@pytest.mark.parametrize(("columns", "ahead"), [(512, True), (500, False)])
-def test_only_matrices_of_whole_tiles_are_fetched_ahead(columns, ahead):
-    """Rows of 500 columns are read in tiles, too, but lie closer than tiles do."""
-    with recorded_launches() as found:
-        run_kernels(
-            "symmetric", [torch.empty(1, 256, columns)], SCHEDULES["polar-express-5"].coefficients
-        )
-    updates = [launch for launch in found if launch.kernel.__name__ == "update"]
-    assert [launch for launch in updates if "READ=1" in str(launch)]
-    assert {f"PREFETCH={ahead}" in str(launch) for launch in updates} == {True}
-    forget_workspaces()
 
 
 def test_kernels_are_compiled_ahead_of_the_launches_that_need_them(monkeypatch):

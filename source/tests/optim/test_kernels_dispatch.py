@@ -26,14 +26,14 @@ from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, TABLE, MatrixBatch
         (32, 576, 9, "strips"),
         (240, 240, 4, "strips"),
         (240, 1600, 2, "strips"),
-        (512, 512, 1, "tiles"),
+        (512, 512, 1, "symmetric"),
         (1024, 1024, 1, "symmetric"),
         (1024, 4096, 1, "symmetric"),
         (8192, 8192, 1, "symmetric"),
         (768, 2048, 64, "symmetric"),
         (100, 5000, 1, "strips"),
         (240, 1600, 40, "symmetric"),
-        (300, 700, 1, "tiles"),
+        (300, 700, 1, "symmetric"),
         (100, 500_000, 1, "torch"),
     ],
 )
@@ -67,7 +67,7 @@ def test_every_shape_of_the_gates_has_a_kernel_in_any_batch(shape):
 def test_the_choice_can_be_restricted():
     assert choose(MatrixBatch(25, 50, 1), ()) == "torch"
     assert choose(MatrixBatch(240, 240, 1), ("symmetric",)) == "symmetric"
-    assert choose(MatrixBatch(25, 50, 1), ("whole", "tiles")) == "whole"
+    assert choose(MatrixBatch(25, 50, 1), ("whole", "symmetric")) == "whole"
 
 
 def test_the_table_prints_and_ends_with_torch():

@@ -14,6 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.polar import orthogonalize_matrices
+from deepmd_muon.optim.rules import magma
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Let Magma convert pieces that are small next to the workspace, as they are next to the usual one."""
+    monkeypatch.setattr(magma, "_AT_A_TIME_CPU", 2**12)
 
 
 class Allocations(TorchDispatchMode):

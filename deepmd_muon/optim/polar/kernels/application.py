@@ -77,22 +77,3 @@ def apply_tile(
     mask = tl.broadcast_to(tl.load(parameters.numbers + SKIP), o.shape) <= 0
     p_pointers = aligned(tl.load(target), parameters.targets, TYPE) + offsets
     apply_part(p_pointers, o, mask, shrink=shrink, step=step, WIDE=tl.float32)
-
-
-@triton.jit
-def prefetch_lines(pointers, rows, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fetch a tile of fp32 numbers into the L2 cache without waiting.
-
-    The tile starts at (`rows`, `columns`) of a matrix with `stride` columns.
-    """
-    # One address fetches a line of 128 bytes, 32 numbers.
-    row_offsets = (rows + tl.arange(0, ROWS))[:, None] * stride
-    column_offsets = (columns + tl.arange(0, COLUMNS // 32) * 32)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers + (row_offsets + column_offsets)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

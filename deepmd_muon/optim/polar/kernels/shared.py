@@ -2,10 +2,11 @@
 
 The programs of a matrix are its *team*; a program's number in it is its rank. They synchronize by
 barriers in global memory, so all programs of a launch must run at the same time: launches are
-cooperative and never exceed the device. Programs exchange iterates in fp16; the master X is fp32.
+cooperative and never exceed the device. Each program keeps a strip of columns of X in registers, in
+fp32; they exchange iterates in fp16.
 
-`strips` keeps columns of X in registers, `tiles` keeps X in memory. `whole` has the formula of a
-step, `newton_schulz` defines the results; the gates of `kernel_cases` compare them.
+`whole` has the formula of a step, `newton_schulz` defines the results; the gates of `kernel_cases`
+compare them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -24,8 +25,6 @@ from deepmd_muon.optim.polar.kernels.whole import (
     COLUMNS,
     HALF,
     ROW,
-    ROWS,
-    SINGLE,
     TILE,
     load_matrix,
     store_result,
@@ -103,22 +102,16 @@ def inverse_norm(sums, first, count, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def store_symmetric_tiles(
-    target,  # fp16 (tiles · T, tiles · T), written
-    source,  # S, fp16 (tiles · T, depth)
+def store_gram_tiles(
+    target,  # R, fp16 (tiles · T, tiles · T), written
+    source,  # X, fp16 (tiles · T, depth)
     depth,
     tiles,
     team,  # Team
-    b,  # not read without ADD
-    d,
-    ADD: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Write this program's tiles of S Sᵀ, or with ADD of b S + d S Sᵀ, and their mirror images.
-
-    With ADD, S is symmetric.
-    """
+    """Write this program's tiles of X Xᵀ, and their mirror images."""
     order = tiles * T
     t = tl.arange(0, T)
     q = tl.arange(0, K)
@@ -134,174 +127,11 @@ def store_symmetric_tiles(
             rows = tl.load(rows_at + k, mask=mask, other=0.0)
             columns = tl.trans(tl.load(columns_at + k, mask=mask, other=0.0))
             product = tl.dot(rows, columns, product)
-        offset = (i * T + t)[:, None] * order + (j * T + t)[None, :]
-        if ADD:
-            product = b * tl.load(source + offset).to(tl.float32) + d * product
         narrow = product.to(tl.float16)
-        tl.store(target + offset, narrow)
+        tl.store(target + (i * T + t)[:, None] * order + (j * T + t)[None, :], narrow)
         if i != j:
             mirrored = (j * T + t)[:, None] * order + (i * T + t)[None, :]
             tl.store(target + mirrored, tl.trans(narrow))
-
-
-# ----- tiles -------------------------------------------------------------------------------------
-
-
-class Shape(NamedTuple):
-    """A matrix, padded to whole tiles."""
-
-    order: Any
-    width: Any
-    down: Any  # tiles of X in a column
-    along: Any  # and in a row
-
-
-@triton.jit
-def store_squares(row, addresses, sums, team, shape, T: tl.constexpr):
-    """Store the sum of squares of this program's tiles; see `inverse_norm`."""
-    t = tl.arange(0, T)
-    squares = tl.zeros((T, T), tl.float64)
-    for number in range(team.rank, shape.down * shape.along, team.count):
-        r = number % shape.down * T + t
-        c = number // shape.down * T + t
-        x = load_matrix(row, addresses, r, c).to(tl.float64)
-        squares += x * x
-    tl.store(sums + team.rank_0 + team.rank, tl.sum(squares))
-
-
-@triton.jit
-def store_normalized(
-    row,
-    addresses,
-    sums,
-    master,  # fp32 (order, width), written
-    iterate,  # fp16 (order, width), written
-    team,
-    shape,
-    T: tl.constexpr,
-):
-    """Write this program's tiles of X / ‖X‖."""
-    t = tl.arange(0, T)
-    inverse = inverse_norm(sums, team.rank_0, team.count, MAX_PROGRAMS)
-    for number in range(team.rank, shape.down * shape.along, team.count):
-        r = number % shape.down * T + t
-        c = number // shape.down * T + t
-        x = (load_matrix(row, addresses, r, c).to(tl.float64) * inverse).to(tl.float32)
-        offset = r[:, None] * shape.width + c[None, :]
-        tl.store(master + offset, x)
-        tl.store(iterate + offset, x.to(tl.float16))
-
-
-@triton.jit
-def update_tiles(
-    row,
-    out,  # written in the last step
-    a,
-    polynomial,  # P, fp16 (order, order)
-    current,  # fp16 X (order, width)
-    following,  # the next one, written but in the last step
-    master,  # fp32 X (order, width); changed in place
-    team,
-    shape,
-    is_last,
-    T: tl.constexpr,
-    K: tl.constexpr,
-):
-    """Do X ← a X + P X on this program's tiles."""
-    t = tl.arange(0, T)
-    q = tl.arange(0, K)
-    for number in range(team.rank, shape.down * shape.along, team.count):
-        r = number % shape.down * T + t
-        c = number // shape.down * T + t
-        offset = r[:, None] * shape.width + c[None, :]
-        product = tl.zeros((T, T), tl.float32)
-        polynomial_at = polynomial + r[:, None] * shape.order + q[None, :]
-        current_at = current + q[:, None] * shape.width + c[None, :]
-        for p in range(0, shape.order, K):
-            product = tl.dot(
-                tl.load(polynomial_at + p), tl.load(current_at + p * shape.width), product
-            )
-        # Added last: tensor cores truncate partial sums, and a X would lose a bit in each.
-        x = a * tl.load(master + offset) + product
-        if is_last:
-            store_result(row, out, x, r, c)
-        else:
-            tl.store(master + offset, x)
-            tl.store(following + offset, x.to(tl.float16))
-
-
-@triton.jit
-def tiles(
-    programs,  # int32 (programs, 3): matrix, rank and number of programs of that matrix
-    table,  # rows of `whole.ROW`, one per matrix
-    addresses,
-    coefficients,  # fp32 (STEPS, 3)
-    out,
-    single,  # fp32 workspace: X of each matrix
-    half,  # fp16 workspace of each matrix: two copies of X, R, and its polynomial
-    sums,  # float64 (programs,), see `inverse_norm`
-    counters,  # int32 (matrices,), zero
-    T: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """Orthogonalize matrices of any size: a team shares the tiles of X, of X Xᵀ and its polynomial.
-
-    Tiles of X are T × T, the others G × G.
-
-    Sizes are padded to multiples of K, the number of columns per iteration of a product.
-    """
-    row, team = team_of_program(programs, table, counters)
-    order = tl.multiple_of(tl.cdiv(tl.load(row + ROWS), K).to(tl.int32) * K, K)
-    width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), K).to(tl.int32) * K, K)
-    shape = Shape(order=order, width=width, down=order // T, along=width // T)
-    size = tl.multiple_of(order * width, T)
-    master = single + tl.multiple_of(tl.load(row + SINGLE), 64)
-    iterate = half + tl.multiple_of(tl.load(row + HALF), 64)
-    gram = iterate + 2 * size
-    polynomial = gram + tl.multiple_of(order * order, T)
-
-    store_squares(row, addresses, sums, team=team, shape=shape, T=T)
-    barrier(team.counter, team.count)
-    store_normalized(
-        row, addresses, sums, master=master, iterate=iterate, team=team, shape=shape, T=T
-    )
-    barrier(team.counter, 2 * team.count)
-    arrivals = 2 * team.count
-    for k in range(STEPS):
-        a = tl.load(coefficients + 3 * k)
-        b = tl.load(coefficients + 3 * k + 1)
-        d = tl.load(coefficients + 3 * k + 2)
-        # Two copies take turns: tiles of the next X are written while others read the present one.
-        current = iterate + tl.multiple_of((k % 2) * size, T)
-        following = iterate + tl.multiple_of(((k + 1) % 2) * size, T)
-        store_symmetric_tiles(
-            gram, current, depth=width, tiles=order // G, team=team, b=b, d=d, ADD=False, T=G, K=K
-        )
-        barrier(team.counter, arrivals + team.count)
-        store_symmetric_tiles(
-            polynomial, gram, depth=order, tiles=order // G, team=team, b=b, d=d, ADD=True, T=G, K=K
-        )
-        barrier(team.counter, arrivals + 2 * team.count)
-        is_last = k + 1 == STEPS
-        update_tiles(
-            row,
-            out,
-            a,
-            polynomial=polynomial,
-            current=current,
-            following=following,
-            master=master,
-            team=team,
-            shape=shape,
-            is_last=is_last,
-            T=T,
-            K=K,
-        )
-        arrivals += 3 * team.count
-        if not is_last:
-            barrier(team.counter, arrivals)
 
 
 # ----- strips ------------------------------------------------------------------------------------
@@ -348,31 +178,9 @@ def strip(
         barrier(team.counter, arrivals + count)
         # Few programs use large tiles, many use small ones, one each.
         if count < (MP // 32) * (MP // 32 + 1) // 2:
-            store_symmetric_tiles(
-                gram,
-                iterate,
-                depth=width,
-                tiles=MP // 64,
-                team=team,
-                b=0.0,
-                d=1.0,
-                ADD=False,
-                T=64,
-                K=128,
-            )
+            store_gram_tiles(gram, iterate, depth=width, tiles=MP // 64, team=team, T=64, K=128)
         else:
-            store_symmetric_tiles(
-                gram,
-                iterate,
-                depth=width,
-                tiles=MP // 32,
-                team=team,
-                b=0.0,
-                d=1.0,
-                ADD=False,
-                T=32,
-                K=128,
-            )
+            store_gram_tiles(gram, iterate, depth=width, tiles=MP // 32, team=team, T=32, K=128)
         arrivals += 2 * count
         barrier(team.counter, arrivals)
         if has_columns:
@@ -387,14 +195,14 @@ def strip(
 
 @triton.jit
 def strips(
-    programs,
-    table,
+    programs,  # int32 (programs, 3): matrix, rank and number of programs of that matrix
+    table,  # rows of `whole.ROW`, one per matrix
     addresses,
-    coefficients,
+    coefficients,  # fp32 (STEPS, 3)
     out,
     half,  # fp16 workspace of each matrix: X and R
-    sums,
-    counters,
+    sums,  # float64 (programs,), see `inverse_norm`
+    counters,  # int32 (matrices,), zero
     MASK: tl.constexpr,
     WIDE: tl.constexpr,
     STEPS: tl.constexpr,
@@ -404,7 +212,6 @@ def strips(
     MASK has bit i set if some have this height.
 
     A program keeps WIDE columns in its registers, or half as many of the tallest kind (256 rows).
-    The other arguments are those of `tiles`.
     """
     row, team = team_of_program(programs, table, counters)
     height = tl.load(row + TILE)

@@ -34,13 +34,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.application import (
-    TARGET_ROW,
-    ParameterUpdate,
-    aligned,
-    apply_tile,
-    prefetch_lines,
-)
+from deepmd_muon.optim.polar.kernels.application import ParameterUpdate, apply_tile
 from deepmd_muon.optim.polar.kernels.normalized import INPUT, PRESENT, TRANSPOSED_INPUT
 from deepmd_muon.optim.polar.kernels.whole import ROW, store_result
 
@@ -370,7 +364,6 @@ def update(
     current,  # fp16 X in K × N tiles
     present,  # X in T × N/2 tiles: fp32, or the same fp16 X, or in the first step an input
     factors,  # (matrices, 2), which normalise inputs
-    source,  # pointer to the inputs, or None
     master,  # the next X in fp32 or the results, in T × N/2 tiles; N/2 × T if transposed; written
     following,  # the next X in fp16 in T × N/2 tiles, written
     table,  # locations of the results of the last step, if these have any strides
@@ -388,7 +381,6 @@ def update(
     KEEP: tl.constexpr,  # whether the next X is also written in fp32
     CHUNK: tl.constexpr,  # terms that tensor cores accumulate; 0 for all
     TYPE: tl.constexpr,  # dtype of the parameters, or None
-    PREFETCH: tl.constexpr,  # whether to fetch inputs and parameters; needs whole tiles
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -423,31 +415,6 @@ def update(
     i = group * _TOGETHER + number % (_TOGETHER * along) % rows
     j = number % (_TOGETHER * along) // rows
     top = matrix * order
-    if PREFETCH:
-        if READ != PRESENT:
-            start = source + tl.program_id(1).to(tl.int64) * order * width
-            prefetch_tile(
-                start,
-                r=i * T,
-                c=j * N,
-                order=order,
-                width=width,
-                TRANSPOSED=READ == TRANSPOSED_INPUT,
-                T=T,
-                N=N,
-            )
-        if WRITE == APPLIED or WRITE == APPLIED_TRANSPOSED:  # noqa: SIM109
-            p = aligned(tl.load(targets + tl.program_id(1) * TARGET_ROW), targets, TYPE)
-            prefetch_tile(
-                p,
-                r=i * T,
-                c=j * N,
-                order=order,
-                width=width,
-                TRANSPOSED=WRITE == APPLIED_TRANSPOSED,
-                T=T,
-                N=N,
-            )
     product = tl.zeros((T, N), tl.float32)
     if CHUNK > 0:
         for start in range(0, order, CHUNK):
@@ -485,17 +452,6 @@ def update(
             KEEP=KEEP,
             TYPE=TYPE,
         )
-
-
-@triton.jit
-def prefetch_tile(
-    pointers, r, c, order, width, TRANSPOSED: tl.constexpr, T: tl.constexpr, N: tl.constexpr
-):
-    """Fetch a T × N tile of a matrix, or the N × T one of its transpose, into the cache."""
-    if TRANSPOSED:
-        prefetch_lines(pointers, rows=c, stride=order, columns=r, ROWS=N, COLUMNS=T)
-    else:
-        prefetch_lines(pointers, rows=r, stride=width, columns=c, ROWS=T, COLUMNS=N)
 
 
 @triton.jit

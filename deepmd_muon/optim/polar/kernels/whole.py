@@ -23,13 +23,12 @@ import triton.language as tl
 
 # Columns of a table row, int64: the location of a matrix, read with its smaller dimension as rows;
 # `tables.MatrixLocation` explains them.
-ROW = tl.constexpr(12)
+ROW = tl.constexpr(11)
 TILE, TENSOR, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUMN = (
     tl.constexpr(i) for i in range(10)
 )
-# Workspace offsets of a matrix that several programs share, in elements of each precision.
-SINGLE = tl.constexpr(10)
-HALF = tl.constexpr(11)
+# Offset in the fp16 workspace of a matrix that several programs share, in elements.
+HALF = tl.constexpr(10)
 
 # Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it
 # needs.
