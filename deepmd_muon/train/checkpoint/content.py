@@ -179,11 +179,12 @@ class RunState:
 
     def _restore_branches(self, ours: Mapping[str, Any], path: Path) -> None:
         """Restore the order of each branch's data, and the interpolation of its embedding nets."""
-        # By key, then by branch. A single model has its values without the name of a branch.
+        # By key, then by branch. A single model has its values without the name of a branch; its
+        # first checkpoints had no pieces.
         if "tasks" in ours:
             values_of = {key: ours[key] for key in _OF_BRANCH}
         else:
-            values_of = {key: {SINGLE: ours[key]} for key in _OF_BRANCH}
+            values_of = {key: {SINGLE: ours.get(key)} for key in _OF_BRANCH}
         for name, branch in self.branches.items():
             former = branch.continued if branch.continued in values_of["training_data"] else name
             if self.run_input.settings.training.interpolate_embedding:
