@@ -15,6 +15,8 @@ from deepmd_muon.files import open_regular
 
 FORMAT_VERSION = 1
 OWN_KEY = "deepmd_muon"
+#: Ending of checkpoint directories, which earlier versions wrote.
+DIRECTORY_SUFFIX = ".dcp"
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
@@ -40,6 +42,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = checkpoint_path(path)
     if not path.is_file():
+        refuse_directory(path)
         folder = ": it is a folder; give the checkpoint in it" if path.is_dir() else ""
         raise CheckpointError(f"there is no checkpoint {path}{folder}")
     try:
@@ -63,6 +66,23 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     _check_version(content.get(OWN_KEY, {}), path)
     return content
+
+
+def refuse_directory(path: Path) -> None:
+    """Refuse a checkpoint directory of an earlier version; its ending may be omitted.
+
+    Raises
+    ------
+    CheckpointError
+        If `path` names one.
+    """
+    for place in (path, Path(f"{path}{DIRECTORY_SUFFIX}")):
+        if place.suffix == DIRECTORY_SUFFIX and place.is_dir():
+            raise CheckpointError(
+                f"{place} is a checkpoint directory, which revision 3adbaabc (2026-11-27), before "
+                "0.1.0, is the last to read: continue there with training/checkpoint_format "
+                '"file", and take the .pt file that it writes'
+            )
 
 
 def _check_version(own: Any, path: Path) -> None:

@@ -75,12 +75,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compress."""
+    from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX
+
     source, output = _source(options.input), Path(options.output)
     if not source.exists():
         raise CommandError(
             f"there is no file {source}; name a checkpoint or a file of dp freeze with -i"
         )
-    if source.suffix not in (".pt", ".pth") or (
+    if source.suffix not in (".pt", ".pth", DIRECTORY_SUFFIX) or (
         source.suffix == ".pth" and not frozen_here(source)
     ):
         raise HandOver(f"compression of {source}, a model of deepmd-kit's")

@@ -135,8 +135,10 @@ def _hand_over_hosted(
 
 def _checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path means; in the folder of a run, the latest one."""
+    from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX
+
     pointer = path / "checkpoint"
-    if not path.is_dir():
+    if not path.is_dir() or path.suffix == DIRECTORY_SUFFIX:
         return path
     if not pointer.is_file():
         raise CommandError(

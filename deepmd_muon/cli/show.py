@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     if len(options.file) != 1:
         files = ", ".join(options.file) or "none"
         raise CommandError(f"show {options.topic} takes one file; found {files}")
-    from deepmd_muon.checkpoint_file.file import checkpoint_path
+    from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX, checkpoint_path
 
     path = checkpoint_path(options.file[0])
     if path.suffix == ".pth":
@@ -151,7 +151,11 @@ def run(options: argparse.Namespace) -> int:
         print(weights_page(path, Path(picture)))
         print(f"{picture}: drawn")
         return 0
-    print(_checkpoint_routing(path) if path.suffix == ".pt" else _input_routing(path))
+    print(
+        _checkpoint_routing(path)
+        if path.suffix in (".pt", DIRECTORY_SUFFIX)
+        else _input_routing(path)
+    )
     return 0
 
 

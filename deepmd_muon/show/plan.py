@@ -149,9 +149,14 @@ def _with_one_neighbor(settings: ModelSettings) -> ModelSettings:
 def _input_of(path: Path) -> Input:
     """Return the input, from a file or from a checkpoint."""
     from deepmd_muon.argcheck import load, normalize
-    from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
+    from deepmd_muon.checkpoint_file.file import (
+        DIRECTORY_SUFFIX,
+        OWN_KEY,
+        read_checkpoint,
+        understood,
+    )
 
-    if path.suffix != ".pt":
+    if path.suffix not in (".pt", DIRECTORY_SUFFIX):
         return load(path)
     record = read_checkpoint(path).get(OWN_KEY)
     if record is None:

@@ -489,7 +489,7 @@ class Trainer:
         if OWN_KEY in content:  # not deepmd-kit's
             self.checkpoints.adopt(content[OWN_KEY], path)
             for tuning in self._table_tunings:
-                tuning.looked = True
+                tuning.looked = "pieces" in content[OWN_KEY]
         log.info("restarting from %s at step %d", path, self.step)
 
     def _compare_rates(self, train_infos: Mapping[str, Any], path: Path) -> None:

@@ -19,6 +19,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import naming_of, to_deepmd_kit
+from deepmd_muon.model.descriptor.pieces import uniform
 from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.continued_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.optimizer_state import in_deepmd_kits_order, parameter_order
@@ -188,7 +189,9 @@ class RunState:
         for name, branch in self.branches.items():
             former = branch.continued if branch.continued in values_of["training_data"] else name
             if self.run_input.settings.training.interpolate_embedding:
-                branch.model.pieces = tuple(values_of["pieces"].get(former) or ())
+                pieces = values_of["pieces"].get(former) or 0
+                # Until 2026-11-24 pieces had one length, and their number was saved.
+                branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
             loaders = {
                 "training_data": branch.data.training,
                 "validation_data": branch.data.validation,

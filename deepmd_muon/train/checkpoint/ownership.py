@@ -19,9 +19,11 @@ import torch
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import (
+    DIRECTORY_SUFFIX,
     OWN_KEY,
     checkpoint_path,
     read_checkpoint,
+    refuse_directory,
 )
 from deepmd_muon.failures import is_disk_failure
 from deepmd_muon.files import (
@@ -370,10 +372,18 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
     The link names it. A run that was killed between writing a checkpoint and linking it has left a
     later one, which lists the linked one among those before it. A later checkpoint of a run that
     was given up does not.
+
+    Raises
+    ------
+    CheckpointError
+        If the newest is a checkpoint directory of an earlier version.
     """
     prefix = Path(save_ckpt)
     link = Path(f"{prefix}.pt")
     linked = link if link.exists() else None
+    directory = Path(f"{prefix}{DIRECTORY_SUFFIX}")
+    if directory.exists() and (linked is None or _step(directory) > _step(linked)):
+        refuse_directory(directory)
     name = re.compile(rf"{re.escape(prefix.name)}-[0-9]+\.pt")
     files = _files_matching(name, prefix.parent)
     unlinked = [path for path in files if path.is_file() and not path.is_symlink()]

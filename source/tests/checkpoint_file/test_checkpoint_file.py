@@ -221,6 +221,18 @@ def test_the_ending_is_added_only_where_that_helps(tmp_path):
     assert checkpoint_path(tmp_path / "c") == tmp_path / "c"
 
 
+@pytest.mark.parametrize(
+    "name", ["model.ckpt-5.dcp", "model.ckpt-5", "model.ckpt.dcp", "model.ckpt"]
+)
+def test_directories_of_earlier_versions_are_refused_with_the_last_that_reads_them(tmp_path, name):
+    (tmp_path / "model.ckpt-5.dcp").mkdir()
+    (tmp_path / "model.ckpt-5.dcp/.metadata").touch()
+    (tmp_path / "model.ckpt.dcp").symlink_to("model.ckpt-5.dcp")
+    message = refused(tmp_path / name)
+    assert "checkpoint directory" in message
+    assert "3adbaabc" in message
+
+
 @pytest.mark.parametrize("kind", [list, tuple, lambda pair: {"a": pair[0], "b": pair[1]}])
 def test_values_of_exponential_size_are_refused(tmp_path, kind):
     value = kind([1, 2])

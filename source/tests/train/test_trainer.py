@@ -734,6 +734,20 @@ def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load,
     assert_same(ours, load())
 
 
+def test_a_restart_does_not_step_back_over_a_directory_of_earlier_versions(small_input, train):
+    content = small_input(training={"numb_steps": 2})
+    Path("model.ckpt-4.dcp").mkdir()
+    Path("model.ckpt.dcp").symlink_to("model.ckpt-4.dcp")
+    with pytest.raises(CheckpointError, match="3adbaabc"):
+        train(content, restart="auto")
+    assert train(content) == 0
+    with pytest.raises(CheckpointError, match="3adbaabc"):
+        newest_checkpoint("model.ckpt")
+    Path("model.ckpt-2.pt").rename("model.ckpt-4.pt")
+    link("model.ckpt.pt", "model.ckpt-4.pt")
+    assert newest_checkpoint("model.ckpt") == "model.ckpt.pt"
+
+
 def link(name, target):
     Path(name).unlink()
     Path(name).symlink_to(target)
