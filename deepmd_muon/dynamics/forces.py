@@ -1,9 +1,8 @@
-"""One force call for many structures, with checkpoints or frozen files.
+"""One force call for many structures, with checkpoints or frozen files and reused neighbour lists.
 
-`ForceField` divides the structures into blocks that fit into memory. If the device finds neighbours
-itself, a block has a `DeviceCall` with lists that are reused. `ForceField.launch` then evaluates all
-structures without the host, and may be captured in a CUDA graph. Otherwise the host finds the
-neighbours in every call.
+`ForceField` divides the structures into blocks that fit into memory, each with its own lists. If
+the device finds neighbours itself, the lists of a block are a `DeviceCall`. `ForceField.launch`
+then evaluates all structures without the host, and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,16 +11,19 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import Frames
 from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.dynamics.pairs import GhostLists, PairLists
 from deepmd_muon.dynamics.systems import DynamicsError
 from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
+from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn.graphs import GraphMemory
+
+_Lists = PairLists | GhostLists | DeviceCall
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Block:
     """Structures that are evaluated at once."""
 
     rows: slice
-    call: DeviceCall | None  # None if the host has to find the neighbours
+    lists: _Lists
     box: Tensor | None = None  # their cells in the last call
 
 
@@ -64,8 +66,8 @@ class ForceField:
     predictor
         The potential and its device; `Predictor.batch_atoms` atoms are computed at once.
     skin
-        Neighbour lists on a device contain pairs up to the cut-off plus `skin` [Å]. They are
-        rebuilt when an atom has moved by half of it. Results do not depend on it.
+        Neighbour lists contain pairs up to the cut-off plus `skin` [Å]. They are rebuilt when an
+        atom has moved by half of it. Results do not depend on it.
 
     Attributes
     ----------
@@ -104,8 +106,15 @@ class ForceField:
 
     @property
     def lists_built(self) -> int:
-        """Lists of single structures that the device has built since the last `reset`."""
-        return sum(int(call.lists.built.sum()) for _, call in self._device_calls)
+        """Number of neighbour lists of single structures built since the last `reset`."""
+        built = 0
+        for block in self._blocks:
+            lists = block.lists
+            if isinstance(lists, DeviceCall):
+                built += int(lists.lists.built.sum())
+            else:
+                built += lists.reused.built
+        return built
 
     def reset(self) -> None:
         """Forget all neighbour lists."""
@@ -135,7 +144,12 @@ class ForceField:
         for block in self._blocks:
             block_box = None if box is None else block.box
             with _counting_from(block.rows.start):
-                results.append(self._evaluate(block, coord[block.rows], block_box))
+                try:
+                    forces = self._evaluate(block.lists, coord[block.rows], block_box)
+                except DenseError:
+                    block.lists = self._host_lists(atype[block.rows])
+                    forces = self._evaluate(block.lists, coord[block.rows], block_box)
+            results.append(forces)
         return _joined(results)
 
     # ----- calls on the device alone -------------------------------------------------------------
@@ -145,7 +159,7 @@ class ForceField:
 
         The last call must have had these structures, with all lists on the device.
         """
-        on_device = all(block.call is not None for block in self._blocks)
+        on_device = all(isinstance(block.lists, DeviceCall) for block in self._blocks)
         return on_device and (box is None or self._box is box) and self._has_types(atype)
 
     @property
@@ -155,7 +169,11 @@ class ForceField:
 
     @property
     def _device_calls(self) -> list[tuple[slice, DeviceCall]]:
-        return [(block.rows, block.call) for block in self._blocks if block.call is not None]
+        return [
+            (block.rows, block.lists)
+            for block in self._blocks
+            if isinstance(block.lists, DeviceCall)
+        ]
 
     def launch(self, coord: Tensor) -> Forces:
         """Evaluate the structures of the last call at other positions in the same cells.
@@ -226,13 +244,14 @@ class ForceField:
         self._box = None
         for start in range(0, nsystems, count):
             rows = slice(start, min(start + count, nsystems))
-            call = self._device_call(atype[rows].contiguous(), periodic=periodic)
-            self._blocks.append(_Block(rows, call))
+            block_types = atype[rows].contiguous()
+            lists = self._device_call(block_types, periodic=periodic)
+            self._blocks.append(_Block(rows, lists or self._host_lists(block_types)))
         self._atype = atype.clone()
         self._checked_types = None
 
     def _device_call(self, atype: Tensor, *, periodic: bool) -> DeviceCall | None:
-        """Return the call of a block; None if the host has to find the neighbours."""
+        """Return lists on the device; None if the host has to find the neighbours."""
         model = self.predictor.resident
         if model is None or not fits(atype.cpu().numpy()):
             return None
@@ -240,24 +259,50 @@ class ForceField:
             self.memory = GraphMemory()
         return DeviceCall(model, atype, periodic, self.skin, self.memory)
 
+    def _host_lists(self, atype: Tensor) -> PairLists | GhostLists:
+        model = self.predictor.model
+        if isinstance(model, FrozenModel):
+            return GhostLists(model.rcut, atype, self.skin)
+        return PairLists(model, atype, self.skin)
+
     # ----- evaluation ----------------------------------------------------------------------------
 
-    def _evaluate(self, block: _Block, coord: Tensor, box: Tensor | None) -> Forces:
-        if block.call is not None:
-            try:
-                block.call.evaluate(coord, box)
-                return _results_of(block.call).clone()  # the next call overwrites them
-            except DenseError:
-                block.call = None
-        assert self._atype is not None
-        frames = Frames(
-            atype=self._atype[block.rows].cpu().numpy().astype(np.int32),
-            coord=coord.detach().cpu().numpy(),
-            box=None if box is None else box.cpu().numpy(),
+    def _evaluate(self, lists: _Lists, coord: Tensor, box: Tensor | None) -> Forces:
+        if isinstance(lists, DeviceCall):
+            lists.evaluate(coord, box)
+            return _results_of(lists).clone()  # the next call overwrites them
+        model = self.predictor.model
+        if isinstance(lists, GhostLists):
+            assert isinstance(model, FrozenModel)
+            return _evaluate_frozen(model, lists, coord, box)
+        assert isinstance(model, EnergyModel)
+        with torch.no_grad():
+            output = model(lists.structures(coord, box), force=True, virial=True)
+        return Forces(
+            energy=output["energy"].detach().double(),
+            force=output["force"].detach().double(),
+            virial=output["virial"].detach().double(),
         )
-        prediction = self.predictor.evaluate_on_host(frames)
-        results = (prediction.energy, prediction.force, prediction.virial)
-        return Forces(*(torch.from_numpy(values).to(coord.device) for values in results))
+
+
+def _evaluate_frozen(
+    model: FrozenModel, lists: GhostLists, coord: Tensor, box: Tensor | None
+) -> Forces:
+    """Evaluate the structures as one system, and sum the results of each structure."""
+    union = lists.union(coord, box)
+    flat = coord.reshape(-1, 3)
+    extended = flat[union.owner] + union.offset  # (nall, 3): positions of atoms and images
+    types = lists.reused.atype.reshape(-1)[union.owner]
+    output = model.forward_lower(extended, types, union.neighbor, union.mapping)
+    atom_energy = output["atom_energy"].double()[:, 0]
+    pull = output["extended_force"].double()
+    energy = coord.new_zeros(len(coord)).index_add_(0, union.frame[: union.nloc], atom_energy)
+    force = torch.zeros_like(flat).index_add_(0, union.owner, pull).view_as(coord)
+    # −dE/dε: the energy depends only on differences of positions, so every origin gives the same
+    # sum.
+    per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
+    virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
+    return Forces(energy=energy, force=force, virial=virial)
 
 
 def _results_of(call: DeviceCall) -> Forces:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,9 @@ import torch
 from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.frozen_archive import load_program, weights_of
-from deepmd_muon.data.errors import naming_frame
-from deepmd_muon.data.frames import Frames, Parameters
-from deepmd_muon.data.neighbors.lists import GhostedFrame, with_ghosts
+from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.frames import Parameters
+from deepmd_muon.data.neighbors.lists import with_ghosts
 from deepmd_muon.files import open_regular
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, build_model
@@ -142,65 +141,53 @@ class FrozenModel:
             return None
         return list(self._program.get_observed_type_list())
 
-    def predict(self, frames: Frames) -> Prediction:
-        """Evaluate frames, as many at once as their parameters and first atoms allow."""
-        nframes, natoms = frames.atype.shape
+    def predict(
+        self,
+        coord: np.ndarray,
+        box: np.ndarray | None,
+        atype: np.ndarray,
+        fparam: np.ndarray | None = None,
+        aparam: np.ndarray | None = None,
+    ) -> Prediction:
+        """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""
+        nframes, natoms = atype.shape
         prediction = Prediction.zeros(nframes, natoms)
-        numbers = np.arange(nframes)
-        if frames.frame_parameters is not None:
-            groups = list(numbers[:, None])
-        else:
-            # DPA-1 gives empty slots the type of the first atom.
-            first_type = frames.atype[:, :1].max(axis=1, initial=-1)
-            groups = [numbers[first_type == kind] for kind in np.unique(first_type)]
-        for group in groups:
-            self._add_results(frames, group, prediction)
+        for frame in range(nframes):
+            cell = None if box is None or not box[frame].any() else box[frame]
+            try:
+                ghosted = with_ghosts(coord[frame], cell, atype[frame], self.rcut)
+            except NeighborError as error:
+                raise NeighborError(str(error), frame) from error
+            owner = ghosted.owner
+            nloc = len(ghosted.neighbor)
+            if not nloc:
+                continue
+            real = owner[:nloc]
+            local = np.empty(natoms, dtype=np.int64)  # number of each atom among the real ones
+            local[real] = np.arange(nloc)
+            output = self.forward_lower(
+                self._on_device(ghosted.coord),
+                self._on_device(atype[frame, owner].astype(np.int64)),
+                self._on_device(ghosted.neighbor),
+                self._on_device(local[owner]),
+                fparam=None if fparam is None else self._on_device(fparam[frame]),
+                aparam=None if aparam is None else self._on_device(aparam[frame, real]),
+            )
+            try:
+                values = {
+                    name: value.to("cpu", torch.float64).numpy() for name, value in output.items()
+                }
+                prediction.energy[frame] = values["energy"].item()
+                prediction.atom_energy[frame, real] = values["atom_energy"][:, 0]
+                prediction.virial[frame] = values["virial"]
+                # Forces on images act on their atoms.
+                for axis in range(3):
+                    prediction.force[frame, :, axis] = np.bincount(
+                        owner, weights=values["extended_force"][:, axis], minlength=natoms
+                    )
+            except _PROGRAM_ERRORS as error:
+                raise self._failed(error) from error
         return prediction
-
-    def _add_results(self, frames: Frames, group: np.ndarray, prediction: Prediction) -> None:
-        """Evaluate a group of frames as one system, and write the results of each."""
-        ghosted = []
-        for k in group:
-            with naming_frame(int(k)):
-                ghosted.append(
-                    with_ghosts(frames.coord[k], frames.cell(k), frames.atype[k], self.rcut)
-                )
-        nframes, natoms = frames.atype.shape
-        system = _joined(ghosted, first_atoms=group * natoms)
-        nloc = len(system.neighbor)
-        if not nloc:
-            return
-        owner = system.owner
-        real = owner[:nloc]
-        local = np.empty(nframes * natoms, dtype=np.int64)  # number of each atom in the system
-        local[real] = np.arange(nloc)
-        fparam = frames.frame_parameters
-        aparam = None
-        if frames.aparam is not None:
-            aparam = self._on_device(frames.aparam.reshape(nframes * natoms, -1)[real])
-        output = self.forward_lower(
-            self._on_device(system.coord),
-            self._on_device(frames.atype.reshape(-1)[owner].astype(np.int64)),
-            self._on_device(system.neighbor),
-            self._on_device(local[owner]),
-            fparam=None if fparam is None else self._on_device(fparam[group[0]]),
-            aparam=aparam,
-        )
-        index = torch.from_numpy(owner)
-        frame = index // natoms
-        try:
-            atom_energy = output["atom_energy"].cpu().double()[:, 0]
-            pull = output["extended_force"].cpu().double()  # on atoms and images
-            # −dE/dε: the energy depends on differences of positions alone, so that every origin
-            # gives the same sum.
-            virial = (pull.unsqueeze(2) * torch.from_numpy(system.coord).unsqueeze(1)).flatten(1)
-            # In place: these tensors are the memory of the arrays.
-            torch.from_numpy(prediction.atom_energy).view(-1)[index[:nloc]] = atom_energy
-            torch.from_numpy(prediction.energy).index_add_(0, frame[:nloc], atom_energy)
-            torch.from_numpy(prediction.force).view(-1, 3).index_add_(0, index, pull)
-            torch.from_numpy(prediction.virial).index_add_(0, frame, virial)
-        except _PROGRAM_ERRORS as error:
-            raise self._failed(error) from error
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
@@ -260,41 +247,6 @@ class FrozenModel:
     def _failed(self, error: Exception) -> CheckpointError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return CheckpointError(f"{self._path} does not compute like a potential: {reason}")
-
-
-class _System(NamedTuple):
-    """Several frames as one system: the real atoms of all, then their images."""
-
-    coord: np.ndarray  # (nall, 3): positions from the first atom of the frame on [Å]
-    owner: np.ndarray  # (nall,): atom `frame · natoms + atom` that each is, or is an image of
-    neighbor: np.ndarray  # (nloc, nnei): numbers in this system, −1 in empty slots
-
-
-def _joined(ghosted: Sequence[GhostedFrame], first_atoms: np.ndarray) -> _System:
-    """Return frames as one system; `first_atoms` is `frame · natoms` of each."""
-    nlocs = [len(frame.neighbor) for frame in ghosted]
-    max_neighbors = max(frame.neighbor.shape[1] for frame in ghosted)
-    neighbor = np.full((sum(nlocs), max_neighbors), -1)
-    atom = 0  # the frame's first, and its first image
-    image = sum(nlocs)
-    for frame, nloc in zip(ghosted, nlocs, strict=True):
-        table = frame.neighbor
-        number = np.where(table < nloc, table + atom, table - nloc + image)
-        neighbor[atom : atom + nloc, : table.shape[1]] = np.where(table < 0, -1, number)
-        atom += nloc
-        image += len(frame.owner) - nloc
-
-    def atoms_before_images(rows: list[np.ndarray]) -> np.ndarray:
-        atoms = [x[:nloc] for x, nloc in zip(rows, nlocs, strict=True)]
-        images = [x[nloc:] for x, nloc in zip(rows, nlocs, strict=True)]
-        return np.concatenate([*atoms, *images])
-
-    owners = [frame.owner + first for frame, first in zip(ghosted, first_atoms, strict=True)]
-    return _System(
-        coord=atoms_before_images([frame.coord - frame.coord[:1] for frame in ghosted]),
-        owner=atoms_before_images(owners),
-        neighbor=neighbor,
-    )
 
 
 def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:

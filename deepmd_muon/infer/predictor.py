@@ -18,8 +18,8 @@ import torch
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
-from deepmd_muon.data.errors import naming_frame
 from deepmd_muon.data.frames import FRAME_PARAMETERS, charge_spin_problem
+from deepmd_muon.data.neighbors.lists import FrameNeighbors
 from deepmd_muon.infer.device_call import DenseError, DeviceCalls
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
@@ -311,6 +311,7 @@ class Predictor:
         return frames if frames.frame_parameters is None else replace(frames, **defaults)
 
     def _evaluate_batch(self, frames: Frames) -> Prediction:
+        model = self.model
         call = None
         if self._device_calls is not None:
             periodic = frames.box is not None
@@ -319,35 +320,18 @@ class Predictor:
             with contextlib.suppress(DenseError):  # the host finds more neighbours
                 parameters = frames.frame_parameters
                 return call.predict(frames.coord, frames.box, parameters, frames.aparam)
-        return self.evaluate_on_host(frames)
-
-    def evaluate_on_host(self, frames: Frames) -> Prediction:
-        """Evaluate frames at once, with neighbours that the host finds.
-
-        Raises
-        ------
-        NeighborError
-            When neighbours cannot be found; `frame` is the number of the frame.
-        """
-        model = self.model
         if isinstance(model, FrozenModel):
-            return model.predict(frames)
-        neighbors = []
-        for k in range(frames.nframes):
-            with naming_frame(k):
-                neighbors.append(
-                    build_neighbors(
-                        frames.coord[k],
-                        frames.cell(k),
-                        frames.atype[k],
-                        model.rcut,
-                        model.sel,
-                        model.by_type,
-                        model.ntypes,
-                        model.neighbors.inner,
-                    )
-                )
-        structures = Structures.of(frames, stack_neighbors(neighbors), model.ntypes, self.device)
+            return model.predict(
+                frames.coord,
+                frames.box,
+                frames.atype,
+                fparam=frames.frame_parameters,
+                aparam=frames.aparam,
+            )
+        neighbors = stack_neighbors(
+            [_build_neighbors(model, frames, k) for k in range(frames.nframes)]
+        )
+        structures = Structures.of(frames, neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
         return Prediction(
@@ -361,6 +345,22 @@ def _check_width(name: str, owner: str, values: np.ndarray | None, width: int) -
         raise PredictionInputError(
             f"the model reads {width} parameters {owner} ({name}); found {count}"
         )
+
+
+def _build_neighbors(model: EnergyModel, frames: Frames, k: int) -> FrameNeighbors:
+    try:
+        return build_neighbors(
+            frames.coord[k],
+            frames.cell(k),
+            frames.atype[k],
+            model.rcut,
+            model.sel,
+            model.by_type,
+            len(model.type_map),
+            model.neighbors.inner,
+        )
+    except NeighborError as error:
+        raise NeighborError(str(error), k) from error
 
 
 @contextlib.contextmanager
