@@ -28,8 +28,8 @@ from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, P
 class Message(NamedTuple):
     """One rank's pieces in one message, of `words` words.
 
-    For each piece: the position of its job in the exchange's jobs, the number of rules' values per
-    row or column, and the number of elements.
+    For each piece: the position of its job in the exchange's jobs, the number of rules' values for
+    all its lines together, and the number of elements.
     """
 
     jobs: tuple[int, ...]

@@ -143,7 +143,7 @@ class PlannedParameter:
 
 
 class Job(NamedTuple):
-    """The exchange of one block.
+    """What moves for one block: pieces to its owner, and updates back.
 
     A matrix of 8 × 6 with its first half of rows on rank 0 and the second on rank 1 is one block;
     sources and destinations are {0: 24, 1: 24}, the owner one of them.
@@ -159,8 +159,8 @@ class Job(NamedTuple):
     bucket
         Number of the bucket that the job travels in; None for a job that stays.
     line_values
-        Numbers of values of rules per line, by the rank that keeps them; a message carries the
-        values of its holder.
+        By the rank that keeps them: how many values rules have for the lines of the block, all
+        lines together. A message carries the values of its holder.
     """
 
     parameter: int
