@@ -253,7 +253,7 @@ class Domain:
             n_collectives += 1
         return (
             max(self.work.values()) / FLOPS_PER_SECOND
-            + max(self.sent(settings).values()) / BYTES_PER_SECOND
+            + max(self.bytes_sent(settings).values()) / BYTES_PER_SECOND
             + n_collectives * SECONDS_PER_COLLECTIVE
         )
 
@@ -273,8 +273,12 @@ class Domain:
             crossing[leg] = tuple(sorted(numbers))
         return crossing
 
-    def sent(self, settings: ShardedSettings) -> dict[int, int]:
-        """Return the bytes that leave each rank in one step."""
+    def bytes_sent(self, settings: ShardedSettings) -> dict[int, int]:
+        """Return, by rank, the bytes that leave it in one step.
+
+        They are those of exchanges and of momenta gathered before the step. All-gathers of 16-bit
+        elements after it, with master weights, come on top (`Pipeline.master_gathers`).
+        """
         sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
         for leg in LEGS:
             for (_, sender, _), size in self.bytes_of_messages(leg, settings).items():
@@ -369,7 +373,7 @@ class Plan:
         if not text:
             return "no matrices to orthogonalize"
         work = sum(sum(domain.work.values()) for domain in self.domains)
-        sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
+        sent = sum(sum(domain.bytes_sent(self.settings).values()) for domain in self.domains)
         text.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
         return "\n".join(text)
 
@@ -680,6 +684,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     if any(len(p.layout.replicas()) > 1 for p in parameters):
         replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
     momenta = ", 1 for the momenta" if domain.gathered_bytes else ""
+    bytes_sent = domain.bytes_sent(plan.settings)
     return (
         f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "
         f"{'; '.join(layouts)}{replicas}; {n_staying} jobs stay, "
@@ -687,7 +692,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
         f"  collectives a step: {len(crossing['gather'])} to the owners, "
         f"{len(crossing['return'])} back{momenta}\n"
         f"  FLOPs a rank: {_mean_and_extremes(list(domain.work.values()))}\n"
-        f"  bytes sent a rank: {_mean_and_extremes(list(domain.sent(plan.settings).values()))}\n"
+        f"  bytes sent a rank: {_mean_and_extremes(list(bytes_sent.values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"
     )
 
