@@ -47,9 +47,6 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
-MessageKey = tuple[int, int, int]
-"""Bucket, sender and receiver."""
-
 VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
@@ -176,6 +173,14 @@ class Job(NamedTuple):
         return self.sources if leg == "gather" else self.destinations
 
 
+class MessageKey(NamedTuple):
+    """A message of one leg of a domain: the number of its bucket, and the ranks at its ends."""
+
+    bucket: int
+    sender: int
+    receiver: int
+
+
 class Carried(NamedTuple):
     """The values that messages carry for some rules, besides directions and updates.
 
@@ -281,12 +286,15 @@ class Domain:
         """
         sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
         for leg in LEGS:
-            for (_, sender, _), size in self.bytes_of_messages(leg, settings).items():
-                sent[sender] += size
+            for key, size in self.bytes_of_messages(leg, settings).items():
+                sent[key.sender] += size
         return sent
 
     def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
-        """Return the bytes of every message of one leg; those of a rank to itself are left out."""
+        """Return the bytes of every message of one leg; those of a rank to itself are left out.
+
+        `rank_messages` measures the messages of one rank by the same `message_words`.
+        """
         pieces: Counter[MessageKey] = Counter()
         line_values: Counter[MessageKey] = Counter()
         elements: Counter[MessageKey] = Counter()
@@ -298,26 +306,27 @@ class Domain:
                     continue
                 sender = holder if leg == "gather" else job.owner
                 receiver = job.owner if leg == "gather" else holder
-                key = (job.bucket, sender, receiver)
+                key = MessageKey(job.bucket, sender, receiver)
                 pieces[key] += 1
                 line_values[key] += job.line_values.get(holder, 0)
                 elements[key] += n_elements
-        return {
-            key: self.message_bytes(leg, n_pieces, line_values[key], elements[key], settings)
-            for key, n_pieces in pieces.items()
-        }
+        n_bytes: dict[MessageKey, int] = {}
+        for key, n_pieces in pieces.items():
+            words = self.message_words(leg, n_pieces, line_values[key], elements[key], settings)
+            n_bytes[key] = WORD * words
+        return n_bytes
 
-    def message_bytes(
+    def message_words(
         self, leg: Leg, pieces: int, line_values: int, elements: int, settings: ShardedSettings
     ) -> int:
-        """Return the length of a message with this number of pieces, values per line and elements.
+        """Return the words of a message with this many pieces, values of lines and elements.
 
         Elements are padded to whole words.
         """
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
         itemsize = self.itemsize if dtype == "full" else NARROW
         element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
-        return WORD * (pieces * self.header_words(leg) + line_values + element_words)
+        return pieces * self.header_words(leg) + line_values + element_words
 
     def header_words(self, leg: Leg) -> int:
         """Return the words of a piece's header: presence, state per block, sums (gather only)."""
