@@ -42,7 +42,8 @@ class Message(NamedTuple):
 class RankMessages:
     """One rank's messages in one exchange of one domain."""
 
-    peers: tuple[int, ...]  # the ranks that it exchanges messages with, itself included
+    # Ascending: all ranks of the domain, itself included, or of a portion only itself.
+    peers: tuple[int, ...]
     jobs: tuple[Job, ...]  # in which the rank takes part
     owned: tuple[int, ...]  # positions in `jobs` of the jobs that it owns
     out: dict[Leg, list[Message]]  # to every peer
