@@ -126,7 +126,7 @@ class Step:
                 domain.gathered_bytes
             )
             seconds += (
-                max(domain.sent(plan.settings).values()) / link
+                max(domain.bytes_sent(plan.settings).values()) / link
                 + exchanges * (gpus - 1) * self.network.peer
             )
             seconds += max(domain.work.values()) / whole * self.orthogonalization

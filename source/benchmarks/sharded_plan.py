@@ -161,7 +161,9 @@ def rows_of(case: Case) -> Iterator[str]:
     seconds = time.perf_counter() - start
     (domain,) = plan.domains
     ours = Row(
-        "**ours**", max(domain.sent(plan.settings).values()) / ELEMENT, max(domain.work.values())
+        "**ours**",
+        max(domain.bytes_sent(plan.settings).values()) / ELEMENT,
+        max(domain.work.values()),
     )
     # What the buckets cost where nothing overlaps: each one waits for its busiest owner.
     busiest: Counter[tuple[int, int]] = Counter()

@@ -19,15 +19,17 @@ holder
 replica
     One complete copy of a parameter, on one rank or several.
 job
-    The exchange of one block: its owner, its sources and its destinations, each with its number of
-    elements.
+    What moves for one block: its owner, its sources and its destinations, each with its number of
+    elements. Replicas that repeat the work have one job each for the same block.
 domain
     Parameters on the same ranks with elements of the same size. Each domain has its own exchanges.
 leg
     "gather": pieces of directions go to owners. "return": pieces of updates go to holders.
 bucket
-    The jobs that one exchange carries: one all-to-all for each leg. It travels
-    (`Pipeline.travelling`).
+    The jobs that one exchange carries. It travels (`Pipeline.travelling`).
+exchange
+    The two collectives of one bucket: an all-to-all for each leg. A leg without a message between
+    two ranks takes none.
 portion
     A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
     collective. In code both are of class `Bucket`.

@@ -135,8 +135,8 @@ class Bucket:
         # As a holder, this rank handles its own pieces; as an owner, its peers' pieces.
         self._packing = self._pieces("gather", gather_out, [rank] * len(gather_out.payloads))
         self.applying = self._pieces("return", return_in, [rank] * len(return_in.payloads))
-        self._arriving = self._pieces("gather", gather_in, gather_in.peers)
-        self._leaving = self._pieces("return", return_out, return_out.peers)
+        self._arriving = self._pieces("gather", gather_in, gather_in.peers_of_pieces)
+        self._leaving = self._pieces("return", return_out, return_out.peers_of_pieces)
         # Each once, in the order of the messages, which is the same in every process.
         positions = [piece.parameter for piece in (*self._packing, *self.applying)]
         self.parameters = tuple(dict.fromkeys(positions))
@@ -222,7 +222,7 @@ class Bucket:
         plan = self._plan
         side = self.exchange.outward["gather"]
         planes = [
-            side.elements(self.exchange.sent["gather"], plane) for plane in range(side.planes)
+            side.element_views(self.exchange.sent["gather"], plane) for plane in range(side.planes)
         ]
         self._pack_sources: list[PackSource] = []
         self._pack_targets: list[list[Tensor]] = [[] for _ in range(side.planes)]
@@ -284,7 +284,7 @@ class Bucket:
                 self._arrive,
                 payloads=arriving.payloads,
                 pieces=self._arriving,
-                flats=arriving.elements(self.exchange.received["gather"], number),
+                flats=arriving.element_views(self.exchange.received["gather"], number),
                 matrices=plane,
             )
         leaving = self.exchange.outward["return"]
@@ -293,7 +293,7 @@ class Bucket:
             self._leave,
             payloads=leaving.payloads,
             pieces=self._leaving,
-            flats=leaving.elements(self.exchange.sent["return"]),
+            flats=leaving.element_views(self.exchange.sent["return"]),
             matrices=self.matrices,
         )
 
@@ -319,7 +319,7 @@ class Bucket:
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of parameters and master weights, and of their updates."""
         side = self.exchange.inward["return"]
-        flats = side.elements(self.exchange.received["return"])
+        flats = side.element_views(self.exchange.received["return"])
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
         for k, (piece, flat) in enumerate(zip(self.applying, flats, strict=True)):
             if not piece.elements:

@@ -20,7 +20,7 @@ from deepmd_muon.optim.sharded.layout import (
     overlap,
     regions_by_rank,
 )
-from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, PlannedParameter
+from deepmd_muon.optim.sharded.plan import LEGS, Domain, Job, Leg, Plan, PlannedParameter
 
 # ----- messages ----------------------------------------------------------------------------------
 
@@ -28,8 +28,8 @@ from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, P
 class Message(NamedTuple):
     """One rank's pieces in one message, of `words` words.
 
-    For each piece: the position of its job in the exchange's jobs, the number of rules' values per
-    row or column, and the number of elements.
+    For each piece: the position of its job in the exchange's jobs, the number of rules' values for
+    all its lines together, and the number of elements.
     """
 
     jobs: tuple[int, ...]
@@ -42,7 +42,8 @@ class Message(NamedTuple):
 class RankMessages:
     """One rank's messages in one exchange of one domain."""
 
-    peers: tuple[int, ...]  # the ranks that it exchanges messages with, itself included
+    # Ascending: all ranks of the domain, itself included, or of a portion only itself.
+    peers: tuple[int, ...]
     jobs: tuple[Job, ...]  # in which the rank takes part
     owned: tuple[int, ...]  # positions in `jobs` of the jobs that it owns
     out: dict[Leg, list[Message]]  # to every peer
@@ -95,14 +96,14 @@ def rank_messages(
         numbers = [i for i in jobs_of_owner[owner] if holder in jobs[i].holders(leg)]
         line_values = tuple(jobs[i].line_values.get(holder, 0) for i in numbers)
         elements = tuple(jobs[i].holders(leg)[holder] for i in numbers)
-        n_bytes = domain.message_bytes(
+        words = domain.message_words(
             leg,
             pieces=len(numbers),
             line_values=sum(line_values),
             elements=sum(elements),
             settings=plan.settings,
         )
-        return Message(tuple(numbers), line_values, elements, words=n_bytes // WORD)
+        return Message(tuple(numbers), line_values, elements, words)
 
     as_holder = {leg: [message(leg, holder=rank, owner=peer) for peer in peers] for leg in LEGS}
     as_owner = {leg: [message(leg, holder=peer, owner=rank) for peer in peers] for leg in LEGS}

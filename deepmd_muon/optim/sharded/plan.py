@@ -47,9 +47,6 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
-MessageKey = tuple[int, int, int]
-"""Bucket, sender and receiver."""
-
 VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
@@ -143,7 +140,7 @@ class PlannedParameter:
 
 
 class Job(NamedTuple):
-    """The exchange of one block.
+    """What moves for one block: pieces to its owner, and updates back.
 
     A matrix of 8 × 6 with its first half of rows on rank 0 and the second on rank 1 is one block;
     sources and destinations are {0: 24, 1: 24}, the owner one of them.
@@ -159,8 +156,8 @@ class Job(NamedTuple):
     bucket
         Number of the bucket that the job travels in; None for a job that stays.
     line_values
-        Numbers of values of rules per line, by the rank that keeps them; a message carries the
-        values of its holder.
+        By the rank that keeps them: how many values rules have for the lines of the block, all
+        lines together. A message carries the values of its holder.
     """
 
     parameter: int
@@ -174,6 +171,14 @@ class Job(NamedTuple):
     def holders(self, leg: Leg) -> Mapping[int, int]:
         """Return the ranks that send to the owner, or receive from it, and their elements."""
         return self.sources if leg == "gather" else self.destinations
+
+
+class MessageKey(NamedTuple):
+    """A message of one leg of a domain: the number of its bucket, and the ranks at its ends."""
+
+    bucket: int
+    sender: int
+    receiver: int
 
 
 class Carried(NamedTuple):
@@ -253,7 +258,7 @@ class Domain:
             n_collectives += 1
         return (
             max(self.work.values()) / FLOPS_PER_SECOND
-            + max(self.sent(settings).values()) / BYTES_PER_SECOND
+            + max(self.bytes_sent(settings).values()) / BYTES_PER_SECOND
             + n_collectives * SECONDS_PER_COLLECTIVE
         )
 
@@ -273,16 +278,23 @@ class Domain:
             crossing[leg] = tuple(sorted(numbers))
         return crossing
 
-    def sent(self, settings: ShardedSettings) -> dict[int, int]:
-        """Return the bytes that leave each rank in one step."""
+    def bytes_sent(self, settings: ShardedSettings) -> dict[int, int]:
+        """Return, by rank, the bytes that leave it in one step.
+
+        They are those of exchanges and of momenta gathered before the step. All-gathers of 16-bit
+        elements after it, with master weights, come on top (`Pipeline.master_gathers`).
+        """
         sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
         for leg in LEGS:
-            for (_, sender, _), size in self.bytes_of_messages(leg, settings).items():
-                sent[sender] += size
+            for key, size in self.bytes_of_messages(leg, settings).items():
+                sent[key.sender] += size
         return sent
 
     def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
-        """Return the bytes of every message of one leg; those of a rank to itself are left out."""
+        """Return the bytes of every message of one leg; those of a rank to itself are left out.
+
+        `rank_messages` measures the messages of one rank by the same `message_words`.
+        """
         pieces: Counter[MessageKey] = Counter()
         line_values: Counter[MessageKey] = Counter()
         elements: Counter[MessageKey] = Counter()
@@ -294,26 +306,27 @@ class Domain:
                     continue
                 sender = holder if leg == "gather" else job.owner
                 receiver = job.owner if leg == "gather" else holder
-                key = (job.bucket, sender, receiver)
+                key = MessageKey(job.bucket, sender, receiver)
                 pieces[key] += 1
                 line_values[key] += job.line_values.get(holder, 0)
                 elements[key] += n_elements
-        return {
-            key: self.message_bytes(leg, n_pieces, line_values[key], elements[key], settings)
-            for key, n_pieces in pieces.items()
-        }
+        n_bytes: dict[MessageKey, int] = {}
+        for key, n_pieces in pieces.items():
+            words = self.message_words(leg, n_pieces, line_values[key], elements[key], settings)
+            n_bytes[key] = WORD * words
+        return n_bytes
 
-    def message_bytes(
+    def message_words(
         self, leg: Leg, pieces: int, line_values: int, elements: int, settings: ShardedSettings
     ) -> int:
-        """Return the length of a message with this number of pieces, values per line and elements.
+        """Return the words of a message with this many pieces, values of lines and elements.
 
         Elements are padded to whole words.
         """
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
         itemsize = self.itemsize if dtype == "full" else NARROW
         element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
-        return WORD * (pieces * self.header_words(leg) + line_values + element_words)
+        return pieces * self.header_words(leg) + line_values + element_words
 
     def header_words(self, leg: Leg) -> int:
         """Return the words of a piece's header: presence, state per block, sums (gather only)."""
@@ -369,7 +382,7 @@ class Plan:
         if not text:
             return "no matrices to orthogonalize"
         work = sum(sum(domain.work.values()) for domain in self.domains)
-        sent = sum(sum(domain.sent(self.settings).values()) for domain in self.domains)
+        sent = sum(sum(domain.bytes_sent(self.settings).values()) for domain in self.domains)
         text.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
         return "\n".join(text)
 
@@ -680,6 +693,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     if any(len(p.layout.replicas()) > 1 for p in parameters):
         replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
     momenta = ", 1 for the momenta" if domain.gathered_bytes else ""
+    bytes_sent = domain.bytes_sent(plan.settings)
     return (
         f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "
         f"{'; '.join(layouts)}{replicas}; {n_staying} jobs stay, "
@@ -687,7 +701,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
         f"  collectives a step: {len(crossing['gather'])} to the owners, "
         f"{len(crossing['return'])} back{momenta}\n"
         f"  FLOPs a rank: {_mean_and_extremes(list(domain.work.values()))}\n"
-        f"  bytes sent a rank: {_mean_and_extremes(list(domain.sent(plan.settings).values()))}\n"
+        f"  bytes sent a rank: {_mean_and_extremes(list(bytes_sent.values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"
     )
 

@@ -168,7 +168,9 @@ class RuleState:
     def _owned_lines(self, side: Side, buffer: Tensor) -> CopyList:
         """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
         copies = CopyList()
-        for payload, peer, start in zip(side.payloads, side.peers, side.line_starts, strict=True):
+        for payload, peer, start in zip(
+            side.payloads, side.peers_of_pieces, side.line_starts, strict=True
+        ):
             job = self._jobs[payload.job]
             stack_number, index = self._place_of_job[payload.job]
             for key, tensor in self._line_tensors(payload.job):

@@ -46,7 +46,8 @@ class Exchange:
     """The two collectives of bucket number `bucket` of a domain, on one rank.
 
     A portion of jobs that stay on the rank has no `bucket` and no collectives: its messages go to
-    the rank itself. `group` is the process group of the domain's ranks in ascending order.
+    the rank itself. `group` is the process group of the domain's ranks in ascending order; None for
+    a domain of one rank, which has no collectives either.
 
     Attributes
     ----------
@@ -55,7 +56,8 @@ class Exchange:
     full_dtype
         Element type of matrices and updates outside messages, float32 or float64.
     outward, inward
-        By leg: the messages that this rank sends, and those that it receives.
+        By leg: where everything is in the messages that this rank sends, and in those that it
+        receives. The message to itself is in both.
     buffer_words
         Words that the exchange needs of the holder's and of the owner's buffer; both legs use both.
     sent, received
@@ -136,10 +138,11 @@ class Side:
     planes
         Number of planes: directions, then the inputs that rules request.
     splits
-        Words of the message for each peer.
+        Words of the message to or from each of `RankMessages.peers`, as `all_to_all_single` takes
+        them. The message of this rank to itself is among them, although it does not leave the rank.
     words
         Words of all messages.
-    peers, line_starts, payloads
+    peers_of_pieces, line_starts, payloads
         For each piece, in the order of the messages: the rank at the other end, the first word of
         its lines, and its elements.
     headers
@@ -165,13 +168,13 @@ class Side:
         leg_messages = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in leg_messages]
         self.words = sum(self.splits)
-        self.peers: list[int] = []
+        self.peers_of_pieces: list[int] = []
         self.line_starts: list[int] = []
         self.payloads: list[Payload] = []
         header_positions: list[int] = []
         message_start = 0
         for peer, message in zip(messages.peers, leg_messages, strict=True):
-            self.peers += [peer] * len(message.jobs)
+            self.peers_of_pieces += [peer] * len(message.jobs)
             word = message_start + len(message.jobs) * header_words
             header_positions += range(message_start, word)
             for n_values in message.line_values:
@@ -185,7 +188,7 @@ class Side:
         positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
         self.headers = positions.view(-1, header_words)
 
-    def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
+    def element_views(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
         flat = buffer.view(self.wire_dtype)
         views = []

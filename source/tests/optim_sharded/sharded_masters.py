@@ -168,8 +168,8 @@ def masters_of_replicas_in_collectives():
         plan = replicas.optimizers[1].plan
         (domain,) = plan.domains
         assert len(calls) == 2 * domain.n_buckets
-        assert sum(calls) == domain.sent(plan.settings)[rank]
-        sent[on] = sum(domain.sent(plan.settings).values())
+        assert sum(calls) == domain.bytes_sent(plan.settings)[rank]
+        sent[on] = sum(domain.bytes_sent(plan.settings).values())
         sizes = [-(-11 // world), 3 * 48 * 16 // world] if on else [-(-11 // world)]
         assert gathers == [(n, torch.bfloat16) for n in sizes]
     assert sent[True] < sent[False]

@@ -303,7 +303,7 @@ def cut_state_collectives():
     (domain,) = plan.domains
     assert domain.n_buckets > 1
     assert len(calls) == 2 * domain.n_buckets
-    assert sum(calls) == domain.sent(plan.settings)[rank]
+    assert sum(calls) == domain.bytes_sent(plan.settings)[rank]
     assert gathers == [sum(-(-n // dist.get_world_size()) for n in (11, 5))]
     repeat = {"replication": "repeat"}
     replicas = Replicas(
@@ -319,7 +319,7 @@ def cut_state_collectives():
     (domain,) = replicas.optimizers[1].plan.domains
     assert not calls
     assert gathers[1:] == [domain.gathered_bytes // 4, gathers[0]]
-    assert domain.sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
+    assert domain.bytes_sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
 
 
 def cut_state_with_further_domains():

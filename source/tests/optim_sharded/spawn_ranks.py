@@ -70,7 +70,8 @@ def run_cases(world, cases, device="cpu"):
     On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case ends the run, since
     its collectives may be out of step.
 
-    One case alone, from this folder with PYTHONPATH=.. and `python -c`::
+    One case alone, from this folder with PYTHONPATH=..:../../.. (the helpers of all tests, and this
+    checkout) and `python -c`::
 
         from sharded_cases import CASES
         from spawn_ranks import run_cases

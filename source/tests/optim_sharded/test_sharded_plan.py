@@ -138,7 +138,7 @@ def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
     )  # ceil(7 / 4) = 2
     assert {job.owner for job in domain.jobs} == {0, 1, 2, 3}
     assert all(job.sources == {job.owner: n} for job in domain.jobs for n in job.sources.values())
-    assert domain.sent(told) == dict.fromkeys(range(4), 3 * domain.gathered_bytes)
+    assert domain.bytes_sent(told) == dict.fromkeys(range(4), 3 * domain.gathered_bytes)
     plan = make_plan(small, told)
     assert "1 for the momenta" in plan.describe()
     # Work that takes longer than the bytes is shared, and so is what cannot be gathered.
@@ -260,7 +260,7 @@ def test_updates_return_to_the_parts_of_master_weights(ranks, shapes, rules):
             for i, shape in enumerate(shapes)
         ]
         plans.append(make_plan(drawn, ShardedSettings(state="sharded", replication="spread")))
-    sent = [sum(plan.domains[0].sent(plan.settings).values()) for plan in plans]
+    sent = [sum(plan.domains[0].bytes_sent(plan.settings).values()) for plan in plans]
     assert sent[0] < sent[1]
     assert plans[0].digest(plans[0].domains[0]) != plans[1].digest(plans[1].domains[0])
     for job in plans[0].domains[0].jobs:
@@ -306,7 +306,7 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
                 )
                 assert size == 8 * words
                 sent[sender] += size
-        assert sent == domain.sent(plan.settings)
+        assert sent == domain.bytes_sent(plan.settings)
         assert all(
             0 <= job.bucket < domain.n_buckets for job in domain.jobs if job.bucket is not None
         )
@@ -351,7 +351,7 @@ def test_whole_matrices_stay_where_they_are():
     (domain,) = plan.domains
     assert domain.n_buckets == 0
     assert [job.owner for job in domain.jobs] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert domain.sent(plan.settings) == dict.fromkeys(range(4), 0)
+    assert domain.bytes_sent(plan.settings) == dict.fromkeys(range(4), 0)
 
 
 def test_experts_split_inside_their_group_are_owned_there():
@@ -380,7 +380,7 @@ def test_hsdp_shares_or_repeats(replication, largest, sent):
     assert set(domain.work.values()) == {largest * one}
     # Each of two pieces gathered or returned carries a header of one word.
     headers = {"spread": 8 * (1 + 3), "repeat": 8 * (2 + 2)}[replication]
-    assert set(domain.sent(ShardedSettings()).values()) == {sent + headers}
+    assert set(domain.bytes_sent(ShardedSettings()).values()) == {sent + headers}
 
 
 def test_replicas_repeat_small_work_and_share_large_work():

@@ -42,7 +42,8 @@ MOVES_OF_THREE = [
 ]
 
 # Four ranks add meshes of two axes; three, in the slow tests, cut every matrix unevenly. What depends
-# on neither is tested on two, and on eight.
+# on neither is tested on two, and on eight. So a new case that is in none of these sets runs on two,
+# four and eight; without meshes of two axes it belongs into NOT_FOR_FOUR.
 FOR_THREE = {
     "every layout",
     "captured layouts",

@@ -32,7 +32,7 @@ def test_owners_are_close_to_the_bound(table, name, ranks, sent, work):
     plan = table.plan_of(case)
     (domain,) = plan.domains
     least_sent, least_work = table.bound(case)
-    assert 1 <= max(domain.sent(plan.settings).values()) / table.ELEMENT / least_sent <= sent
+    assert 1 <= max(domain.bytes_sent(plan.settings).values()) / table.ELEMENT / least_sent <= sent
     assert 1 <= max(domain.work.values()) / least_work <= work
 
 
