@@ -105,7 +105,7 @@ class EdgeLayer(NamedTuple):
 
 
 def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 1: return m, y[M:] and H."""
+    """Pass 1: return m (atoms, M), y[M:] (atoms, slots, Y − M) and H (atoms, 3, E + V)."""
     launch = Launch(terms, layer, PASS_1)
     out = launch.empty_outputs()
     push_kernel[launch.grid](out=out, dots=None, **launch.arguments)
@@ -113,8 +113,8 @@ def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
     return message, out.update, moment
 
 
-def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 2: return the adjoints of the terms."""
+def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> EdgeTerms:
+    """Pass 2: return the adjoints of the terms, each in the shape of its term."""
     launch = Launch(terms, layer)
     out = launch.empty_gradients()._replace(
         w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
@@ -122,7 +122,7 @@ def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> T
     )
     pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
     p_bar, w_bar = add_parts(out.p, out.w)
-    return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
+    return EdgeTerms(e=out.e, p=p_bar, table=launch.sum_table_rows(out.table), w=w_bar, h=out.h)
 
 
 def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
@@ -141,7 +141,7 @@ def gradient(
     dots: EdgeTerms | None,
     layer: EdgeLayer,
 ) -> Tensors:
-    """Pass 4: return the gradients of W, e, p and the table.
+    """Pass 4: return the gradients of e, p, the table and W, in the order of `EdgeInputs`.
 
     `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
     such pass.
@@ -157,7 +157,7 @@ def gradient(
         **launch.arguments,
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
-    return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
+    return out.e, p_hat, launch.sum_table_rows(out.table), weight_hat
 
 
 # ----- launches ----------------------------------------------------------------------------------
