@@ -46,12 +46,16 @@ same order:
 - q̄, v̄, q̂, v̂, sums over an atom's appearances as a neighbour: one row for each edge. Rows of empty
   slots are never read.
 
+m and H of an atom exist only after `add_parts`: a kernel sees one tile, so that it cannot compute
+what is not linear in them, such as a norm.
+
 Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they
 then contribute nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and
 0 in empty tiles.
 
-All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with
-float64.
+All tensors are contiguous and in single precision. Two tests in `test_model_kernels.py` compare the
+kernels, in Triton's interpreter, with torch's operations in float64: `test_kernels_of_dpa3` with one
+tile for each atom, `test_kernels_of_dpa3_within_reach` with several and with empty ones.
 """
 
 from __future__ import annotations
@@ -360,7 +364,7 @@ def push_kernel(
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def pull_kernel(
     out,  # GradientParts, written
-    hats,  # EdgeCotangents of this pass: in pass 2 bars, and all hats below are bars
+    hats,  # EdgeCotangents of this pass; in pass 2, each hat below stands for a bar
     bars,  # EdgeCotangents of pass 2; None in pass 2, and without forces
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
@@ -507,7 +511,7 @@ def _find_tile(index, tiles, form):
 def _row(tile, tiles):
     """Return a tile's row in parts (tiles, atoms, …).
 
-    It is computed where it is needed: a field of `Tile` would hold registers in `gradient_kernel`.
+    It is computed where it is needed: a field of `Tile` would hold registers in `pull_kernel`.
     """
     return tile.number * tiles.n_atoms + tile.atom
 
