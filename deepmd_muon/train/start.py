@@ -3,11 +3,14 @@
 All ranks go through `run` together; rank 0 alone reads and writes what only one may
 (`Ranks.run_on_rank0`), and its results or errors reach the others.
 
-1. The outputs are checked and locked; only then it is known which checkpoint `--restart auto` is.
+1. The outputs are checked and locked; only then it is known which checkpoint `--restart` is
+   (`continued_by`), and no other run can write a newer one.
 2. Checkpoints are read (`sources`, by branch), and the input takes from them what it omits.
 3. `_prepare`: data, `sel`, models, statistics and weights, the trainer.
 4. A restart takes the optimizer's state and the step from its checkpoint.
 5. Files of earlier runs that this one would overwrite are set aside, and training begins.
+
+`log.info` shows on rank 0 alone, `log.warning` on every rank (`set_up_logging`).
 
 `run_input` becomes complete in four places: from checkpoints (`take_from_checkpoint`), when data are
 opened (`open_training_systems`), by counting neighbours (`resolve_sel`), and by the length of
@@ -136,7 +139,8 @@ def run(  # noqa: PLR0913 - the options of dp train
     """
     begun = time.monotonic() if begun is None else begun
     training = run_input.settings.training
-    # The checkpoint of --restart as far as it is known: "auto" is resolved under the lock below.
+    # The checkpoint of --restart as far as it is known. Under the lock below, "auto" becomes a file,
+    # and the link of `save_ckpt` the newest checkpoint, which a killed run may not have linked.
     restart_file = None if restart in AUTOMATIC else restart
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(run_input, output, log_path)
@@ -144,7 +148,10 @@ def run(  # noqa: PLR0913 - the options of dp train
         ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint_file))
 
         def last_good_checkpoint() -> Path | None:
-            """Return the checkpoint that an error message names; called when the run fails."""
+            """Return the checkpoint that an error message names; called when the run fails.
+
+            By then `restart_file` may be the one that was found under the lock.
+            """
             # With --finetune there is none to continue from.
             checkpoint = init_model or restart_file
             return checkpoint_path(checkpoint) if checkpoint else None
@@ -175,7 +182,9 @@ def run(  # noqa: PLR0913 - the options of dp train
         run_input = take_from_checkpoint(
             run_input, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
-        if ranks.first:  # the others learn of an error as of any that ends a rank
+        # Not `run_on_rank0`: the others need no result, and of an error, which ends rank 0, they
+        # learn when they next wait for it.
+        if ranks.first:
             _log_remarks(run_input, sources)
             _check_outputs(run_input, output)
         if make_data is not None:

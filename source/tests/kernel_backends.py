@@ -21,7 +21,8 @@ DEVICE = torch.device("cpu" if INTERPRETING else "cuda")
 def on_each_backend(test):
     """Run a test in the interpreter's process, and on a GPU with `pytest -m gpu`.
 
-    Plain pytest leaves it out. One test in the interpreter: CONTRIBUTING.md, "Add a kernel".
+    Plain pytest leaves it out. One test in the interpreter: doc/change-a-descriptor.md, "Inside the
+    kernels".
     """
     if INTERPRETING:
         return test

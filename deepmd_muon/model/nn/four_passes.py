@@ -54,8 +54,9 @@ class FourPasses(ABC):
     def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Nested]:
         """Pass 3: return the tangents of the outputs, and the tensors to save (`tangent_saved`).
 
-        There is one tangent for each input that has an adjoint. The tangent of an output without a
-        cotangent is ignored.
+        There is one tangent for each input that has an adjoint. Each output of `value` gets a
+        tangent, in the same order; that of an output without a cotangent is ignored, so it may be
+        None.
         """
 
     @abstractmethod

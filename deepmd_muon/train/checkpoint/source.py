@@ -40,7 +40,8 @@ class Source:
     path
         The file.
     content
-        Everything in it.
+        Everything in it. `RunState.content` has the keys that a run writes; the step, which
+        deepmd-kit keeps elsewhere, is read by `RunState.restore`.
     settings
         The settings the model was trained with.
     model_state

@@ -184,7 +184,7 @@ class Edges(FourPasses):
         bars = EdgeCotangents(None, None, None) if adjoint_saved is None else adjoint_saved.bars
         kernels = _kernels(self, weight)
         if kernels is not None:
-            weight_hat, e_hat, p_hat, table_hat = kernels.gradient(
+            e_hat, p_hat, table_hat, weight_hat = kernels.gradient(
                 hats=_without_none(self, hats, inputs),
                 bars=None if dots is None else _without_none(self, bars, inputs),
                 terms=terms,

@@ -48,13 +48,13 @@ class Incoming(NamedTuple):
     Attributes
     ----------
     order
-        Numbers of the edges `(nreal·nnei,)`, int64; those of empty slots come last.
+        Numbers of the edges, atom · slots + slot, those of empty slots last `(atoms·slots,)`, int64.
     start
-        Index in `order` of the first edge to each atom, and the end of all but the empty slots
-        `(nreal + 1,)`, int64.
+        The edges to atom j are `order[start[j]:start[j + 1]]`; the empty slots begin at `start[-1]`
+        `(atoms + 1,)`, int64.
     tiles
-        Numbers of tiles, EDGE_TILE slots of an atom, those with an edge first `(tiles·nreal,)`,
-        int32. The first tiles of all atoms have the numbers of the atoms, and so on.
+        Numbers of tiles, EDGE_TILE slots of an atom, those with an edge first `(tiles·atoms,)`,
+        int32. Tile t of atom i has number t · atoms + i.
     used
         How many tiles have an edge `(1,)`, int64.
     """
@@ -73,7 +73,7 @@ def sort_by_neighbor(neighbor: Tensor, empty: Tensor) -> Incoming:
     neighbor
         As in `edges.Edges`.
     empty
-        The slots without an edge `(nreal, nnei)`. They contribute zeros, so that no sum needs them.
+        The slots without an edge `(atoms, slots)`. They contribute zeros, so that no sum needs them.
         They all name the same atom, which would otherwise get far more edges than any other.
     """
     n_atoms, n_slots = neighbor.shape

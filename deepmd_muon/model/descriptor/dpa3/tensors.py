@@ -1,6 +1,7 @@
 """The tensors that the passes over edges and angles exchange, on CPUs and with their kernels.
 
-`edges` and `angles` have the symbols.
+`edges` and `angles` have the symbols. In shapes of edges, "slots" are those of one atom; in shapes
+of angles, those of all atoms in a row.
 """
 
 from __future__ import annotations

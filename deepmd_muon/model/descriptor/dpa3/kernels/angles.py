@@ -17,8 +17,9 @@ For the pairs (j, k) of neighbours of one atom, with f applied to each element,
 | α      | `alpha`     | number            | weight of the old features                             |
 | m      | `message`   | (slots, M)        |                                                        |
 
-Each atom has `n_slots` neighbours, so slot = atom·n_slots + j and angle = slot·n_slots + k. Y = M if
-a′ is not wanted, M + A otherwise.
+Each atom has `n_slots` neighbours, so slot = atom·n_slots + j and angle = slot·n_slots + k: "slots"
+in a shape are those of all atoms, while in `kernels.edges` they are those of one atom. Y = M if a′ is
+not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------
@@ -353,7 +354,7 @@ def pull_kernel(
     out,
     s_second_parts,  # (chunks·groups, slots), written in pass 2: s̄ as second neighbour
     parameters,  # ParameterParts, written in pass 4; None in pass 2
-    hats,  # AngleCotangents of this pass: in pass 2 bars, and all hats below are bars
+    hats,  # AngleCotangents of this pass; in pass 2, each hat below stands for a bar
     bars,  # AngleCotangents of pass 2; None in pass 2, and without forces
     dots,  # AngleTerms; None in pass 2, and without forces
     weight,

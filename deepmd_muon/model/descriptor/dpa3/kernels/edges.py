@@ -46,12 +46,16 @@ same order:
 - q̄, v̄, q̂, v̂, sums over an atom's appearances as a neighbour: one row for each edge. Rows of empty
   slots are never read.
 
+m and H of an atom exist only after `add_parts`: a kernel sees one tile, so that it cannot compute
+what is not linear in them, such as a norm.
+
 Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they
 then contribute nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and
 0 in empty tiles.
 
-All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with
-float64.
+All tensors are contiguous and in single precision. Two tests in `test_model_kernels.py` compare the
+kernels, in Triton's interpreter, with torch's operations in float64: `test_kernels_of_dpa3` with one
+tile for each atom, `test_kernels_of_dpa3_within_reach` with several and with empty ones.
 """
 
 from __future__ import annotations
@@ -105,7 +109,7 @@ class EdgeLayer(NamedTuple):
 
 
 def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 1: return m, y[M:] and H."""
+    """Pass 1: return m (atoms, M), y[M:] (atoms, slots, Y − M) and H (atoms, 3, E + V)."""
     launch = Launch(terms, layer, PASS_1)
     out = launch.empty_outputs()
     push_kernel[launch.grid](out=out, dots=None, **launch.arguments)
@@ -113,8 +117,8 @@ def value(terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
     return message, out.update, moment
 
 
-def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> Tensors:
-    """Pass 2: return the adjoints of the terms."""
+def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> EdgeTerms:
+    """Pass 2: return the adjoints of the terms, each in the shape of its term."""
     launch = Launch(terms, layer)
     out = launch.empty_gradients()._replace(
         w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
@@ -122,7 +126,7 @@ def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> T
     )
     pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
     p_bar, w_bar = add_parts(out.p, out.w)
-    return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
+    return EdgeTerms(e=out.e, p=p_bar, table=launch.sum_table_rows(out.table), w=w_bar, h=out.h)
 
 
 def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
@@ -141,7 +145,7 @@ def gradient(
     dots: EdgeTerms | None,
     layer: EdgeLayer,
 ) -> Tensors:
-    """Pass 4: return the gradients of W, e, p and the table.
+    """Pass 4: return the gradients of e, p, the table and W, in the order of `EdgeInputs`.
 
     `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
     such pass.
@@ -157,7 +161,7 @@ def gradient(
         **launch.arguments,
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
-    return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
+    return out.e, p_hat, launch.sum_table_rows(out.table), weight_hat
 
 
 # ----- launches ----------------------------------------------------------------------------------
@@ -360,7 +364,7 @@ def push_kernel(
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def pull_kernel(
     out,  # GradientParts, written
-    hats,  # EdgeCotangents of this pass: in pass 2 bars, and all hats below are bars
+    hats,  # EdgeCotangents of this pass; in pass 2, each hat below stands for a bar
     bars,  # EdgeCotangents of pass 2; None in pass 2, and without forces
     neighbor,  # (atoms, slots)
     tile_order,  # TileOrder
@@ -507,7 +511,7 @@ def _find_tile(index, tiles, form):
 def _row(tile, tiles):
     """Return a tile's row in parts (tiles, atoms, …).
 
-    It is computed where it is needed: a field of `Tile` would hold registers in `gradient_kernel`.
+    It is computed where it is needed: a field of `Tile` would hold registers in `pull_kernel`.
     """
     return tile.number * tiles.n_atoms + tile.atom
 
