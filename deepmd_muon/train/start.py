@@ -139,7 +139,7 @@ def run(  # noqa: PLR0913 - the options of dp train
     """
     begun = time.monotonic() if begun is None else begun
     training = run_input.settings.training
-    # The checkpoint of --restart as far as it is known. Under the lock below, "auto" becomes a file,
+    # The checkpoint of --restart as far as it is known. Under the lock below "auto" becomes a file,
     # and the link of `save_ckpt` the newest checkpoint, which a killed run may not have linked.
     restart_file = None if restart in AUTOMATIC else restart
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:

@@ -48,7 +48,8 @@ class Incoming(NamedTuple):
     Attributes
     ----------
     order
-        Numbers of the edges, atom · slots + slot, those of empty slots last `(atoms·slots,)`, int64.
+        Numbers of the edges, atom · slots + slot `(atoms·slots,)`, int64; those of empty slots come
+        last.
     start
         The edges to atom j are `order[start[j]:start[j + 1]]`; the empty slots begin at `start[-1]`
         `(atoms + 1,)`, int64.
@@ -73,8 +74,8 @@ def sort_by_neighbor(neighbor: Tensor, empty: Tensor) -> Incoming:
     neighbor
         As in `edges.Edges`.
     empty
-        The slots without an edge `(atoms, slots)`. They contribute zeros, so that no sum needs them.
-        They all name the same atom, which would otherwise get far more edges than any other.
+        The slots without an edge `(atoms, slots)`. They contribute zeros, so that no sum needs
+        them. They all name the same atom, which would otherwise get far more edges than any other.
     """
     n_atoms, n_slots = neighbor.shape
     device = neighbor.device

@@ -18,8 +18,8 @@ For the pairs (j, k) of neighbours of one atom, with f applied to each element,
 | m      | `message`   | (slots, M)        |                                                        |
 
 Each atom has `n_slots` neighbours, so slot = atom·n_slots + j and angle = slot·n_slots + k: "slots"
-in a shape are those of all atoms, while in `kernels.edges` they are those of one atom. Y = M if a′ is
-not wanted, M + A otherwise.
+in a shape are those of all atoms, while in `kernels.edges` they are those of one atom. Y = M if a′
+is not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------

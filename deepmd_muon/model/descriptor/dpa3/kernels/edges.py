@@ -54,8 +54,8 @@ then contribute nothing to any sum. The kernels store f(z) in empty slots of til
 0 in empty tiles.
 
 All tensors are contiguous and in single precision. Two tests in `test_model_kernels.py` compare the
-kernels, in Triton's interpreter, with torch's operations in float64: `test_kernels_of_dpa3` with one
-tile for each atom, `test_kernels_of_dpa3_within_reach` with several and with empty ones.
+kernels, in Triton's interpreter, with torch's operations in float64: `test_kernels_of_dpa3` with
+one tile for each atom, `test_kernels_of_dpa3_within_reach` with several and with empty ones.
 """
 
 from __future__ import annotations
