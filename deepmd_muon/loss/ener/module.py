@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings, Name
@@ -70,6 +71,11 @@ class Counted(NamedTuple):
     def with_label(self, frames: Tensor | None) -> Counted:
         """Return the same atoms, of these frames."""
         return self._replace(frames=frames)
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether all atoms of all frames count alike."""
+        return self.frames is None and self.atoms.mask is None and self.weights is None
 
     def weigh(self, values: Tensor) -> Tensor:
         """Multiply the values of each frame by its weight."""
@@ -317,6 +323,13 @@ class EnergyLoss:
     ) -> TermValue:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
+        intensive = self.settings.intensive_ener_virial
+        is_plain = self.settings.is_plain and counted.frames is None and counted.weights is None
+        if is_plain and isinstance(per_atom, float):
+            # The usual case in three kernels.
+            mean = mse_loss(predicted, target)
+            loss = mean * (per_atom * per_atom if intensive else per_atom)
+            return TermValue(loss, mean.detach().sqrt() * per_atom)
         error = predicted - target
         if isinstance(per_atom, Tensor):
             per_atom = per_atom.unsqueeze(1)  # (nframes, 1)
@@ -326,7 +339,7 @@ class EnergyLoss:
         square = counted.term_over_frames(error_per_atom * error_per_atom)
         if self.settings.use_huber:
             loss = counted.mean_over_frames(counted.weigh(_huber(error_per_atom, delta)))
-        elif self.settings.intensive_ener_virial:
+        elif intensive:
             loss = square.loss
         else:
             loss = counted.mean_over_frames(counted.weigh(error_per_atom * error))
@@ -337,7 +350,12 @@ class EnergyLoss:
         if target is None:
             return None
         counted = counted.with_label(label.get("find_force"))
-        error = self._force_error(prediction["force"], target)
+        force = prediction["force"]
+        is_plain = self.settings.is_plain and self.settings.relative_f is None
+        if is_plain and counted.is_everything:
+            mean = mse_loss(force, target.reshape(force.shape))  # one kernel instead of three
+            return TermValue(mean, mean.detach().sqrt())
+        error = self._force_error(force, target)
         if self.settings.f_use_norm:
             size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
         else:

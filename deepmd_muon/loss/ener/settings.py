@@ -205,6 +205,11 @@ class EnerLossSettings(LossSettings):
         """The terms that count."""
         return tuple(term for term in typing.get_args(Name) if self.has(term))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether terms are mean squares of plain errors."""
+        return self.loss_func == "mse" and not self.use_huber
+
     def needed_labels(self, term: Name) -> frozenset[str]:
         """Labels without which a term compares nothing."""
         if term == "pf":
