@@ -16,10 +16,13 @@ from deepmd_muon.train.process.signals import StopSignals
 
 # Trains once for every input. A save stops before its first byte, and goes on when a line comes from outside.
 CHILD = """
+import signal
 import sys
 import torch
 from deepmd_muon.cli.main import main
 
+# A shell that starts the tests in the background lets them ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 save = torch.save
 
 def paused(*args, **kwargs):
