@@ -118,6 +118,7 @@ def run(options: argparse.Namespace) -> int:
     for name, systems in series.items():
         total: Errors = {}
         weighted: Errors = {}
+        has_weights = False
         by_config_type: dict[str, Errors] = {}
         atomization = AtomizationErrors(len(predictor.type_map), predictor.model.rcut)
         for system in systems:
@@ -138,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
                 picture=picture,
             )
             weighted = add_errors(weighted, tested.weighted)
+            has_weights |= tested.has_weights
             for config_type, errors in tested.by_config_type.items():
                 total = add_errors(total, errors)
                 summed = by_config_type.get(config_type, {})
@@ -146,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
         of_series = f" of {name} data" if name else ""
         log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
-        if weighted:
+        if has_weights:
             _report(weighted, "# errors of frames times their weights in the loss")
         if any(by_config_type):
             for config_type, errors in by_config_type.items():
@@ -160,7 +162,8 @@ class _Tested(NamedTuple):
     """Errors of the frames of one system."""
 
     by_config_type: dict[str, Errors]  # "" for frames without one
-    weighted: Errors  # each times the weight of its frame; none if no frame has a weight
+    weighted: Errors  # each times the weight of its frame, 1 without one
+    has_weights: bool
 
 
 def _begin(options: argparse.Namespace) -> None:
@@ -194,6 +197,7 @@ def _test_system(
 
     errors: Errors = {}
     weighted: Errors = {}
+    has_weights = False
     by_config_type: dict[str, Errors] = {}
     nframes = 0
     for batch in batches:
@@ -210,9 +214,11 @@ def _test_system(
             of_type = frame_errors(batch.reference.rows(rows), batch.prediction.rows(rows))
             summed = by_config_type.get(config_type, {})
             by_config_type[config_type] = add_errors(summed, of_type)
+        of_batch = batch.errors
         if batch.reference.weight is not None:
+            has_weights = True
             of_batch = weighted_frame_errors(batch.reference, batch.prediction)
-            weighted = add_errors(weighted, of_batch)
+        weighted = add_errors(weighted, of_batch)
         nframes += batch.reference.nframes
         atomization.add(batch.reference, batch.prediction)
         if details is not None:
@@ -220,7 +226,7 @@ def _test_system(
         if picture is not None:
             picture.add(batch.reference, batch.prediction, series)
     _report(errors, f"# number of test data : {nframes}")
-    return _Tested(by_config_type, weighted)
+    return _Tested(by_config_type, weighted, has_weights)
 
 
 def _picture(paths: list[str] | None) -> ParityPicture | None:

@@ -364,6 +364,14 @@ def test_frames_with_a_config_type_or_a_weight_have_errors_by_it(checkpoint, fra
     weighted = log.partition("times their weights")[2].partition("# config_type")[0]
     expected = np.sqrt(np.average((error**2).mean(axis=(1, 2)), weights=weights))
     assert table(weighted)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)
+    # Frames of a system without weights have weight 1, as in the loss.
+    assert main(["test", "-m", checkpoint, "-s", "kinds.xyz", "water"]) == 0
+    weighted = capsys.readouterr().err.partition("times their weights")[2]
+    weighted = weighted.partition("# config_type")[0]
+    both = np.concatenate([error, error])
+    in_loss = np.concatenate([weights, np.ones(NFRAMES)])
+    expected = np.sqrt(np.average((both**2).mean(axis=(1, 2)), weights=in_loss))
+    assert table(weighted)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_energies_are_compared_with_those_of_free_atoms_of_the_data(checkpoint, tmp_path, capsys):
