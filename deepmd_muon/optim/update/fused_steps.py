@@ -120,7 +120,9 @@ class FusedStepCache:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             if known is None:
                 compile_kernels(tuple(views), device, dtype, grad_dtype, settings)
-            if not _works(device, dtype, grad_dtype, bool(scores), settings.nesterov):
+            if not _works(
+                device, dtype, grad_dtype, magma=bool(scores), nesterov=settings.nesterov
+            ):
                 return False
             if fused is None:
                 if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
@@ -211,7 +213,12 @@ def compile_kernels(
         if fuses(settings, dtype):
             calls.append(
                 functools.partial(
-                    _works, device, dtype, gradient, settings.magma_muon, settings.nesterov
+                    _works,
+                    device,
+                    dtype,
+                    gradient,
+                    magma=settings.magma_muon,
+                    nesterov=settings.nesterov,
                 )
             )
         if settings.flash_muon and settings.precision in ("auto", "float16"):
@@ -264,14 +271,19 @@ def compilations(
 
 @functools.lru_cache(maxsize=64)
 def _works(
-    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient: torch.dtype,
+    *,
+    magma: bool,
+    nesterov: bool,
 ) -> bool:
     """Compile the kernels and compare them with torch on two small matrices.
 
     Log why they cannot be used.
     """
     try:
-        _check(device, dtype, gradient, magma, nesterov)
+        _check(device, dtype, gradient, magma=magma, nesterov=nesterov)
     except Exception as error:  # an error of the compiler or driver must not end a training run
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise
@@ -286,7 +298,12 @@ def _works(
 
 
 def _check(
-    device: torch.device, dtype: torch.dtype, gradient: torch.dtype, magma: bool, nesterov: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient: torch.dtype,
+    *,
+    magma: bool,
+    nesterov: bool,
 ) -> None:
     """Compare two fused steps with two of `muon_`; the second may replay a recorded one."""
     settings = HybridMuonConfig(
