@@ -80,6 +80,11 @@ class FrozenModel:
             raise CheckpointError(
                 f"{path} cannot be read as a frozen potential: {reason}"
             ) from error
+        if _width(self._program, "has_spin"):
+            raise CheckpointError(
+                f"{path} reads spins, which frozen files get from LAMMPS or deepmd-kit alone: test "
+                "the checkpoint"
+            )
         named_types = all(isinstance(name, str) for name in self.type_map)
         if not 0 < self.rcut <= _MAX_RCUT or not named_types:
             raise CheckpointError(

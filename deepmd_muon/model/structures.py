@@ -37,8 +37,8 @@ class Frames(Protocol):
         """All parameters of frames, None without any."""
 
     @property
-    def aparam(self) -> np.ndarray | None:
-        """Atomic parameters, None without any."""
+    def atomic_parameters(self) -> np.ndarray | None:
+        """All parameters of atoms, None without any."""
 
 
 class Neighbors(Protocol):
@@ -103,7 +103,8 @@ class Structures:
         Frame parameters `(nframes, numb_fparam)`, float64, or None. Charge and spin are two more
         columns, if the model embeds them.
     aparam
-        Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None.
+        Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None. The spin vector is three
+        more columns, if the model reads it.
     edges
         Bound of the neighbours of all atoms together, on the host; None for the number of slots.
     """
@@ -256,7 +257,7 @@ class Structures:
             device=device,
             inner=neighbors.inner,
             fparam=frames.frame_parameters,
-            aparam=frames.aparam,
+            aparam=frames.atomic_parameters,
         )
 
 

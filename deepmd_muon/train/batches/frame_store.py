@@ -157,8 +157,8 @@ class FrameStore:
         self.parameters = {}
         if widths.of_frame:
             self.parameters["fparam"] = zeros(slots, widths.of_frame)
-        if widths.aparam:
-            self.parameters["aparam"] = zeros(room.atoms, widths.aparam)
+        if widths.of_atom:
+            self.parameters["aparam"] = zeros(room.atoms, widths.of_atom)
         self.cells: Cells | None = None
         if any(system.pbc for system in systems):
             images = torch.ones(slots, 3, dtype=torch.int32, device=device)
@@ -406,7 +406,7 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     parameters = systems[0].parameters
     # In numbers of 8 bytes: positions and type of an atom; size and first atom of a frame, its
     # counts and cell.
-    atom = 4 + parameters.aparam
+    atom = 4 + parameters.of_atom
     atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
     frame = 2 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
@@ -543,8 +543,9 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
     of_frames = frames.frame_parameters
     if of_frames is not None:
         parameters["fparam"] = of_frames
-    if frames.aparam is not None:
-        parameters["aparam"] = pack(frames.aparam)
+    of_atoms = frames.atomic_parameters
+    if of_atoms is not None:
+        parameters["aparam"] = pack(of_atoms)
     return Chunk(
         numbers=numbers,
         natoms=real.sum(1),
