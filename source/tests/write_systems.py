@@ -11,12 +11,13 @@ WIDTHS = {
     "energy": 1,
     "virial": 9,
     "force": 3,
+    "force_mag": 3,
     "weight": 1,
     "atom_ener": 1,
     "atom_pref": 1,
     "atom_ener_coeff": 1,
 }
-OF_ATOMS = ("force", "atom_ener", "atom_pref", "atom_ener_coeff")
+OF_ATOMS = ("force", "force_mag", "atom_ener", "atom_pref", "atom_ener_coeff")
 
 
 def make_arrays(nframes, natoms, seed=0, labels=("energy", "force"), scale=6.0):

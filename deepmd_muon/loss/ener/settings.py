@@ -41,7 +41,7 @@ def limit_prefactor(default: float, term: str, what: str) -> Any:
     return _prefactor(default, what=what, end=end, other=f"start_pref_{term}")
 
 
-def _counts(*terms: Name) -> Needs:
+def counts(*terms: Name) -> Needs:
     """Return the condition that one of some terms counts."""
     reads = tuple(f"{end}_pref_{term}" for term in terms for end in ("start", "limit"))
 
@@ -121,18 +121,18 @@ class EnerLossSettings(LossSettings):
     )
     use_default_pf: bool = setting(
         False,
-        needs=(_counts("pf"),),
+        needs=(counts("pf"),),
         doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy.",
     )
     relative_f: float | None = setting(
         None,
         above=0.0,
-        needs=(_counts("f", "pf"),),
+        needs=(counts("f", "pf"),),
         doc="Divide the force error of an atom by its labelled force plus this [eV/Å].",
     )
     enable_atom_ener_coeff: bool = setting(
         False,
-        needs=(_counts("e"),),
+        needs=(counts("e"),),
         doc=(
             "Weight the atomic energies with atom_ener_coeff.npy when they are summed to the "
             "energy."
@@ -143,7 +143,7 @@ class EnerLossSettings(LossSettings):
     )
     f_use_norm: bool = setting(
         False,
-        needs=(_counts("f"),),
+        needs=(counts("f"),),
         doc=(
             "Take the length of an atom's force error instead of its components; for 'mae' and "
             "Huber."
@@ -168,7 +168,7 @@ class EnerLossSettings(LossSettings):
                 lambda loss_func, use_huber: loss_func == "mse" and not use_huber,
                 "loss_func 'mse' without use_huber",
             ),
-            _counts("e", "v"),
+            counts("e", "v"),
         ),
         doc=(
             "Divide the squared errors of energy and virial by the squared number of atoms instead "

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from deepmd_muon.loss.ener.settings import EnerLossSettings, limit_prefactor, some_term
-from deepmd_muon.loss.ener.settings import start_prefactor as start
+from deepmd_muon.loss.ener.settings import (
+    EnerLossSettings,
+    counts,
+    limit_prefactor,
+    some_term,
+    start_prefactor,
+)
 from deepmd_muon.loss.settings import LossSettings, Quantity
 from deepmd_muon.section import Foreign, Rule
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, setting
 
 _PREFACTORS = tuple(
     f"{end}_pref_{term}" for term in ("e", "fr", "fm", "v", "ae") for end in ("start", "limit")
@@ -24,24 +29,28 @@ class EnerSpinLossSettings(LossSettings):
     type: ClassVar[str] = "ener_spin"
     needs_spins: ClassVar[bool] = True
 
-    start_pref_e: float = start(0.02, "e", "energy")
+    start_pref_e: float = start_prefactor(0.02, "e", "energy")
     limit_pref_e: float = limit_prefactor(1.0, "e", "energy")
-    start_pref_fr: float = start(1000.0, "fr", "force")
+    start_pref_fr: float = start_prefactor(1000.0, "fr", "force")
     limit_pref_fr: float = limit_prefactor(1.0, "fr", "force")
-    start_pref_fm: float = start(10000.0, "fm", _MAGNETIC)
+    start_pref_fm: float = start_prefactor(10000.0, "fm", _MAGNETIC)
     limit_pref_fm: float = limit_prefactor(10.0, "fm", _MAGNETIC)
-    start_pref_v: float = start(0.0, "v", "virial")
+    start_pref_v: float = start_prefactor(0.0, "v", "virial")
     limit_pref_v: float = limit_prefactor(0.0, "v", "virial")
-    start_pref_ae: float = start(0.0, "ae", "atomic energy (atom_ener.npy)")
+    start_pref_ae: float = start_prefactor(0.0, "ae", "atomic energy (atom_ener.npy)")
     limit_pref_ae: float = limit_prefactor(0.0, "ae", "atomic energy (atom_ener.npy)")
     loss_func: Literal["mse", "mae"] = setting(
         "mse", doc="Mean squared ('mse') or mean absolute ('mae') errors."
     )
     intensive_ener_virial: bool = setting(
         False,
+        needs=(
+            Needs(("loss_func",), lambda loss_func: loss_func == "mse", "loss_func 'mse'"),
+            counts("e", "v"),
+        ),
         doc=(
             "Divide the squared errors of energy and virial by the squared number of atoms instead "
-            "of the number; for 'mse'."
+            "of the number."
         ),
     )
 

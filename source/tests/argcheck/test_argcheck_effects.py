@@ -13,6 +13,7 @@ from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.loss import ComparedAtoms
 from deepmd_muon.loss.ener.module import EnergyLoss
 from deepmd_muon.loss.ener.settings import EnerLossSettings
+from deepmd_muon.loss.ener_spin.settings import EnerSpinLossSettings
 from deepmd_muon.setting import idle_settings
 from deepmd_muon.train.learning_rate import learning_rate
 
@@ -220,7 +221,8 @@ def keys_with_needs(key: Key):
 def test_every_declared_need_is_tested():
     declared = {*keys_with_needs(tree(Settings)), *keys_with_needs(tree(MultiTaskSettings))}
     tested = {path.split("/")[-1] for path, _, _ in (*NEEDS, *EXCLUDED)}
-    by_terms = {name for name in names_of(EnerLossSettings) if "_pref_" in name}
+    losses = (EnerLossSettings, EnerSpinLossSettings)
+    by_terms = {name for loss in losses for name in names_of(loss) if "_pref_" in name}
     assert declared - by_terms == (tested - by_terms) | OF_OTHER_KINDS
 
 

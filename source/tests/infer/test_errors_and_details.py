@@ -67,12 +67,8 @@ def test_parts_add_up_to_the_whole():
     references, predictions = zip(
         *(compared(seed, nframes=seed + 1) for seed in range(4)), strict=True
     )
-    joined = Prediction(
-        *(
-            np.concatenate(values)
-            for values in zip(*(vars(p).values() for p in predictions), strict=True)
-        )
-    )
+    joined = Prediction.concatenate(predictions)
+    assert joined.force.shape[0] == joined.energy.size == 1 + 2 + 3 + 4
     whole = frame_errors(Frames.concatenate(references), joined)
     total = {}
     for part in parts:
