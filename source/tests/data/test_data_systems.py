@@ -44,6 +44,7 @@ def check_frames(frames: Frames, sets, indices, natoms=4):
         "energy": (-1,),
         "weight": (-1,),
         "force": (-1, natoms, 3),
+        "force_mag": (-1, natoms, 3),
         "virial": (-1, 9),
     }
     for name, values in joined.items():
