@@ -99,10 +99,13 @@ def _biased_types(
     state: Mapping[str, Any], section: Mapping[str, Any], prefix: str
 ) -> list[str] | None:
     """Return the types with an energy bias that is not 0; None if the file does not say."""
-    bias = state.get(f"{prefix}atomic_model.out_bias")  # (1, ntypes, 1)
+    endings = ("atomic_model.out_bias", "backbone_model.atomic_model.out_bias")  # with spins
+    bias = next((state[name] for end in endings if (name := prefix + end) in state), None)
     if bias is None:
         return None
-    pairs = zip(section["type_map"], bias[0], strict=True)
+    type_map = section["type_map"]
+    # (1, ntypes, 1), virtual atoms of spins last
+    pairs = zip(type_map, bias[0, : len(type_map)], strict=True)
     return [name for name, energy in pairs if bool((energy.abs() > _UNOBSERVED).any())]
 
 
@@ -167,12 +170,14 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
     from deepmd_muon.model.errors import ForeignModelError
 
     try:
-        model = build_model(settings_of(section)).atomic_model
+        model = build_model(settings_of(section))
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     # A sum of models has several of each.
     sizes = {"descriptor": 0, "fitting-net": 0, "total": 0}
     for name, p in model.named_parameters():
+        if "atomic_model." not in name:
+            continue
         sizes["descriptor"] += p.numel() if "descriptor." in name else 0
         sizes["fitting-net"] += p.numel() if "fitting_net." in name else 0
         sizes["total"] += p.numel()

@@ -169,6 +169,19 @@ def test_fine_tuning_fits_the_bias(kind, in_both, train, load):
     np.testing.assert_allclose(predictor.evaluate(frames).energy, frames.energy, rtol=1e-6)
 
 
+def test_commands_read_a_checkpoint_or_say_why_not(in_both, caplog, capsys):
+    checkpoint = str(in_both / "se_e2_a" / f"model.ckpt-{LONG}.pt")
+    system = str(in_both / "sys")
+    with caplog.at_level("INFO"):
+        assert main(["show", checkpoint, "size", "observed-type"]) == 0
+        assert main(["model-devi", "-m", checkpoint, checkpoint, "-s", system]) == 0
+    assert "Observed types: ['O', 'H']" in caplog.text
+    assert main(["change-bias", checkpoint, "-s", system, "-o", "changed.pt"]) == 0
+    assert Predictor("changed.pt", device="cpu").model.out_bias.shape == (1, 2, 1)
+    assert main(["check", checkpoint, "-s", system]) == 2
+    assert "spins (model/spin)" in capsys.readouterr().err
+
+
 def frames_for(predictor, path):
     """The frame of a system with its spins."""
     (system,) = open_systems([str(path)])
