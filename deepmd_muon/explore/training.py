@@ -35,7 +35,7 @@ class BaseInput:
     InputError
         When the file is not a good input.
     ExploreError
-        When rounds cannot use it: several models, or settings that name each system.
+        When rounds cannot use it: several models, spins, or settings that name each system.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,13 @@ class BaseInput:
             raise ExploreError(
                 f"{path} trains several models; dp explore follows one: give the input of one model"
             )
-        section = run_input.branches["Default"].data.training_data
+        branch = run_input.branches["Default"]
+        if branch.model.spins.read:
+            raise ExploreError(
+                f"{path}: the model reads spins (model/spin), for which dynamics have no values: dp "
+                "explore takes models without them"
+            )
+        section = branch.data.training_data
         for name, value in (("sys_probs", section.sys_probs), ("batch_size", section.batch_size)):
             if isinstance(value, tuple):
                 raise ExploreError(
@@ -74,7 +80,7 @@ class BaseInput:
             )
         self.path = path
         self.steps = run_input.settings.training.numb_steps
-        self.type_map = run_input.branches["Default"].model.type_map
+        self.type_map = branch.model.type_map
         self._data: dict[str, Any] = upgrade(read(path)).data
         self._section = section
 

@@ -16,6 +16,8 @@ from test_hosted_training import assert_close, in_deepmd_kit, read
 from deepmd_muon.argcheck import InputError
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, open_systems
+from deepmd_muon.explore.settings import ExploreError
+from deepmd_muon.explore.training import BaseInput
 from deepmd_muon.infer import Predictor
 
 pytestmark = [
@@ -180,6 +182,10 @@ def test_commands_read_a_checkpoint_or_say_why_not(in_both, caplog, capsys):
     assert Predictor("changed.pt", device="cpu").model.out_bias.shape == (1, 2, 1)
     assert main(["check", checkpoint, "-s", system]) == 2
     assert "spins (model/spin)" in capsys.readouterr().err
+    content = spin_input("se_e2_a", system, 1)
+    Path("explored.json").write_text(json.dumps(content))
+    with pytest.raises(ExploreError, match="model/spin"):
+        BaseInput(Path("explored.json"))
 
 
 def frames_for(predictor, path):
