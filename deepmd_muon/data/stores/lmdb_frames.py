@@ -32,6 +32,8 @@ _NPY_NAMES = {
     "energies": "energy",
     "forces": "force",
     "virials": "virial",
+    "spins": "spin",
+    "force_mags": "force_mag",
     "atom_types": "atype",
 }
 _READ_FIELDS = frozenset(("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS, *PARAMETERS))
