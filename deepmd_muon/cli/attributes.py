@@ -194,4 +194,5 @@ def _observed_types(path: str, section: Mapping[str, Any], biased: list[str] | N
         raise CommandError(
             f"{path} does not say which types its training data had; give its checkpoint"
         )
-    return list(recorded)
+    # deepmd-kit also records the types of virtual atoms.
+    return [kind for kind in recorded if kind in section["type_map"]]

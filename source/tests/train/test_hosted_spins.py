@@ -177,7 +177,7 @@ def test_commands_read_a_checkpoint_or_say_why_not(in_both, caplog, capsys):
     with caplog.at_level("INFO"):
         assert main(["show", checkpoint, "size", "observed-type"]) == 0
         assert main(["model-devi", "-m", checkpoint, checkpoint, "-s", system]) == 0
-    assert "Observed types: ['O', 'H']" in caplog.text
+    assert "Observed types: ['H', 'O']" in caplog.text
     assert main(["change-bias", checkpoint, "-s", system, "-o", "changed.pt"]) == 0
     assert Predictor("changed.pt", device="cpu").model.out_bias.shape == (1, 2, 1)
     assert main(["check", checkpoint, "-s", system]) == 2
