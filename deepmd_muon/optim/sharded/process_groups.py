@@ -63,7 +63,7 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     else:
         groups = _PROCESS_GROUPS.setdefault(world, {})
         if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            groups[ranks] = _new_group(ranks, world)
         group = groups[ranks]
     try:
         group._get_backend(device)
@@ -73,6 +73,30 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
             f"({dist.get_backend(group)}); initialise it with e.g. 'cpu:gloo,cuda:nccl'"
         ) from error
     return group
+
+
+def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the process group of these ranks; the other ranks of `world` do not take part."""
+    # torch names the group by its ranks and the number of groups that this rank is in, and ranks
+    # with different names would wait for each other for ever. The numbers differ if some ranks have
+    # created groups without the others: these first create groups of one rank each.
+    names = dist.distributed_c10d._world.pg_names
+    rank = dist.get_rank()
+    n_groups = len(names)
+    if dist.get_backend(world) != "fake":  # the other ranks of a fake group do not exist
+        store = dist.distributed_c10d._get_default_store()
+        key = f"deepmd_muon/groups of {ranks}/"
+        store.set(f"{key}{rank}", str(len(names)))
+        n_groups = max(int(store.get(f"{key}{member}")) for member in ranks)
+    # NCCL splits a group off a world that is bound to a device, for which it needs all ranks.
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        while len(names) < n_groups:
+            dist.new_group([rank], use_local_synchronization=True)
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound_device
 
 
 def largest_groups(
