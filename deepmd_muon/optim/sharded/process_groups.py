@@ -6,8 +6,11 @@ values themselves. So all ranks raise the same error, and it names what differs.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -56,6 +59,7 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     """
     if len(ranks) == 1:
         return None
+    release_exchanges_at_exit()
     world = dist.group.WORLD
     assert world is not None
     if ranks == tuple(range(dist.get_world_size())):
@@ -97,6 +101,18 @@ def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.Process
         return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         world.bound_device_id = bound_device
+
+
+@functools.cache
+def release_exchanges_at_exit() -> None:
+    """Let gloo's threads release their last exchanges before the interpreter ends.
+
+    Its groups and threads outlive `destroy_process_group`, as caches of DTensor keep them. To free
+    the tensors of an exchange a thread needs the interpreter's lock; once the interpreter ends, it
+    aborts the process instead ("terminate called without an active exception").
+    """
+    # Sleeping releases the lock, which another thread may keep for 5 ms.
+    atexit.register(time.sleep, 0.05)
 
 
 def largest_groups(
