@@ -300,10 +300,14 @@ def preflight():
 
 
 def process_groups():
-    """On some of the ranks an optimizer makes one process group, however often it plans anew."""
+    """On some of the ranks an optimizer makes one process group, however often it plans anew.
+
+    Before, a rank has made a group of its own: torch names groups by how many a rank is in.
+    """
     world = dist.get_world_size()
-    # Every rank makes as many groups: torch names them by how many a rank has, and other cases make more.
-    pairs = [[i, i + 1] for i in range(0, world - 1, 2)]
+    alone = dist.new_group([0], use_local_synchronization=True)
+    assert (dist.get_rank() == 0) == isinstance(alone, dist.ProcessGroup)
+    pairs = [[i, world - 1 - i] for i in range(world // 2)]  # no other case has made these
     mine = [group for pair in pairs if (group := dist.new_group(pair)) and dist.get_rank() in pair]
     if not mine:
         return
@@ -314,7 +318,7 @@ def process_groups():
         patch.setattr(
             dist,
             "new_group",
-            lambda *args, **options: made.append(args) or original(*args, **options),
+            lambda ranks, **options: made.append(ranks) or original(ranks, **options),
         )
         for sharded in (ShardedSettings(), ShardedSettings(state="sharded")):
             model = nn.Linear(8, 8)
@@ -330,7 +334,8 @@ def process_groups():
                 for p in model.parameters():
                     p.grad = torch.ones_like(p) if p.requires_grad else None
                 optimizer.step()
-    assert len(made) <= (world > 2)  # none where another case has made it
+    of_pairs = [ranks for ranks in made if len(ranks) == 2]
+    assert len(of_pairs) == (world > 2)
 
 
 def die_in_the_middle():

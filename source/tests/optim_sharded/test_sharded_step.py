@@ -241,6 +241,18 @@ def test_process_groups_are_remembered_as_long_as_the_default_group():
         dist.destroy_process_group()
 
 
+def test_a_group_of_some_ranks_is_not_split_off_a_world_bound_to_a_device():
+    """A split needs all ranks: those outside the group would not come."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        device = torch.device("cuda:0")
+        dist.group.WORLD.bound_device_id = device
+        assert group_of((0, 1), torch.device("cpu")).bound_device_id is None
+        assert dist.group.WORLD.bound_device_id == device
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_dead_rank_ends_the_others_with_an_error():
     context = forked.context()
     queue = context.SimpleQueue()

@@ -21,7 +21,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon, RouteTable, omitted_scales
 from deepmd_muon.optim.groups.group_settings import current_spelling
-from deepmd_muon.train import NonFiniteError, RunError, TrainingError, trainer
+from deepmd_muon.train import NonFiniteError, RunError, TrainingError, start, trainer
 from deepmd_muon.train.checkpoint.ownership import newest_checkpoint
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.report import TensorBoardError
@@ -443,7 +443,12 @@ def test_a_restart_with_other_data_keeps_all_but_the_order(
     assert before.keys() == after.keys()
 
 
-def test_a_restart_beyond_the_end_is_an_error(small_input, train, finished):
+def test_a_restart_beyond_the_end_is_an_error(small_input, train, finished, monkeypatch):
+    epochs = small_input(training={"numb_epoch": 0.1})
+    del epochs["training"]["numb_steps"]  # the data say how many steps these are
+    with pytest.raises(CheckpointError, match="is at step 10, beyond the last step"):
+        train(epochs, restart="model.ckpt-10.pt")
+    monkeypatch.delattr(start, "open_training_systems")
     with pytest.raises(CheckpointError, match="is at step 10, beyond the last step 7"):
         train(small_input(training={"numb_steps": 7}), restart="model.ckpt-10.pt")
 
