@@ -136,8 +136,9 @@ class Structures:
 
     @property
     def neighbor_type(self) -> torch.Tensor:
-        """Type of each neighbour `(nreal, nnei)`; that of the first atom in slots without."""
-        return self.atype.reshape(-1)[self.neighbor.clamp(min=0)]
+        """Type of each neighbour `(nreal, nnei)`; any type in slots without."""
+        # The first atom, whose type empty slots get, may be padding.
+        return self.atype.clamp(min=0).reshape(-1)[self.neighbor.clamp(min=0)]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Structures:
         """Return the batch with every tensor on `device`."""
