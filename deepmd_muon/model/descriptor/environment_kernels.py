@@ -155,19 +155,16 @@ def edge_vectors(
 ) -> Tensor:
     """Return r_ij (nreal, nnei, 3) [Å]; arguments as in `Structures`."""
     out = coord.new_empty(*neighbor.shape, 3)
-    periodic = box is not None and shift is not None
     _edge_vectors_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
         out=out,
         coord=coord.contiguous(),
-        # Dummies without a box, which the kernel does not read.
-        box=coord if box is None else box.contiguous(),
+        box=None if box is None else box.contiguous(),
         order=order,
         frame=frame,
         neighbor=neighbor.contiguous(),
-        shift=neighbor if shift is None else shift.contiguous(),
+        shift=None if shift is None else shift.contiguous(),
         count=neighbor.numel(),
         nnei=neighbor.shape[1],
-        periodic=periodic,
         block=BLOCK,
     )
     return out
@@ -177,14 +174,13 @@ def edge_vectors(
 def _edge_vectors_kernel(
     out,  # (nreal, nnei, 3), written
     coord,  # (atoms, 3)
-    box,  # (frames, 3, 3)
+    box,  # (frames, 3, 3); None without cells
     order,  # (nreal,): number of the atom
     frame,  # (nreal,)
     neighbor,  # (nreal, nnei): number of the neighbour, negative in empty slots
-    shift,  # (nreal, nnei, 3): S, in cells
+    shift,  # (nreal, nnei, 3): S, in cells; None without cells
     count,
     nnei,
-    periodic: tl.constexpr,
     block: tl.constexpr,
 ):
     """Write r_ij = coord[j] + S·box − coord[i]; arbitrary in empty slots."""
@@ -192,18 +188,16 @@ def _edge_vectors_kernel(
     i = edge // nnei
     atom_i = tl.load(order + i, real, 0)
     atom_j = tl.maximum(tl.load(neighbor + edge, real, 0), 0)
-    if periodic:
+    if box is not None:
         cell = tl.load(frame + i, real, 0) * 9
-        s0 = tl.load(shift + edge * 3, real, 0).to(tl.float64)
-        s1 = tl.load(shift + edge * 3 + 1, real, 0).to(tl.float64)
-        s2 = tl.load(shift + edge * 3 + 2, real, 0).to(tl.float64)
+        s = cast(load_vector(shift, edge, real, 0), tl.float64)
     for k in tl.static_range(3):
         x_j = tl.load(coord + atom_j * 3 + k, real, 0.0)
         x = x_j - tl.load(coord + atom_i * 3 + k, real, 0.0)
-        if periodic:
-            x += s0 * tl.load(box + cell + k, real, 0.0)
-            x += s1 * tl.load(box + cell + 3 + k, real, 0.0)
-            x += s2 * tl.load(box + cell + 6 + k, real, 0.0)
+        if box is not None:
+            x += s.x * tl.load(box + cell + k, real, 0.0)
+            x += s.y * tl.load(box + cell + 3 + k, real, 0.0)
+            x += s.z * tl.load(box + cell + 6 + k, real, 0.0)
         tl.store(out + edge * 3 + k, x, real)
 
 
@@ -362,10 +356,9 @@ def _scatter_kernel(
         column = begin + tl.arange(0, block)
         edge = i * nnei + column
         j = tl.load(neighbor + edge, column < nnei, -1)
-        for k in tl.static_range(3):
-            component = tl.load(slope + edge * 3 + k, column < nnei, 0.0)
-            tl.atomic_add(force_i + k, tl.sum(component))
-            tl.atomic_add(force + j * 3 + k, -component, j >= 0)
+        slope_ij = load_vector(slope, edge, column < nnei, 0.0)
+        _add_vector(force_i, _sum_of(slope_ij))
+        _add_vector(force + j * 3, scaled(-1.0, slope_ij), j >= 0)
 
 
 def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
@@ -397,6 +390,7 @@ def _gather_kernel(
     edge, real = edges_of_program(count, block)
     atom_i = tl.load(order + edge // nnei, real, 0)
     j = tl.load(neighbor + edge, real, -1)
+    # Component by component: a vector at once takes 40 registers in place of 32.
     for k in tl.static_range(3):
         force_i = tl.load(force + atom_i * 3 + k, real, 0.0)
         force_j = tl.load(force + j * 3 + k, j >= 0, 0.0)
