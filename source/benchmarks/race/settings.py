@@ -157,7 +157,8 @@ SETTINGS |= {
 
 # AdamW at one rate, for sets whose best one is not known.
 SETTINGS |= {
-    f"adamw_{rate:g}": Setting(ADAMW, dict.fromkeys(SETS, rate)) for rate in (0.006, 0.012, 0.024)
+    f"adamw_{rate:g}": Setting(ADAMW, dict.fromkeys(SETS, rate))
+    for rate in (0.006, 0.012, 0.024, 0.048)
 }
 # The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
 SETTINGS["first"] = muon(adamw_patterns=list(ROUTES["first"]))
