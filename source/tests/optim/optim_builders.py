@@ -16,6 +16,19 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def lay_out(x, layout):
+    """Return a tensor of equal elements in another layout, inside a larger memory where it has gaps."""
+    if layout == "channels last" and x.ndim == 4:
+        return x.clone(memory_format=torch.channels_last)
+    if layout == "transposed" and x.ndim > 1:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout in ("columns", "every second") and x.ndim > 0:
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7.0, dtype=x.dtype)
+        inside = wide[..., 1::2] if layout == "every second" else wide[..., : x.shape[-1]]
+        return inside.copy_(x)
+    return x.clone()
+
+
 def through_file(content):
     """Save something and load it as plain tensors and numbers."""
     buffer = io.BytesIO()

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from optim_builders import random
-from polar_oracle import oracle
 from torch import nn
 
 from deepmd_muon.optim import (
@@ -20,7 +19,6 @@ from deepmd_muon.optim import (
     RoutingMismatchError,
     RoutingRules,
 )
-from deepmd_muon.optim.config import update_scale
 from deepmd_muon.optim.routing.routes import RouteTable, choose_route
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
 
@@ -215,48 +213,6 @@ def test_cutting_and_joining_are_inverse(view):
         start += size
 
 
-HEADS, GROUPS, SIZE, WIDTH = 6, 2, 4, 20  # of attention whose heads share keys and values in groups
-
-
-def megatron_rows():
-    """Return the rows of q, k and v in Megatron's order: group by group, in each q, k and v."""
-    rows = {"q": [], "k": [], "v": []}
-    row = 0
-    for _ in range(GROUPS):
-        for part, heads in (("q", HEADS // GROUPS), ("k", 1), ("v", 1)):
-            rows[part] += range(row, row + heads * SIZE)
-            row += heads * SIZE
-    return rows
-
-
-@pytest.mark.parametrize("rules", [{}, {"normuon": True, "magma_muon": False}])
-@pytest.mark.parametrize("axis", ["rows", "columns"])
-def test_interleaved_parts_are_matrices_of_their_own(axis, rules):
-    rows = megatron_rows()
-    n_rows = sum(map(len, rows.values()))
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(n_rows, WIDTH, generator=draw, dtype=torch.float64)
-    parts = {name: nn.Parameter(weight[index].clone()) for name, index in rows.items()}
-    fused = nn.Parameter(weight.clone() if axis == "rows" else weight.T.clone())
-    split = f"qkv: {axis} {HEADS * SIZE}+{GROUPS * SIZE}+{GROUPS * SIZE} in {GROUPS} groups"
-    layout = "out_in" if axis == "rows" else "in_out"
-    settings = {"precision": "float32", "scaling": "spectral", "layout": layout, **rules}
-    together = HybridMuon([("qkv", fused)], 0.1, splits=[split], **settings)
-    apart = HybridMuon(parts.items(), 0.1, **(settings | {"layout": "out_in"}))
-    for _ in range(3):
-        gradient = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
-        fused.grad = gradient if axis == "rows" else gradient.T.contiguous()
-        for name, index in rows.items():
-            parts[name].grad = gradient[index].clone()
-        together.step()
-        apart.step()
-    result = fused if axis == "rows" else fused.T
-    for name, index in rows.items():
-        torch.testing.assert_close(result[index], parts[name], rtol=1e-6, atol=1e-7)
-    (entry,) = RouteTable.from_groups(together.state_dict()["param_groups"])
-    assert entry == together.routing[0]
-
-
 def test_interleaved_parts_must_have_a_share_in_every_group():
     with pytest.raises(InvalidShapeError, match="over 3 groups evenly"):
         HybridMuon([("w", nn.Parameter(torch.ones(20, 6)))], splits=["w: rows 12+4+4 in 3 groups"])
@@ -296,92 +252,3 @@ def test_single_columns_are_blocks_where_a_split_asks_for_them():
         .view.blocks
         == 32
     )
-
-
-@pytest.mark.parametrize(
-    ("shape", "splits", "dim", "sizes"),
-    [
-        ((24, 32), ["w: columns 20+8+4"], 1, [20, 8, 4]),
-        ((24, 32), ["w: rows 3"], 0, [8, 8, 8]),
-        ((3, 8, 12), [], 0, [1, 1, 1]),
-    ],
-)
-def test_blocks_are_weights_of_their_own(shape, splits, dim, sizes):
-    fused = nn.Parameter(random(*shape))
-    parts = [nn.Parameter(part.detach().clone()) for part in fused.split(sizes, dim=dim)]
-    together = HybridMuon([("w", fused)], 0.1, splits=splits)
-    apart = HybridMuon([(f"part{i}", part) for i, part in enumerate(parts)], 0.1)
-    for step in range(3):
-        fused.grad = random(*shape, seed=step + 1)
-        for part, own in zip(parts, fused.grad.split(sizes, dim=dim), strict=True):
-            part.grad = own.contiguous().clone()
-        together.step()
-        apart.step()
-    assert torch.allclose(fused, torch.cat(parts, dim=dim), atol=1e-6)
-    scores = torch.cat([apart.state[part]["magma_score"] for part in parts])
-    assert torch.allclose(together.state[fused]["magma_score"], scores, atol=1e-7)
-
-
-def test_experts_with_fused_weights():
-    p = nn.Parameter(random(2, 6, 10))
-    before = p.detach().double()
-    optimizer = HybridMuon(
-        [("moe.w", p)], 0.1, 0.0, 0.0, expert_patterns=["moe.*"], splits=["moe.w: columns 6+4"]
-    )
-    p.grad = random(2, 6, 10, seed=1)
-    optimizer.step()
-    g = p.grad.double()
-    o = torch.cat(
-        [oracle(part) * 0.18 * max(part.shape[1:]) ** 0.5 for part in g.split([6, 4], dim=2)], dim=2
-    )
-    assert torch.allclose(p.double(), before - 0.1 * (0.1 + 0.9 * 0.55) * o, atol=1e-5)
-    assert optimizer.state[p]["magma_score"].shape == (4,)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "layout", "shape", "expected"),
-    [
-        ("none", "as_stored", (8, 50), 1.0),
-        ("match_rms", "as_stored", (8, 50), 0.18 * 50**0.5),
-        ("match_rms", "in_out", (50, 8), 0.18 * 50**0.5),
-        ("rectangular", "as_stored", (50, 8), 6.25**0.5),
-        ("rectangular", "as_stored", (8, 50), 1.0),
-        ("rectangular", "out_in", (50, 8), 6.25**0.5),
-        ("rectangular", "in_out", (50, 8), 1.0),
-        ("rectangular", "in_out", (8, 50), 6.25**0.5),
-        ("spectral", "as_stored", (8, 50), 0.16**0.5),
-        ("spectral", "auto", (8, 50), 0.16**0.5),
-        ("rectangular", "auto", (50, 8), 6.25**0.5),
-        ("spectral", "in_out", (8, 50), 6.25**0.5),
-    ],
-)
-def test_scales(scaling, layout, shape, expected):
-    settings = HybridMuonConfig(scaling=scaling, layout=layout).explicit()
-    assert update_scale(shape, settings) == pytest.approx(expected)
-
-
-def test_the_layout_is_automatic_by_default():
-    (group,) = HybridMuon([("w", nn.Parameter(random(6, 9)))]).param_groups
-    assert group["layout"] == HybridMuonConfig().layout == "auto"
-
-
-def test_scaling_none_moves_by_the_polar_factor_itself():
-    p = nn.Parameter(random(6, 9))
-    before = p.detach().double()
-    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, magma_muon=False, scaling="none")
-    p.grad = random(6, 9, seed=1)
-    optimizer.step()
-    assert torch.allclose(p.double(), before - 0.1 * oracle(p.grad[None])[0], atol=1e-5)
-
-
-def test_custom_schedules():
-    p, q = nn.Parameter(random(6, 9)), nn.Parameter(random(6, 9))
-    steps = [(3.4445, -4.7750, 2.0315)] * 5
-    for which, schedule in ((p, "keller-jordan"), (q, steps)):
-        optimizer = HybridMuon([("w", which)], 0.1, schedule=schedule)
-        which.grad = random(6, 9, seed=1)
-        optimizer.step()
-    assert torch.equal(p, q)
-    for bad in ([], [(1.0, 2.0)], [(1.0, 2.0, float("nan"))]):
-        with pytest.raises(ValueError, match="triple"):
-            HybridMuon([("w", p)], schedule=bad)

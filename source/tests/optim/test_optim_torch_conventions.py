@@ -112,7 +112,13 @@ def test_duplicates_are_refused_by_name():
 def test_parameters_that_no_step_can_update_are_refused_by_name():
     narrow = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn))
     imaginary = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64).conj().imag)
-    for p, word in ((narrow, "float8_e4m3fn"), (imaginary, "resolve_neg")):
+    overlapping = nn.Parameter(torch.zeros(1).expand(5))
+    for p, word in (
+        (narrow, "float8_e4m3fn"),
+        (imaginary, "resolve_neg"),
+        (overlapping, "share memory"),
+        (nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64)), "complex64"),
+    ):
         with pytest.raises(InvalidParameterError, match=f"'w'.*{word}"):
             HybridMuon([("w", p)])
     HybridMuon([("w", narrow.requires_grad_(False))]).step()
