@@ -20,7 +20,7 @@ from deepmd_muon.optim import (
     RoutingRules,
 )
 from deepmd_muon.optim.routing.routes import RouteTable, choose_route
-from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
+from deepmd_muon.optim.routing.views import MatrixView
 
 
 def view_of(name, shape, **rules):
@@ -236,12 +236,6 @@ def test_interleaving_may_begin_with_the_state_of_the_parts_group_by_group():
     of_rows = saved["state"][0]["second_moment_of_rows"].flatten()
     order = [*range(6), *range(10, 16), 6, 7, 16, 17, 8, 9, 18, 19]
     assert torch.equal(together.state[p]["second_moment_of_rows"].flatten(), of_rows[order])
-
-
-@given(st.integers(1, 4), st.integers(1, 6))
-def test_equal_parts_are_sizes(count, size):
-    view = FusedSplit.parse(f"*: rows {count}").apply(MatrixView(1, count * size, 7), "w")
-    assert view.sizes == (size,) * count
 
 
 def test_single_columns_are_blocks_where_a_split_asks_for_them():

@@ -88,17 +88,6 @@ def test_adam_to_adamw_keeps_its_state(policy):
     assert_same_state(by.state[saved.experts], optimizer.state[model.experts])
 
 
-def test_scores_start_where_the_saved_run_had_none():
-    flat = get_optimizer_state_dict(*trained(magma_muon=False), options=FLAT)
-    model, optimizer = made()
-    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
-    assert "magma_score" not in optimizer.state[model.experts]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert optimizer.state[model.experts]["magma_score"].shape == (3,)
-
-
 @pytest.mark.parametrize(
     ("on", "off"),
     [

@@ -133,22 +133,6 @@ def test_equals_its_definition(dtype, tolerance):
     assert max(differences(run_both(dtype=dtype))) <= tolerance
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"magma_muon": False},
-        {"nesterov": False},
-        {"maximize": True},
-        {"momentum": 0.2},
-        {"momentum": 0.0, "nesterov": False},
-        {"scaling": "rectangular"},
-        {"scale": 1024.0},
-    ],
-)
-def test_settings_mean_the_same(settings):
-    assert max(differences(run_both(**settings))) <= 1e-5
-
-
 SWITCHES = st.fixed_dictionaries(
     {
         "nesterov": st.booleans(),

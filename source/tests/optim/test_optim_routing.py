@@ -18,7 +18,7 @@ from deepmd_muon.optim import (
     RoutingRules,
 )
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.routes import canonical_name, choose_route, leaf_name
+from deepmd_muon.optim.routing.routes import canonical_name, choose_route
 from deepmd_muon.optim.routing.views import MatrixView, effective_shape, matrix_view
 
 MODES = ("2d", "flat", "slice")
@@ -141,12 +141,6 @@ def test_names_that_only_look_wrapped_stay():
     assert canonical_name("my_module.weight") == "my_module.weight"
     assert canonical_name("net.module.weight") == "net.module.weight"
     assert canonical_name("x_orig_mod.weight") == "x_orig_mod.weight"
-
-
-def test_leaf_names():
-    assert leaf_name("a.B.0.12") == "b"
-    assert leaf_name("weight") == "weight"
-    assert leaf_name("0.1") == ""
 
 
 @given(names, shapes, st.sampled_from(MODES))

@@ -12,12 +12,10 @@ from optim_definition import define
 from polar_oracle import oracle
 from torch import nn
 
-from deepmd_muon.argcheck.check import check
 from deepmd_muon.optim import (
     HybridMuon,
     HybridMuonConfig,
     InvalidSettingError,
-    MuonConfig,
     RoutingMismatchError,
 )
 from deepmd_muon.optim.routing.views import MatrixView
@@ -221,23 +219,6 @@ def test_a_rule_switched_off_drops_its_state(caplog):
     optimizer.param_groups[0]["normuon"] = True
     optimizer.step()
     assert optimizer.state[params["w0"]]["second_moment_of_rows"].shape == (4, 1)
-
-
-def test_configurations_and_inputs_choose_rules():
-    model = nn.Sequential(nn.Linear(4, 6))
-    for config in (HybridMuonConfig(**ON), MuonConfig(**ON)):
-        (group,) = config.build(model).param_groups
-        assert [group[key] for key in ON] == list(ON.values())
-    found = check(HybridMuonConfig, {"normuon": True, "normuon_beta": 0.9, "cautious_decay": True})
-    assert [rule.name for rule in matrix_rules(found.settings)] == [
-        "magma_muon",
-        "normuon",
-        "cautious_decay",
-    ]
-    bad = check(HybridMuonConfig, {"normuon": 1, "normuon_beta": 1.0})
-    assert sorted(problem.path for problem in bad.problems) == ["normuon", "normuon_beta"]
-    with pytest.raises(InvalidSettingError, match="normuon_beta: must be < 1"):
-        make(**{**ON, "normuon_beta": 1.0})
 
 
 def test_fused_steps_say_which_rules_they_do_not_know(caplog):

@@ -302,28 +302,6 @@ def test_the_plan_of_one_process_has_its_flops():
     )
 
 
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
-def test_qk_clip_splits_and_experts_are_reachable_from_build(config):
-    from deepmd_muon.optim.qk_clip import FusedQKV, QKClip
-
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-    model.experts = nn.Parameter(torch.randn(3, 4, 5))
-    clip = QKClip((FusedQKV("attn", "attn.in_proj_weight", heads=2),), threshold=1.0)
-    optimizer = config(splits=["*.in_proj_weight: rows 3"], expert_patterns=["experts"]).build(
-        model, qk_clip=clip
-    )
-    views = {entry.name: str(entry.view) for entry in optimizer.routing if entry.view}
-    assert views == {
-        "experts": "3x4x5", "attn.in_proj_weight": "1x24x8 rows 8+8+8", "attn.out_proj.weight": "1x8x8"
-    }  # fmt: skip
-    weight = model["attn"].in_proj_weight
-    before = weight.detach().clone()
-    optimizer.step(qk_logits={"attn": torch.tensor([4.0, 0.5])})
-    assert torch.equal(weight[:4], before[:4] / 2)
-    assert torch.equal(weight[4:8], before[4:8])
-
-
 def test_the_lines_of_the_page_make_optimizers():
     text = PAGE.read_text(encoding="utf-8")
     (block,) = re.findall(
