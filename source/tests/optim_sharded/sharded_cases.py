@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -218,6 +219,7 @@ def as_captured():
 MAGMA_ON_AND_OFF = ({"magma_muon": True}, {"magma_muon": False})
 
 
+@on_ranks(2, 3, 4, 8)
 def every_layout(*, names=None, kinds=("even", "rest"), options=MAGMA_ON_AND_OFF, sharded=None):
     """Two steps (three on three ranks) on every layout equal one process, bitwise where rounding is the same."""
     steps = 3 if dist.get_world_size() == 3 else 2
@@ -237,6 +239,7 @@ def every_layout(*, names=None, kinds=("even", "rest"), options=MAGMA_ON_AND_OFF
                 raise AssertionError(f"{name}, {kind}, {settings}: {error}") from error
 
 
+@on_ranks(2, 3, 4, 8)
 def captured_layouts():
     """The way of captured steps gives the bits of the eager one, on every layout, and reads nothing on the host."""
     settings = {"normuon": True, "on_nonfinite": "skip"}
@@ -256,6 +259,7 @@ def captured_layouts():
         twins.step(captured=True)
 
 
+@on_ranks(2, 4, 8)
 def some_ranks_capture():
     """Ranks that replay a recorded step and ranks that step eagerly meet in the same collectives.
 
@@ -272,6 +276,7 @@ def some_ranks_capture():
             raise AssertionError(f"{name}: {error}") from error
 
 
+@on_ranks(2, 8)
 def small_buckets():
     """One block a bucket, one after the other and with several under way."""
     ranks = dist.get_world_size()
@@ -281,6 +286,7 @@ def small_buckets():
         every_layout(names=names, kinds=("uneven",), options=({},), sharded=sharded)
 
 
+@on_ranks(2, 3, 4, 8)
 def repeated_work():
     names = ("Replicate", "HSDP", "HSDP, replicas inside")
     kinds = (
@@ -295,6 +301,7 @@ def repeated_work():
         )
 
 
+@on_ranks(2, 8)
 def views_and_settings():
     """Folded dimensions, fused weights, experts by pattern, plain momentum, deepmd-kit's arithmetic, maximize."""
     views = (
@@ -317,6 +324,7 @@ def views_and_settings():
             every_layout(names=names, kinds=("experts",), options=(settings,))
 
 
+@on_ranks(2, 4, 8)
 def groups_dtypes_and_meshes():
     """Groups with their own settings, float64 beside float32, a second mesh over some of the ranks, frozen ones."""
     world = dist.get_world_size()
@@ -363,6 +371,7 @@ def groups_dtypes_and_meshes():
         )
 
 
+@on_ranks(2, 8)
 def bfloat16():
     """16-bit parameters: momenta are advanced, exchanged and applied in float32, and rounded once."""
     twins = Twins(
@@ -374,6 +383,7 @@ def bfloat16():
     assert all(domain.itemsize == 4 for domain in twins.optimizers[1].plan.domains)
 
 
+@on_ranks(2, 8)
 def narrow_wires():
     """16-bit legs differ by what they round: 2⁻⁹ of the update on the way back."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -393,6 +403,7 @@ def narrow_wires():
             assert 0 < error < bound * update
 
 
+@on_ranks(2, 3, 8)
 def replicas():
     """Plain parameters under DDP: shared or repeated work equals one process on every rank."""
     world = dist.get_world_size()
@@ -417,6 +428,7 @@ def replicas():
             assert_same(p, q)
 
 
+@on_ranks(2, 8)
 def freed_gradients():
     """Gradients are dropped on the way, also where one was missing; the Adam routes keep theirs."""
     for slots in (1, 3):
@@ -430,6 +442,7 @@ def freed_gradients():
         twins.assert_equal(1e-6)
 
 
+@on_ranks(2, 3, 4, 8)
 def counted_collectives():
     """One all-to-all per leg and bucket that has something to carry, with exactly the plan's bytes; none else."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -471,19 +484,3 @@ def counted_collectives():
             if placements == [Replicate()]:
                 assert len(calls) == (domain.n_buckets if replication == "spread" else 0)
     assert world > 1
-
-
-CASES = [
-    ("every layout", every_layout),
-    ("captured layouts", captured_layouts),
-    ("some ranks capture", some_ranks_capture),
-    ("small buckets", small_buckets),
-    ("repeated work", repeated_work),
-    ("views and settings", views_and_settings),
-    ("groups, dtypes", groups_dtypes_and_meshes),
-    ("bfloat16", bfloat16),
-    ("narrow wires", narrow_wires),
-    ("replicas", replicas),
-    ("freed gradients", freed_gradients),
-    ("counted collectives", counted_collectives),
-]

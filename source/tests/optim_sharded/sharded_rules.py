@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import example_rules
 import recent_rules  # noqa: F401  # registers them
 import torch
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
 from sharded_models import fsdp2_models
 from sharded_state import Replicas
+from spawn_ranks import on_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon
@@ -24,6 +23,7 @@ AHEAD = {"rules": ["ema_nesterov"], "magma_muon": False}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
+@on_ranks(2, 3, 4, 8)
 def rules_in_every_layout():
     """On four ranks each rule runs on the layouts that differ for it; eight, in the slow tests, run all."""
     four = dist.get_world_size() == 4
@@ -38,6 +38,7 @@ def rules_in_every_layout():
         every_layout(names=("strided", "HSDP"), kinds=("rest",), options=(options,))
 
 
+@on_ranks(2, 8)
 def rules_of_views():
     """Folded dimensions, fused weights cut along and across neurons, experts; buckets of one block."""
     views = (
@@ -58,6 +59,7 @@ def rules_of_views():
             )
 
 
+@on_ranks(2, 3, 8)
 def rules_of_replicas():
     """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
     shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
@@ -91,6 +93,7 @@ def rules_of_replicas():
     assert tall.to_local().shape[0] == -(-96 // dist.get_world_size())
 
 
+@on_ranks(2, 8)
 def rules_without_some_gradients():
     for placements in ([Shard(0)], [Shard(1)]):  # replicas must agree
         for settings in (BOTH, SOAP):
@@ -102,15 +105,7 @@ def rules_without_some_gradients():
             twins.assert_equal(1e-5)
 
 
-def rules_of_bfloat16():
-    twins = Twins(
-        SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16, **BOTH
-    )
-    twins.step()
-    twins.step()
-    twins.assert_equal()
-
-
+@on_ranks(2, 8)
 def master_weights():
     """Masters of one process, in the layout of the parameters: exchanged, gathered, offloaded; gradients missing."""
     mesh, settings = (
@@ -145,6 +140,7 @@ def master_weights():
         torch.testing.assert_close(several, one, rtol=0, atol=3e-5)
 
 
+@on_ranks(2, 4, 8)
 def rows_live_with_their_elements():
     """A rank keeps the moments of the rows that it has, and no others."""
     world = dist.get_world_size()
@@ -157,6 +153,7 @@ def rows_live_with_their_elements():
         assert x.to_local().shape == (rows, 1)
 
 
+@on_ranks(2, 8)
 def rules_migrate():
     """Views change on all ranks as on one process: state in parts is gathered, averaged and cut again."""
     world = dist.get_world_size()
@@ -175,14 +172,6 @@ def rules_migrate():
             twins.assert_equal(1e-5)
 
 
-CASES = [
-    ("rules migrate", rules_migrate),
-    ("rules in every layout", rules_in_every_layout),
-    ("rules of views", rules_of_views),
-    ("rules of replicas", rules_of_replicas),
-    ("rules without some gradients", rules_without_some_gradients),
-    ("rules of bfloat16", rules_of_bfloat16),
-    ("rows live with their elements", rows_live_with_their_elements),
-    ("master weights", master_weights),
-    ("rules of models", functools.partial(fsdp2_models, **BOTH)),
-]
+@on_ranks(2, 8)
+def rules_of_models():
+    fsdp2_models(**BOTH)

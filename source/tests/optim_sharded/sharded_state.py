@@ -24,6 +24,7 @@ from sharded_cases import (
     place,
     slack_of,
 )
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -44,6 +45,7 @@ from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 
+@on_ranks(2, 3, 8)
 def offloaded():
     """Moments in host memory change no bit, on any layout, switched on and off, with missing gradients."""
     kinds = ("even", "rest") if dist.get_world_size() < 4 else ("even",)
@@ -139,6 +141,7 @@ class Replicas:
                 torch.testing.assert_close(y.to(x.device), x, rtol=tolerance, atol=tolerance)
 
 
+@on_ranks(2, 3, 8)
 def cut_state():
     """Replicas with cut state equal one process, and every rank has the same parameters."""
     world = dist.get_world_size()
@@ -184,6 +187,7 @@ def cut_state():
     replicas.assert_equal(2**-8)
 
 
+@on_ranks(2, 8)
 def schedules():
     """Numbers that schedulers change reach all parts of the step."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -198,6 +202,7 @@ def schedules():
         replicas.assert_equal(1e-6)
 
 
+@on_ranks(2, 8)
 def momenta_gathered_early():
     """`prefetch` changes no bit, whatever lies between it and the step, and saves no gather that a step needs."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -251,6 +256,7 @@ def momenta_gathered_early():
     same()
 
 
+@on_ranks(2, 8)
 def cut_state_takes_a_part_of_the_memory():
     """Moments take 1/W of the memory where sizes divide, and at most one row's worth more elsewhere."""
     world = dist.get_world_size()
@@ -274,6 +280,7 @@ def cut_state_takes_a_part_of_the_memory():
     )
 
 
+@on_ranks(2, 3, 8)
 def cut_state_collectives():
     """Two all-to-alls a bucket with exactly the plan's bytes, one all-gather for the Adam routes, nothing else."""
     rank = dist.get_rank()
@@ -322,6 +329,7 @@ def cut_state_collectives():
     assert domain.bytes_sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
 
 
+@on_ranks(4, 8)
 def cut_state_with_further_domains():
     """All ranks gather momenta even if some of them exchange pieces of further matrices."""
     world = dist.get_world_size()
@@ -381,6 +389,7 @@ def cut_state_with_further_domains():
                 torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
 
 
+@on_ranks(2, 8)
 def states_move_between_ways():
     """Loading in the same processes: cut into whole and back, bitwise, also through a deep copy."""
     shapes = [*SHAPES["even"], *SHAPES["mixed"]]
@@ -410,6 +419,7 @@ def states_move_between_ways():
         second.assert_equal(1e-6)
 
 
+@on_ranks(2, 8)
 def cut_state_preflight():
     """What cannot be stepped is refused on all ranks, before any byte moves."""
     world = dist.get_world_size()
@@ -462,6 +472,7 @@ def cut_state_preflight():
     )
 
 
+@on_ranks(2, 8)
 def order_of_a_step():
     """Gathers start before the Adam routes and before the bucket in front of them; returns end after the next one."""
     log = []
@@ -506,6 +517,7 @@ def order_of_a_step():
                 assert at["apply", k - slots] < at["gather", k]
 
 
+@on_ranks(2, 3, 8)
 def adam_in_parts():
     """torch's Adam and AdamW with state in parts equal theirs with whole state; states load into each other."""
     world = dist.get_world_size()
@@ -559,6 +571,7 @@ def adam_in_parts():
             step()
 
 
+@on_ranks(2, 8)
 def adam_in_parts_as_users_call_it():
     """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
@@ -655,19 +668,3 @@ def stepped_and_saved(optimizer):
     """Step, and wait for what ranks find out about it."""
     optimizer.step()
     optimizer.state_dict()
-
-
-CASES = [
-    ("Adam in parts, as users call it", adam_in_parts_as_users_call_it),
-    ("Adam in parts", adam_in_parts),
-    ("order of a step", order_of_a_step),
-    ("offloaded", offloaded),
-    ("cut state", cut_state),
-    ("schedules", schedules),
-    ("momenta gathered early", momenta_gathered_early),
-    ("memory of cut state", cut_state_takes_a_part_of_the_memory),
-    ("collectives of cut state", cut_state_collectives),
-    ("cut state with further domains", cut_state_with_further_domains),
-    ("states between ways", states_move_between_ways),
-    ("preflight of cut state", cut_state_preflight),
-]
