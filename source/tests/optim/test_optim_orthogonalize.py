@@ -80,6 +80,7 @@ def test_float64_reaches_float64(gram):
 
 
 def test_momenta_of_a_force_field_come_out_without_noise():
+    """A potential for water, of deepmd-muon 0.1.0 after 400 steps on DeePMD-kit's example."""
     momenta = torch.load(Path(__file__).with_name("force_field_momenta.pt"), weights_only=True)
     assert {tuple(m.shape) for m in momenta.values()} == {(25, 50), (50, 100), (100, 100)}
     for name, m in momenta.items():
