@@ -42,6 +42,35 @@ def named(model):
     return dict(model.named_parameters() if isinstance(model, nn.Module) else model)
 
 
+def parameters(shapes, dtype=torch.float32, device="cpu"):
+    """Return parameters of some shapes by name, with numbers that depend on their place alone."""
+    return {
+        name: nn.Parameter(random(*shape, seed=i, dtype=torch.float64).to(device, dtype))
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def make_net(seed=0, dtype=torch.float32):
+    """Return a net of two layers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).to(dtype)
+
+
+def give_gradients(model, step, without=()):
+    """Give what is trained gradients that depend on its place and the step alone."""
+    for number, (name, p) in enumerate(named(model).items()):
+        has_gradient = p.requires_grad and name not in without
+        g = random(*p.shape, seed=1000 + 100 * step + number, dtype=torch.float64)
+        p.grad = g.to(p.device, p.dtype) if has_gradient else None
+
+
+def train(model, optimizer, steps=3, start=0, without=()):
+    """Take steps on the gradients of `give_gradients`."""
+    for step in range(start, start + steps):
+        give_gradients(model, step, without)
+        optimizer.step()
+
+
 def assert_same_state(first, second):
     """Compare the state tensors of one parameter: keys, dtypes, strides and bits."""
     assert first.keys() == second.keys()

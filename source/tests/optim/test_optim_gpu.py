@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from example_rules import BRAKE, SOAP
+from optim_builders import parameters
 from torch import nn
 
 from deepmd_muon.optim import CaptureError, HybridMuon
@@ -24,12 +25,7 @@ SHAPES = {
 
 
 def make(device, **settings):
-    params = {
-        name: nn.Parameter(
-            torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device)
-        )
-        for i, (name, shape) in enumerate(SHAPES.items())
-    }
+    params = parameters(SHAPES, device=device)
     return params, HybridMuon(params.items(), **{"lr": 0.02, **settings})
 
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from optim_builders import parameters
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon
@@ -15,11 +16,7 @@ SETTINGS = {"lr": 1e-4, "adam_patterns": ["embed"], "precision": "float32", "wei
 
 
 def make(dtype, **settings):
-    draw = torch.Generator().manual_seed(0)
-    params = {
-        name: nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
-        for name, shape in SHAPES.items()
-    }
+    params = parameters(SHAPES, dtype)
     return params, HybridMuon(params.items(), **{**SETTINGS, "master_weights": True, **settings})
 
 

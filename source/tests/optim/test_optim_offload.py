@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from optim_builders import assert_same
+from optim_builders import assert_same, parameters, train
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError
@@ -17,39 +17,18 @@ from deepmd_muon.optim.state.host_memory import DeviceBuffers, HostMemory, Trans
 from deepmd_muon.optim.state.schema import ALL_MOMENTS, StateHolder
 
 SHAPES = {
-    "a.weight": (12, 20),
-    "b.weight": (12, 20),
+    "a_weight": (12, 20),
+    "b_weight": (12, 20),
     "experts": (3, 8, 5),
-    "a.bias": (20,),
+    "a_bias": (20,),
     "adamw_scale": (7,),
     "scalar": (),
 }
 
 
-class Net(nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        for name, shape in SHAPES.items():
-            self.register_parameter(
-                name.replace(".", "_"), nn.Parameter(torch.randn(shape, dtype=dtype))
-            )
-
-
-def train(model, optimizer, steps, start=0, without=()):
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(step)
-        for name, p in model.named_parameters():
-            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            p.grad = None if name in without else grad
-        optimizer.step()
-
-
-def make(dtype=torch.float32, **settings):
-    model = Net(dtype)
-    return model, HybridMuon(
-        model.named_parameters(), **{"lr": 0.02, "weight_decay": 0.1, **settings}
-    )
+def make(**settings):
+    params = nn.ParameterDict(parameters(SHAPES))
+    return params, HybridMuon(params.items(), **{"lr": 0.02, "weight_decay": 0.1, **settings})
 
 
 @pytest.mark.parametrize("size", [1, 700, 2**20])
@@ -284,7 +263,7 @@ def test_routes_may_change_and_parameters_be_added():
 
 
 def test_as_a_setting_of_the_input():
-    model = Net()
+    model = nn.ParameterDict(parameters(SHAPES))
     assert HybridMuonConfig(offload=True).build(model)._host_memory is not None
     assert HybridMuonConfig().build(model)._host_memory is None
     with pytest.raises(InvalidSettingError, match="offload_bytes: must be >= 1; found 0"):

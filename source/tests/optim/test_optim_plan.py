@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from optim_builders import parameters
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -41,9 +42,7 @@ def draw(shape, seed, device):
 
 
 def make(device="cpu", **settings):
-    params = {
-        name: nn.Parameter(draw(shape, i, device)) for i, (name, shape) in enumerate(SHAPES.items())
-    }
+    params = parameters(SHAPES, device=device)
     return params, HybridMuon(params.items(), **{"lr": 0.02, **settings})
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from optim_builders import random
+from optim_builders import parameters, random
 from torch import nn
 
 from deepmd_muon.optim import (
@@ -21,15 +21,8 @@ from deepmd_muon.optim import (
 from deepmd_muon.optim.groups.group_settings import unfolded
 from deepmd_muon.optim.update.adam import correct_rounded_lr
 
-SHAPES = (("a.bias", (7,)), ("b.weight", (5, 4)), ("c.scale", ()))
+SHAPES = {"a.bias": (7,), "b.weight": (5, 4), "c.scale": ()}
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
-
-
-def parameters():
-    return {
-        name: nn.Parameter(random(*shape, seed=i, dtype=torch.float64))
-        for i, (name, shape) in enumerate(SHAPES)
-    }
 
 
 def stepped(params, optimizer):
@@ -53,7 +46,7 @@ def test_the_mode_of_a_group_is_taken_in_any_case():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01, dtype=torch.float64)])
 def test_every_implementation_of_the_adam_routes_is_torchs_with_its_epsilon(implementation, lr):
-    params, twins = parameters(), parameters()
+    params, twins = (parameters(SHAPES, torch.float64) for _ in range(2))
     optimizer = HybridMuon(
         params.items(),
         lr,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from example_rules import BRAKE, SOAP
-from sharded_cases import drawn, mesh_of
-from sharded_state import Replicas
+from sharded_cases import assert_same_bits, counted_traffic, drawn, make_replicas, mesh_of
 from spawn_ranks import on_ranks
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
-from deepmd_muon.optim.sharded import ShardedSettings, elements
+from deepmd_muon.optim.sharded import ShardedSettings
 
 SHAPES = [
     (16, 16),
@@ -33,9 +31,8 @@ SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
 
 
 def make(sharded=None, many=None, dtype=torch.bfloat16, shapes=SHAPES, **settings):
-    return Replicas(
-        shapes, dist.group.WORLD, sharded, dtype=dtype, many=many, **{**SETTINGS, **settings}
-    )
+    settings = {**SETTINGS, "dtype": dtype, **settings}
+    return make_replicas(shapes, dist.group.WORLD, sharded, many, **settings)
 
 
 def masters(replicas, number):
@@ -62,20 +59,6 @@ def assert_equal(replicas, tolerance=3e-5):
         copies = [torch.empty_like(q) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, q)
         assert all(torch.equal(copies[0], other) for other in copies), f"w{i}"
-
-
-def bits(replicas):
-    """Return copies of this rank's weights and state."""
-    state = replicas.optimizers[1].state
-    kept = [local_of(x).clone() for q in replicas.many for x in state[q].values()]
-    return [*(q.detach().clone() for q in replicas.many), *kept]
-
-
-def assert_same_bits(some, others):
-    assert len(some) == len(others)
-    assert all(
-        torch.equal(x.cpu(), y.cpu()) for x, y in zip(some, others, strict=True)
-    )  # offloaded or not
 
 
 @on_ranks(2, 3, 8)
@@ -121,40 +104,23 @@ def masters_of_replicas():
 def masters_of_replicas_in_collectives():
     """Updates return to the ranks of their parts, and one all-gather for each route carries 16-bit elements."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    calls, gathers = [], []
-    original, gather = dist.all_to_all_single, elements.all_gather
-
-    def counting(output, source, output_splits, input_splits, **options):
-        calls.append(8 * sum(n for k, n in enumerate(input_splits) if k != rank))
-        return original(output, source, output_splits, input_splits, **options)
-
-    def counting_gather(everything, mine, **options):
-        gathers.append((mine.numel(), mine.dtype))
-        return gather(everything, mine, **options)
-
-    sent = {}
+    shapes = [*(3 * [(16, 48)]), (11,)]
+    total = {}
     for on in (True, False):
-        replicas = make(
-            {"bucket_bytes": 5000},
-            shapes=[*(3 * [(16, 48)]), (11,)],
-            master_weights=on,
-            adam_patterns=[],
-        )
+        settings = {"shapes": shapes, "master_weights": on, "adam_patterns": []}
+        replicas = make({"bucket_bytes": 5000}, **settings)
         replicas.step()
-        calls.clear()
-        gathers.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_to_all_single", counting)
-            patch.setattr(elements, "all_gather", counting_gather)
+        with counted_traffic() as (sent, gathered):
             replicas.step()
         plan = replicas.optimizers[1].plan
         (domain,) = plan.domains
-        assert len(calls) == 2 * domain.n_buckets
-        assert sum(calls) == domain.bytes_sent(plan.settings)[rank]
-        sent[on] = sum(domain.bytes_sent(plan.settings).values())
+        assert len(sent) == 2 * domain.n_buckets
+        assert sum(sent) == domain.bytes_sent(plan.settings)[rank]
+        total[on] = sum(domain.bytes_sent(plan.settings).values())
         sizes = [-(-11 // world), 3 * 48 * 16 // world] if on else [-(-11 // world)]
-        assert gathers == [(n, torch.bfloat16) for n in sizes]
-    assert sent[True] < sent[False]
+        assert [part.numel() for part in gathered] == sizes
+        assert all(part.dtype == torch.bfloat16 for part in gathered)
+    assert total[True] < total[False]
 
 
 @on_ranks(2, 3, 8)
@@ -164,16 +130,16 @@ def masters_of_replicas_without_some_gradients():
         replicas.step()
         replicas.step(nowhere=(0, 5, 7))
         replicas.step(without=(1, 4))
-        before = bits(replicas)
+        before = replicas.bits()
         replicas.step(nowhere=(*range(len(SHAPES)),))
-        assert_same_bits(bits(replicas), before)
+        assert_same_bits(replicas.bits(), before)
         assert_equal(replicas)
-        before = bits(replicas)
+        before = replicas.bits()
         replicas.many[1].grad = torch.full_like(
             replicas.many[1], torch.nan if dist.get_rank() else 1.0
         )
         replicas.optimizers[1].step()
-        assert_same_bits(bits(replicas), before)
+        assert_same_bits(replicas.bits(), before)
 
 
 @on_ranks(2, 8)
@@ -222,7 +188,7 @@ def masters_of_replicas_restart():
     for _ in range(3):
         again.step()
         straight.step()
-    assert_same_bits(bits(again), bits(straight))
+    assert_same_bits(again.bits(), straight.bits())
     assert_equal(straight)
     whole = straight.optimizers[0].state_dict()
     with_whole = make()
@@ -250,7 +216,7 @@ def masters_beside_wide_parameters():
     world = dist.get_world_size()
     mesh = mesh_of((2, world // 2) if world % 2 == 0 and world > 2 else (world,))
     settings = {**SETTINGS, "weight_decay": 0.1, "adam_patterns": []}
-    replicas = Replicas([(16, 16), (7, 5)], mesh, dtype=torch.bfloat16, **settings)
+    replicas = make_replicas([(16, 16), (7, 5)], mesh, dtype=torch.bfloat16, **settings)
     both = [*replicas.one], [*replicas.many]
     for params in both:
         params += [torch.nn.Parameter(p.detach().float().t().contiguous()) for p in params]

@@ -6,20 +6,18 @@ import example_rules
 import recent_rules  # noqa: F401  # registers them
 import torch
 import torch.distributed as dist
-from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
+from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, make_replicas, mesh_of
 from sharded_models import fsdp2_models
-from sharded_state import Replicas
 from spawn_ranks import on_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.dtensors import full_tensor, local_of
+from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
 SOAP = {**example_rules.SOAP, "magma_muon": False}
 NORMS = example_rules.BRAKE
-AHEAD = {"rules": ["ema_nesterov"], "magma_muon": False}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
@@ -60,35 +58,11 @@ def rules_of_views():
 
 
 @on_ranks(2, 3, 8)
-def rules_of_replicas():
-    """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
-    shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
-    for settings in (BOTH, COLUMNS, SOAP, NORMS, AHEAD):
-        for sharded, more in (
-            ({"replication": "spread"}, {}),
-            ({"bucket_bytes": 1, "slots": 1}, {"offload": True}),
-            ({"replication": "repeat"}, {}),
-        ):
-            replicas = Replicas(
-                shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings
-            )
-            replicas.step()
-            replicas.step(nowhere=(0, 5))
-            replicas.step(without=() if "repeat" in sharded.values() else (2, 6))
-            replicas.assert_equal(1e-5)
-            before = [q.detach().clone() for q in replicas.many]
-            state = [
-                {k: local_of(x).clone() for k, x in s.items()}
-                for s in replicas.optimizers[1].state.values()
-            ]
-            replicas.many[1].grad[0] = torch.nan
-            replicas.optimizers[1].step()
-            assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
-            for old, new in zip(state, replicas.optimizers[1].state.values(), strict=True):
-                assert all(torch.equal(x, local_of(new[k])) for k, x in old.items())
-    wide, tall = Replicas([(5, 96), (96, 5)], mesh_of((dist.get_world_size(),)), **BOTH), None
-    wide.step()
-    wide, tall = (wide.optimizers[1].state[q]["second_moment_of_rows"] for q in wide.many)
+def rows_of_replicas_live_with_the_parts_of_their_momenta():
+    ranks = mesh_of((dist.get_world_size(),))
+    replicas = make_replicas([(5, 96), (96, 5)], ranks, **BOTH)
+    replicas.step()
+    wide, tall = (replicas.optimizers[1].state[q]["second_moment_of_rows"] for q in replicas.many)
     assert not isinstance(wide, DTensor)  # its momentum is cut along columns
     assert tall.to_local().shape[0] == -(-96 // dist.get_world_size())
 
@@ -128,8 +102,8 @@ def master_weights():
             if many.get("offload"):
                 assert "master_weight" in twins.optimizers[1]._host_memory._offloaded[q]
     spread = {"sharded": ShardedSettings(replication="spread")}
-    replicas = Replicas(
-        SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, many=spread, **settings
+    replicas = make_replicas(
+        SHAPES["even"], dist.group.WORLD, many=spread, dtype=torch.bfloat16, **settings
     )
     replicas.step()
     replicas.step()
