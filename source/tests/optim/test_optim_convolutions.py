@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from optim_builders import train
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
@@ -24,19 +25,6 @@ class ConvNet(nn.Module):
         self.line = nn.Conv1d(4, 5, 3)
         self.volume = nn.Conv3d(2, 4, 2)
         self.fc = nn.Linear(5, 2)
-
-    def forward(self, x):
-        x = torch.tanh(self.pointwise(self.depthwise(self.grouped(self.stem(x)))))
-        x = self.line(self.up(x).mean(3)).mean(2)
-        return self.fc(x) + self.volume.weight.sum()
-
-
-def train(model, optimizer, steps=2, start=0):
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
 
 
 def make(seed=0):
@@ -94,7 +82,7 @@ def test_kernels_that_become_many_small_matrices_are_warned_about():
 def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplog):
     model = make()
     first = config(conv_patterns=[]).build(model)
-    train(model, first)
+    train(model, first, 2)
     saved = copy.deepcopy(first.state_dict())
     saved["param_groups"] = list(map(unfolded, saved["param_groups"]))
     for group in saved["param_groups"]:

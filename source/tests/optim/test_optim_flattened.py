@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from example_rules import SOAP
-from optim_builders import assert_same, assert_same_state, random
+from optim_builders import assert_same, assert_same_state, random, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,10 +33,7 @@ def made(**settings):
 
 def trained(**settings):
     model, optimizer = made(**settings)
-    for i in range(2):
-        for p in model.parameters():
-            p.grad = random(*p.shape, seed=i)
-        optimizer.step()
+    train(model, optimizer, 2)
     return model, optimizer
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from optim_builders import assert_same, assert_same_state, through_file
+from optim_builders import assert_same, assert_same_state, through_file, train
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RouteTable, RoutingMismatchError
@@ -23,21 +23,6 @@ class Net(nn.Module):
         self.first = nn.Linear(6, 9, dtype=dtype)
         self.experts = nn.Parameter(torch.randn(3, 9, 5, dtype=torch.float64).to(dtype))
         self.adamw_scale = nn.Parameter(torch.ones(5, dtype=dtype))
-
-    def forward(self, x):
-        return (
-            torch.einsum("bi,eij->bj", torch.tanh(self.first(x)), self.experts) * self.adamw_scale
-        )
-
-
-def train(model, optimizer, steps, start=0):
-    dtype = next(model.parameters()).dtype
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 6, generator=generator, dtype=torch.float64).to(dtype)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
 
 
 def made(dtype=torch.float32, seed=0):
