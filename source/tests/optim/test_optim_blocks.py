@@ -17,58 +17,9 @@ from deepmd_muon.optim import (
     InvalidShapeError,
     MuonConfig,
     RoutingMismatchError,
-    RoutingRules,
 )
-from deepmd_muon.optim.routing.routes import RouteTable, choose_route
+from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.optim.routing.views import MatrixView
-
-
-def view_of(name, shape, **rules):
-    entry = choose_route(name, shape, RoutingRules(**rules))
-    return entry.route, str(entry.view or "")
-
-
-@pytest.mark.parametrize(
-    ("shape", "mode", "expected"),
-    [
-        ((6, 4, 5), "slice", ("muon", "6x4x5")),
-        ((6, 4, 5), "2d", ("muon", "6x4x5")),
-        ((6, 4, 5), "flat", ("muon", "6x4x5")),
-        ((6, 3, 4, 5), "flat", ("muon", "6x12x5")),
-        ((6, 3, 4, 5), "slice", ("muon", "18x4x5")),
-        ((6, 3, 4, 5), "2d", ("adamw", "")),
-        ((1, 4, 5), "2d", ("muon", "1x4x5")),
-        ((6, 1, 5), "slice", ("adam", "")),
-        ((6, 5), "slice", ("muon", "1x6x5")),
-    ],
-)
-def test_the_first_dimension_of_an_expert_weight_counts_experts(shape, mode, expected):
-    assert (
-        view_of("moe.experts.w", shape, muon_mode=mode, expert_patterns=("*.experts.*",))
-        == expected
-    )
-
-
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [
-        ("*.qkv: columns 3", "1x64x96 columns 32+32+32"),
-        ("*.qkv: columns 64+16+16", "1x64x96 columns 64+16+16"),
-        ("*.qkv: rows 2", "1x64x96 rows 32+32"),
-        ("*.qkv: columns (16+8)*4", "1x64x96 columns " + "+".join(["16+8"] * 4)),
-        ("*.qkv: columns 8*4+(3+5)*2+rest", "1x64x96 columns 8+8+8+8+3+5+3+5+48"),
-        ("*.qkv: rows rest+40", "1x64x96 rows 24+40"),
-        ("*.qkv: rows 16*4", "1x64x96 rows 16+16+16+16"),
-        ("other: rows 2", "1x64x96"),
-    ],
-)
-def test_fused_weights_are_cut(split, expected):
-    assert view_of("layer.qkv", (64, 96), splits=(split,)) == ("muon", expected)
-    assert str(MatrixView.parse(expected)) == expected
-
-
-def test_the_smallest_block_decides_about_min_matrix_dim():
-    assert view_of("qkv", (64, 96), splits=("qkv: columns 93+3",), min_matrix_dim=4) == ("adam", "")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +119,7 @@ def test_states_of_before_attention_was_split_load(caplog):
         per_head.load_state_dict(saved)
 
 
-def test_a_split_into_one_part_is_no_split():
-    assert view_of("layer.qkv", (64, 96), splits=("*.qkv: rows 1",)) == ("muon", "1x64x96")
+def test_a_stored_split_into_one_part_is_no_split():
     (entry,) = RouteTable.from_groups([{"routes": ["muon 64x96 as 1x64x96 rows 64"]}])
     assert str(entry.view) == "1x64x96"
 

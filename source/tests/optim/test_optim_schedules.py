@@ -10,7 +10,6 @@ from optim_builders import train
 from torch import nn
 
 from deepmd_muon.optim import InvalidSettingError, MuonConfig
-from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.step import CompiledStep
 
 SCHEDULED = {
@@ -78,18 +77,3 @@ def test_a_wrong_value_of_a_schedule_is_refused(key, value):
     with pytest.raises(InvalidSettingError, match=r"momentum|adam_beta2|weight_decay"):
         train(model, optimizer, 1, start=1)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_a_switch_still_compiles_the_step_again(preparations):
-    model, optimizer = make()
-    train(model, optimizer, 1, start=0)
-    preparations.clear()
-    optimizer.param_groups[0]["nesterov"] = False
-    train(model, optimizer, 1, start=1)
-    assert preparations
-
-
-def test_settings_without_their_scheduled_numbers_are_equal():
-    first = HybridMuonConfig(momentum=0.9, weight_decay=0.3, adam_weight_decay=0.1)
-    assert first.structure == HybridMuonConfig().structure
-    assert HybridMuonConfig(nesterov=False).structure != HybridMuonConfig().structure
