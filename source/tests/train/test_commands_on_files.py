@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import run_dp
 from matplotlib.axes import Axes
 
 from deepmd_muon.cli.main import main
@@ -198,10 +199,7 @@ def _attributes(capsys):
 def test_attributes_are_deepmd_kits_lines(finished, capsys):
     """The words are those that deepmd-kit 3.2.0 printed for this run's checkpoint."""
     capsys.readouterr()
-    assert (
-        main(["--pt", "show", "model.ckpt.pt", "size", "type-map", "observed-type", "fitting-net"])
-        == 0
-    )
+    assert run_dp("--pt show model.ckpt.pt size type-map observed-type fitting-net") == 0
     fitting_net = {
         "type": "ener",
         "neuron": [6, 6],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_dp
 from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_input
 
 from deepmd_muon.argcheck import load
@@ -253,10 +254,7 @@ def test_branches_and_their_refusals():
 
 def test_a_branch_is_tested():
     for head, differs in (("water", False), ("metal", True)):
-        assert (
-            main(["--pt", "test", "-m", "branches.pt", "--head", head, "-s", "target", "-d", head])
-            == 0
-        )
+        assert run_dp(f"--pt test -m branches.pt --head {head} -s target -d {head}") == 0
         assert Path(f"{head}.e.out").exists()
         assert (Path("water.e.out").read_text() != Path(f"{head}.e.out").read_text()) == differs
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run_dp
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import (
@@ -215,36 +216,13 @@ def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
     )
     assert np.abs(other.energy - expected.energy).min() > 1e-6
     for model in ("model.ckpt.pt", "frozen.pth"):
-        assert (
-            main(
-                ["--pt", "test", "-m", model, "-s", systems[0], "-d", f"of-{model}", "-v", "ERROR"]
-            )
-            == 0
-        )
+        assert run_dp(f"--pt test -m {model} -s {systems[0]} -d of-{model} -v ERROR") == 0
         table = np.loadtxt(f"of-{model}.e.out")
         np.testing.assert_allclose(table[:, 1], expected.energy, rtol=1e-9)
-    assert (
-        main(
-            [
-                "--pt",
-                "model-devi",
-                "-m",
-                "model.ckpt.pt",
-                "frozen.pth",
-                "-s",
-                systems[0],
-                "-o",
-                "devi.out",
-            ]
-        )
-        == 0
-    )
+    assert run_dp(f"--pt model-devi -m model.ckpt.pt frozen.pth -s {systems[0]} -o devi.out") == 0
     assert np.abs(np.loadtxt("devi.out")[:, 1:]).max() < 1e-6
     every = str(Path(systems[0]).parent)
-    assert (
-        main(["--pt", "change-bias", "model.ckpt.pt", "-s", every, "-o", "moved.pt", "-v", "ERROR"])
-        == 0
-    )
+    assert run_dp(f"--pt change-bias model.ckpt.pt -s {every} -o moved.pt -v ERROR") == 0
     moved = Predictor("moved.pt", device="cpu").model.atomic_model.out_bias[0, :, 0]
     before = predictor.model.atomic_model.out_bias[0, :, 0]
     assert (moved - before)[0].abs() > 1e-3

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run_dp
 
 from deepmd_muon.argcheck import InputError, load
 from deepmd_muon.cli.main import main
@@ -176,10 +177,7 @@ def test_the_model_alone_is_that_of_the_branch(finetuning):
         np.testing.assert_allclose(
             Predictor("frozen.pth").evaluate(frames).energy, plain, rtol=1e-12
         )
-    assert (
-        main(["--pt", "test", "-m", "model.ckpt.finetuned.pt", "-s", NEW, "-n", "2", "-v", "ERROR"])
-        == 0
-    )
+    assert run_dp(f"--pt test -m model.ckpt.finetuned.pt -s {NEW} -n 2 -v ERROR") == 0
     # It can be fine-tuned again, and an earlier one is kept.
     assert finetune(finetuning, replay=(OLD,)) == 0
     assert len(list(Path().glob("model.ckpt.finetuned.pt.[0-9]"))) == 1
