@@ -221,22 +221,9 @@ def test_some_frames_are_enough_for_a_bias():
     assert min((fit - bias).abs().max() for fit in fits) < 1e-9
 
 
-def test_another_model_or_a_fixed_type_map_is_refused(small_input):
+def test_a_model_of_another_size_is_refused():
     with pytest.raises(CheckpointError, match="n_dim"):
         finetune(["O", "H"], "named.pt", script=False)
-    content = small_input()
-    content["training"]["numb_steps"] = 1
-    assert run(load(write_input(content)), log_level="WARNING") == 0
-    content["model"]["type_map"] = ["Ag", "Cu"]
-    content["model"]["descriptor"]["sel"] = [20, 40]
-    for script in (False, True):
-        with pytest.raises(ModelError, match=r"^model/type_map: .*se_e2_a.* cannot take new types"):
-            run(
-                load(write_input(content)),
-                finetune="model.ckpt.pt",
-                use_pretrain_script=script,
-                log_level="WARNING",
-            )
 
 
 @pytest.mark.parametrize("way", ["init_model", "finetune", "restart"])
