@@ -158,17 +158,6 @@ def test_atoms_a_second_are_those_of_the_interval(caplog):
     assert shown == [", 100 atoms/s", "", ", 10 atoms/s"]
 
 
-def test_without_timing_no_time_is_shown(caplog):
-    caplog.set_level("INFO")
-    now = 0.0
-    console = ConsoleReport(1000, 2000, timing=False, clock=lambda: now)
-    now = 100.0
-    console.advance(1)
-    console.step(1, 1e-3, TRAIN, {})
-    console.close()
-    assert [message for message in caplog.messages if "trn" not in message] == []
-
-
 def test_reports_of_a_run_reach_log_and_file(caplog):
     caplog.set_level("INFO")
     reports = open_reports(training(), num_steps=300)
