@@ -15,7 +15,7 @@ from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.step.stepper import DeviceStepper, RateTable, build_stepper
+from deepmd_muon.train.step.stepper import DeviceStepper, build_stepper
 from deepmd_muon.train.strategy.base import Alone, Strategy
 from deepmd_muon.train.strategy.fully_sharded import FullySharded
 from deepmd_muon.train.strategy.replicated import Replicated
@@ -189,17 +189,6 @@ def test_streamed_batches_are_those_of_the_loader():
         assert feed.labelled_atoms({"energy", "force"}) == expected.frames.atype.size
     assert plain.state_dict() == streamed.state_dict()
     source.close()
-
-
-def test_the_schedule_on_the_device_is_that_of_the_host():
-    def scalars(step):
-        return 1.0 / (step + 1), 0.5**step
-
-    table = RateTable(scalars, torch.float64, CPU)
-    for step in (*range(1000, 1003), *range(2020, 2030), 7, 8):
-        table.expect(step)
-        table.read()
-        assert (table.lr.item(), table.lr_fraction.item()) == scalars(step)
 
 
 def test_capture_needs_a_gpu(small_input, train):
