@@ -293,10 +293,9 @@ class Domain:
     def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
         """Return the bytes of every message of one leg; those of a rank to itself are left out.
 
-        `rank_messages` measures the messages of one rank by the same `message_words`.
+        `messages.Side` lays the messages of one rank out.
         """
-        pieces: Counter[MessageKey] = Counter()
-        line_values: Counter[MessageKey] = Counter()
+        words: Counter[MessageKey] = Counter()  # of headers and lines
         elements: Counter[MessageKey] = Counter()
         for job in self.jobs:
             if job.bucket is None:
@@ -307,26 +306,15 @@ class Domain:
                 sender = holder if leg == "gather" else job.owner
                 receiver = job.owner if leg == "gather" else holder
                 key = MessageKey(job.bucket, sender, receiver)
-                pieces[key] += 1
-                line_values[key] += job.line_values.get(holder, 0)
+                words[key] += self.header_words(leg) + job.line_values.get(holder, 0)
                 elements[key] += n_elements
-        n_bytes: dict[MessageKey, int] = {}
-        for key, n_pieces in pieces.items():
-            words = self.message_words(leg, n_pieces, line_values[key], elements[key], settings)
-            n_bytes[key] = WORD * words
-        return n_bytes
-
-    def message_words(
-        self, leg: Leg, pieces: int, line_values: int, elements: int, settings: ShardedSettings
-    ) -> int:
-        """Return the words of a message with this many pieces, values of lines and elements.
-
-        Elements are padded to whole words.
-        """
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        itemsize = self.itemsize if dtype == "full" else NARROW
-        element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
-        return pieces * self.header_words(leg) + line_values + element_words
+        size = self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
+        # Elements are padded to whole words.
+        return {
+            key: WORD * (n_words + -(-elements[key] * size // WORD))
+            for key, n_words in words.items()
+        }
 
     def header_words(self, leg: Leg) -> int:
         """Return the words of a piece's header: presence, state per block, sums (gather only)."""
