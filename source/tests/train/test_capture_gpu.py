@@ -227,7 +227,7 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
 
     def poisoned(self, chunks):
         original(self, chunks)
-        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
+        self.tensors["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
 
     monkeypatch.setattr(FrameStore, "take", poisoned)
     with pytest.raises(NonFiniteError, match=r"before update \d+: the loss is inf") as caught:
@@ -251,7 +251,7 @@ def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog
 
     def poisoned(self, chunks):
         original(self, chunks)
-        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
+        self.tensors["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
 
     monkeypatch.setattr(FrameStore, "take", poisoned)
     with caplog.at_level(logging.WARNING, logger="deepmd_muon"):
