@@ -24,9 +24,9 @@ from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     GradientPresence,
-    GroupColumns,
     check_replicas,
     check_settings,
+    settings_entries,
 )
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
@@ -148,7 +148,6 @@ class ShardedStep:
 
         # Of `prepare` and `agree`.
         self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
-        self._columns = GroupColumns(sharded_params)
         self._prepared: tuple[Sequence[Group], State] = ((), {})
         self._structures: list[HybridMuonConfig] = []
         self._error: ShardingError | None = None
@@ -209,7 +208,6 @@ class ShardedStep:
         same_structures = structures == self._structures
         self._structures = structures
         self._prepared = groups, state
-        self._columns.groups = groups
         self._compiled = False
         self._bound = self._bound and same_tensors and same_structures
 
@@ -252,7 +250,7 @@ class ShardedStep:
             self._presence = self._compare_presence()
         if flags is not None:
             flags = flags.to(self._device).reshape(-1)
-        return self._presence.compare(flags, only_flags=same_gradients)
+        return self._presence.compare(flags, self._prepared[0], only_flags=same_gradients)
 
     def _compare_plans(self) -> None:
         """Make the process groups of the plan, and raise the errors of all ranks."""
@@ -278,7 +276,8 @@ class ShardedStep:
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))
         sets_of_ranks = [param.layout.sorted_ranks for param in self._sharded_params]
-        return GradientPresence(compared, sets_of_ranks, self._device, columns=self._columns)
+        entries = settings_entries(self._sharded_params)
+        return GradientPresence(compared, sets_of_ranks, self._device, entries=entries)
 
     # ----- the step ------------------------------------------------------------------------------
 
