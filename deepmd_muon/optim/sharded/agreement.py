@@ -22,6 +22,7 @@ from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.groups.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.sharded.layout import RankSet
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import (
     RankGroup,
@@ -136,14 +137,14 @@ def _checksum(x: Tensor) -> Tensor:
 class SettingsEntry(NamedTuple):
     """The settings of one group, on the ranks that share some of its parameters."""
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     label: str  # with the name of the first such parameter
     group: int
 
 
 def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
     """Return an entry for each group and each set of ranks that hold some of its parameters."""
-    entries: dict[tuple[tuple[int, ...], int], SettingsEntry] = {}
+    entries: dict[tuple[RankSet, int], SettingsEntry] = {}
     for param in params:
         ranks = param.layout.sorted_ranks
         entry = SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
@@ -181,7 +182,7 @@ class ComparedParameter(NamedTuple):
 
     p: Tensor
     name: str
-    ranks: tuple[int, ...]
+    ranks: RankSet
 
 
 class _Comparison:
@@ -294,7 +295,7 @@ class GradientPresence:
     def __init__(
         self,
         compared: Sequence[ComparedParameter],
-        ranks: Sequence[tuple[int, ...]],
+        ranks: Sequence[RankSet],
         device: torch.device,
         *,
         late: bool | None = None,
@@ -397,7 +398,7 @@ class GradientPresence:
             raise PlanMismatchError(f"{prefix}{settings[0]}; give all ranks the same settings")
 
 
-def _first_with(rank_groups: Sequence[RankGroup], ranks: tuple[int, ...]) -> RankGroup | None:
+def _first_with(rank_groups: Sequence[RankGroup], ranks: RankSet) -> RankGroup | None:
     """Return the first group that has all of these ranks."""
     for among in rank_groups:
         if set(ranks) <= set(among.ranks):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.routing.routes import Route
+from deepmd_muon.optim.sharded.layout import RankSet
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
@@ -80,7 +81,7 @@ def gathered_parts(
     collectives, keep
         See `GatheredParts`.
     """
-    by_kind: dict[tuple[tuple[int, ...], torch.dtype], list[ReplicatedParameter]]
+    by_kind: dict[tuple[RankSet, torch.dtype], list[ReplicatedParameter]]
     by_kind = defaultdict(list)
     for p, sharding in params:
         if sharding is not None and len(sharding.layout.ranks) > 1:

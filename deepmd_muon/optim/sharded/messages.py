@@ -23,13 +23,14 @@ from torch import Tensor
 from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
-    Layout,
+    MatrixLayout,
     Overlap,
+    RankSet,
     Runs,
     block_bounds,
-    lines_layout,
     overlap,
     regions_by_rank,
+    with_whole_lines,
 )
 from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
 
@@ -51,7 +52,7 @@ class RankJobs:
     rank: int
 
     @property
-    def peers(self) -> tuple[int, ...]:
+    def peers(self) -> RankSet:
         """The ranks at the other end of its messages, ascending; itself included."""
         return (self.rank,) if self.bucket is None else self.domain.ranks
 
@@ -250,14 +251,14 @@ class Piece(NamedTuple):
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
     """Return a rank's piece of a block's momentum, for the gather, or of its update."""
-    return _piece_in(plan.parameters[parameter].layout_of(leg), plan, parameter, block, rank)
+    matrices = plan.parameters[parameter].matrices(leg)
+    return _piece_in(matrices, parameter, block, rank)
 
 
-def _piece_in(layout: Layout, plan: Plan, parameter: int, block: int, rank: int) -> Piece:
+def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
     """Return the piece of a block that a rank has in this layout of the parameter."""
-    p = plan.parameters[parameter]
-    region = regions_by_rank(p.shape, p.view, layout)[rank]
-    bounds_of_parts = block_bounds(p.view)
+    region = regions_by_rank(matrices)[rank]
+    bounds_of_parts = block_bounds(matrices.view)
     matrix, part_number = divmod(block, len(bounds_of_parts))
     bounds = bounds_of_parts[part_number]
     in_batch = overlap(region.batch, matrix, matrix + 1)
@@ -298,8 +299,7 @@ def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
     """Return the shape (batch, rows, columns) of a rank's local momentum, or of its elements."""
-    p = plan.parameters[parameter]
-    return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
+    return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
@@ -341,13 +341,12 @@ class Lines(NamedTuple):
 
 def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
     """Return the rows or columns of a piece's block that its rank keeps the values of."""
-    p = plan.parameters[piece.parameter]
     of = cast("Axis", tensor.extent)
-    layout = lines_layout(p.shape, p.view, p.layout_of("gather"), of)
-    line_piece = _piece_in(layout, plan, piece.parameter, piece.block, piece.rank)
-    batch, rows, columns = regions_by_rank(p.shape, p.view, layout)[piece.rank].shape
-    blocks_per_line = p.view.repeats(of)
-    lengths = tensor.lengths(p.view)
+    matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), of)
+    line_piece = _piece_in(matrices, piece.parameter, piece.block, piece.rank)
+    batch, rows, columns = regions_by_rank(matrices)[piece.rank].shape
+    blocks_per_line = matrices.view.repeats(of)
+    lengths = tensor.lengths(matrices.view)
     part_number = piece.block % len(lengths)
     return Lines(
         shape=(batch, rows if of == "rows" else columns, blocks_per_line, max(lengths)),

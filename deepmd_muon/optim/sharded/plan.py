@@ -38,10 +38,16 @@ from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.routes import RouteEntry
-from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.routing.views import MatrixView, Shape
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.layout import Layout, held_interval, replicated
+from deepmd_muon.optim.sharded.layout import (
+    Layout,
+    MatrixLayout,
+    RankSet,
+    held_interval,
+    replicated,
+)
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.update.adam import moment_dtype
 
@@ -82,7 +88,7 @@ class PlannedParameter:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     view: MatrixView
     layout: Layout
     itemsize: int = 4
@@ -117,14 +123,15 @@ class PlannedParameter:
             masters=state_layout is not None and settings.master_weights and is_narrow,
         )
 
-    def layout_of(self, leg: Leg) -> Layout:
-        """Return the layout of a leg's pieces.
+    def matrices(self, leg: Leg | None = None) -> MatrixLayout:
+        """Return the layout of a leg's pieces; without a leg that of the elements.
 
         Momenta are gathered, and updates return to elements or master weights.
         """
-        if self.state_layout is not None and (leg == "gather" or self.masters):
-            return self.state_layout
-        return self.layout
+        layout = self.layout
+        if self.state_layout is not None and (leg == "gather" or (leg and self.masters)):
+            layout = self.state_layout
+        return MatrixLayout(self.shape, self.view, layout)
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
@@ -241,7 +248,7 @@ class Domain:
         step (see `RepeatedMuon`); else 0.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     parameters: tuple[int, ...]
     itemsize: int
     rules: tuple[MatrixRule, ...]
@@ -397,7 +404,7 @@ def make_plan(
     """
     settings = settings or ShardedSettings()
     _refuse_overlaps(parameters)
-    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    members: dict[tuple[RankSet, int], list[int]] = defaultdict(list)
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize].append(i)
     domains: list[Domain] = []
@@ -513,7 +520,7 @@ def _fit_one_gather(parameters: Sequence[PlannedParameter], settings: ShardedSet
 def _plan_domain(
     parameters: Mapping[int, PlannedParameter],
     *,
-    ranks: tuple[int, ...],
+    ranks: RankSet,
     itemsize: int,
     loads: Mapping[int, int],
     settings: ShardedSettings,
@@ -588,11 +595,9 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
     work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
     size = [rows * columns * itemsize for rows, columns in shapes]
     holders_of_all = holders_of_blocks(
-        p.shape,
-        p.view,
-        layout=p.layout,
-        state_layout=p.layout_of("gather"),
-        update_layout=p.layout_of("return"),
+        p.matrices(),
+        state=p.matrices("gather"),
+        updates=p.matrices("return"),
         scored=bool(values.block_keys),
         line_tensors=tuple(tensor for _, tensor in values.line_tensors),
     )
@@ -621,7 +626,7 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     return steps * (4 * m * m * n + 2 * m**3)
 
 
-def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
+def _largest_part(shape: Shape, layout: Layout) -> int:
     """Return the number of elements of the first rank, which has the largest part."""
     place = layout.places()[layout.ranks[0]]
     return math.prod(

@@ -140,8 +140,8 @@ class RuleState:
             for position, message_piece in enumerate(side.pieces):
                 piece = message_piece.piece
                 if key in state[piece.parameter]:
-                    p = plan.parameters[piece.parameter]
-                    blocks = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank_jobs.rank]
+                    elements = plan.parameters[piece.parameter].matrices()
+                    blocks = score_runs_by_rank(elements)[piece.rank]
                     index = overlap(blocks, piece.block, piece.block + 1).start
                     positions.append(position)
                     views.append(state[piece.parameter][key][index : index + 1])
