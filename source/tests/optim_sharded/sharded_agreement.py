@@ -158,7 +158,7 @@ def settings_compared_late():
             patch.setattr(
                 step,
                 "GradientPresence",
-                lambda *args, columns, **_: GradientPresence(*args, late=True, columns=columns),
+                lambda *args, entries, **_: GradientPresence(*args, late=True, entries=entries),
             )
             gradients(model.parameters())
             optimizer.step()

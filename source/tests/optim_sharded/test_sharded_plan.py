@@ -176,7 +176,7 @@ def test_ranks_with_further_domains_plan_the_common_one_alike():
 def test_regions_are_what_chunking_gives(drawn):
     for p in drawn:
         full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
-        for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
+        for rank, region in regions_by_rank(p.matrices()).items():
             local = local_of(full, p.layout, rank)
             b, r, c = (
                 torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long)
@@ -204,7 +204,7 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(
             batch, part = divmod(job.block, len(parts))
             r0, r1, c0, c1 = parts[part]
             gathered = torch.zeros(p.view.shape)
-            of = regions_by_rank(p.shape, p.view, p.layout)
+            of = regions_by_rank(p.matrices())
             for leg, ends in (("gather", job.sources), ("return", job.destinations)):
                 for rank, elements in ends.items():
                     rows, columns = (
@@ -226,7 +226,7 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(
             assert torch.equal(gathered, expected)
         for i, per_rank in served.items():
             p = drawn[i]
-            for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
+            for rank, region in regions_by_rank(p.matrices()).items():
                 expected = torch.zeros(p.view.shape)
                 b, r, c = (
                     torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long)
@@ -419,11 +419,11 @@ def test_buckets_bound_what_one_rank_receives():
 @given(parameters())
 def test_scores_live_with_their_blocks(drawn):
     for p in drawn:
-        scores = score_layout(p.shape, p.view, p.layout)
+        scores = score_layout(p.matrices())
         everywhere = all(x is None for x in scores.placements)
         places = zip(
             p.layout.places().values(),
-            regions_by_rank(p.shape, p.view, p.layout).values(),
+            regions_by_rank(p.matrices()).values(),
             strict=True,
         )
         for place, region in places:

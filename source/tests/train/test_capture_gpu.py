@@ -81,7 +81,7 @@ def bad_frames(monkeypatch):
 
     def poisoned(self, chunks):
         original(self, chunks)
-        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
+        self.tensors["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
 
     monkeypatch.setattr(FrameStore, "take", poisoned)
 

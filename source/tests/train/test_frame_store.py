@@ -36,12 +36,12 @@ def test_atoms_are_packed_in_order_of_their_types(tmp_path, case, mixed):
         coord += [arrays["coord"][k].reshape(5, 3)[atom] for atom in order]
         force += [arrays["force"][k].reshape(5, 3)[atom] for atom in order]
         own += [arrays["atom_ener"][k][atom] for atom in order]
-    np.testing.assert_array_equal(chunk.atype, atype)
-    np.testing.assert_array_equal(chunk.coord, coord)
-    np.testing.assert_array_equal(chunk.labels["force"], force)
-    np.testing.assert_array_equal(chunk.labels["atom_ener"][:, 0], own)
-    np.testing.assert_array_equal(chunk.labels["energy"][:, 0], arrays["energy"][numbers])
+    np.testing.assert_array_equal(chunk.values["atype"], atype)
+    np.testing.assert_array_equal(chunk.values["coord"], coord)
+    np.testing.assert_array_equal(chunk.values["force"], force)
+    np.testing.assert_array_equal(chunk.values["atom_ener"][:, 0], own)
+    np.testing.assert_array_equal(chunk.values["energy"][:, 0], arrays["energy"][numbers])
     assert chunk.natoms.tolist() == [(types[k] >= 0).sum() for k in numbers]
-    assert chunk.counts.tolist() == [
+    assert chunk.values["counts"].tolist() == [
         [(types[k] == kind).sum() for kind in range(3)] for k in numbers
     ]
