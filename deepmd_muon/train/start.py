@@ -39,6 +39,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch, build_of, make_branches
+from deepmd_muon.train.checkpoint.content import check_remaining_steps
 from deepmd_muon.train.checkpoint.continued_state import state_of
 from deepmd_muon.train.checkpoint.ownership import AUTOMATIC, RunFiles, continued_by
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
@@ -181,6 +182,14 @@ def run(  # noqa: PLR0913 - the options of dp train
             "finetune": finetune,
         }
         sources = read_sources(run_input, ways, model_branch)
+        # Sources of several branches share one file: any of them stands for it.
+        restart_source = next(iter(sources.values())) if restart_file else None
+        if restart_source is not None and training.numb_steps is not None:
+            with understood(restart_source.path):
+                # Before the data are opened. Of epochs only the trainer knows the number of steps.
+                check_remaining_steps(
+                    restart_source.content, training.numb_steps, restart_source.path
+                )
         run_input = take_from_checkpoint(
             run_input, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
@@ -200,8 +209,6 @@ def run(  # noqa: PLR0913 - the options of dp train
             count_neighbors=not skip_neighbor_stat,
             force_load=force_load,
         )
-        # Sources of several branches share one file: any of them stands for it.
-        restart_source = next(iter(sources.values())) if restart_file else None
         if restart_source is not None:
             content = state_of(sources, trainer.model, trainer.optimizer)
             with understood(restart_source.path):

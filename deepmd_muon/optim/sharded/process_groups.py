@@ -6,8 +6,11 @@ values themselves. So all ranks raise the same error, and it names what differs.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,11 +20,12 @@ import torch.distributed as dist
 
 from deepmd_muon.optim import errors
 from deepmd_muon.optim.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
+from deepmd_muon.optim.sharded.layout import RankSet
 
 T = TypeVar("T")
 
 # By default group: when it is destroyed, so are all other groups.
-_PROCESS_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+_PROCESS_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[RankSet, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
 
@@ -29,7 +33,7 @@ _PROCESS_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist
 class RankGroup(NamedTuple):
     """Several ranks, ascending, that compare something; all of them call the comparison."""
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     process_group: dist.ProcessGroup
     device: torch.device  # of the tensors that they exchange
 
@@ -37,7 +41,7 @@ class RankGroup(NamedTuple):
 class Statement(NamedTuple):
     """What must be the same on some ranks, ascending, in one sentence."""
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     text: str
 
 
@@ -48,7 +52,7 @@ class _Report(NamedTuple):
     statements: list[Statement]
 
 
-def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
+def group_of(ranks: RankSet, device: torch.device) -> dist.ProcessGroup | None:
     """Return the process group of these ranks, all of which must call this; None for a single rank.
 
     It is created once and shared. Raises UnsupportedTransportError when it has no backend for the
@@ -56,6 +60,7 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     """
     if len(ranks) == 1:
         return None
+    release_exchanges_at_exit()
     world = dist.group.WORLD
     assert world is not None
     if ranks == tuple(range(dist.get_world_size())):
@@ -63,7 +68,7 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     else:
         groups = _PROCESS_GROUPS.setdefault(world, {})
         if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            groups[ranks] = _new_group(ranks, world)
         group = groups[ranks]
     try:
         group._get_backend(device)
@@ -75,14 +80,48 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     return group
 
 
-def largest_groups(
-    sets_of_ranks: Iterable[tuple[int, ...]], device: torch.device
-) -> list[RankGroup]:
+def _new_group(ranks: RankSet, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the process group of these ranks; the other ranks of `world` do not take part."""
+    # torch names the group by its ranks and the number of groups that this rank is in, and ranks
+    # with different names would wait for each other for ever. The numbers differ if some ranks have
+    # created groups without the others: these first create groups of one rank each.
+    names = dist.distributed_c10d._world.pg_names
+    rank = dist.get_rank()
+    n_groups = len(names)
+    if dist.get_backend(world) != "fake":  # the other ranks of a fake group do not exist
+        store = dist.distributed_c10d._get_default_store()
+        key = f"deepmd_muon/groups of {ranks}/"
+        store.set(f"{key}{rank}", str(len(names)))
+        n_groups = max(int(store.get(f"{key}{member}")) for member in ranks)
+    # NCCL splits a group off a world that is bound to a device, for which it needs all ranks.
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        while len(names) < n_groups:
+            dist.new_group([rank], use_local_synchronization=True)
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound_device
+
+
+@functools.cache
+def release_exchanges_at_exit() -> None:
+    """Let gloo's threads release their last exchanges before the interpreter ends.
+
+    Its groups and threads outlive `destroy_process_group`, as caches of DTensor keep them. To free
+    the tensors of an exchange a thread needs the interpreter's lock; once the interpreter ends, it
+    aborts the process instead ("terminate called without an active exception").
+    """
+    # Sleeping releases the lock, which another thread may keep for 5 ms.
+    atexit.register(time.sleep, 0.05)
+
+
+def largest_groups(sets_of_ranks: Iterable[RankSet], device: torch.device) -> list[RankGroup]:
     """Return the sets of ranks that are not subsets of others, largest first.
 
     Sets ascend, and all ranks of a set must call this together. Sets of one rank are omitted.
     """
-    largest: list[tuple[int, ...]] = []
+    largest: list[RankSet] = []
     for ranks in sorted(set(sets_of_ranks), key=lambda ranks: (-len(ranks), ranks)):
         if not any(set(ranks) <= set(larger) for larger in largest):
             largest.append(ranks)
@@ -162,6 +201,6 @@ def check_statements(
     return {statement: number for number, statement in enumerate(all_statements)}
 
 
-def _texts(report: _Report, ranks: tuple[int, ...]) -> list[str]:
+def _texts(report: _Report, ranks: RankSet) -> list[str]:
     """Return the statements that concern exactly these ranks."""
     return [statement.text for statement in report.statements if statement.ranks == ranks]
