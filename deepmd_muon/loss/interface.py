@@ -88,9 +88,11 @@ class Loss(Protocol):
         ----------
         prediction
             `energy (nframes,)` and `atom_energy (nframes, natoms)` [eV], and if needed
-            `force (nframes, natoms, 3)` [eV/Å] and `virial (nframes, 9)` [eV].
+            `force (nframes, natoms, 3)` [eV/Å] and `virial (nframes, 9)` [eV]. Models that read
+            spins add `force_mag (nframes, natoms, 3)` and `mask_mag (nframes, natoms)`, true for
+            magnetic atoms.
         label
-            The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
+            The same quantities as `energy`, `force`, `force_mag`, `virial`, `atom_ener`, further `atom_pref` and
             `atom_ener_coeff (nframes, natoms)`, and `weight (nframes,)`, which multiplies what a
             frame adds to the loss. Missing or None contributes nothing. Where only
             some frames have a label, `find_energy` etc., bool (nframes,), says which: the others
