@@ -10,15 +10,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hosted_models import SPIN_MODELS, TYPES, spin_input, write_spin_data
+from hosted_models import SPIN_MODELS, TYPE_MAP, TYPES, spin_input, write_spin_data
 from test_hosted_training import assert_close, in_deepmd_kit, read
+from write_systems import write_npy
 
 from deepmd_muon.argcheck import InputError
+from deepmd_muon.argcheck.hosted import host
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, open_systems
+from deepmd_muon.data import (
+    DataError,
+    DataLoader,
+    NeighborCache,
+    Parameters,
+    open_systems,
+    with_parameters,
+)
+from deepmd_muon.data.system import longest_spin
 from deepmd_muon.explore.settings import ExploreError
 from deepmd_muon.explore.training import BaseInput
 from deepmd_muon.infer import Predictor
+from deepmd_muon.loss import build_loss
+from deepmd_muon.model import build_model
+from deepmd_muon.train.batches.batch import to_device
+from deepmd_muon.train.batches.resident import ResidentBatches
 
 pytestmark = [
     pytest.mark.deepmd_kit,
@@ -26,6 +40,7 @@ pytestmark = [
         importlib.util.find_spec("deepmd") is None, reason="deepmd-kit is not importable here"
     ),
 ]
+CPU = torch.device("cpu")
 LONG = 20  # steps
 VARIANTS = {**dict.fromkeys(SPIN_MODELS, "mse"), "se_e2_a mae": "mae"}
 
@@ -192,6 +207,47 @@ def frames_for(predictor, path):
     """The frame of a system with its spins."""
     (system,) = open_systems([str(path)])
     return system.with_parameters(predictor.parameters).frames([0])
+
+
+@pytest.mark.parametrize("kind", ["dpa1", "dpa4_native"])
+def test_batches_on_the_device_have_the_outputs_of_plain_ones(kind, tmp_path):
+    """Frames of two sizes in one batch, their spins as inputs and labels of magnetic forces."""
+    large = Path(write_spin_data(tmp_path, nframes=3))
+    cut = {}
+    for path in (large / "set.000").glob("*.npy"):
+        values = np.load(path)
+        cut[path.stem] = values[:, :27] if values.shape[1:] == (3 * len(TYPES),) else values
+    small = write_npy(tmp_path / "small", TYPES[:9], [cut], TYPE_MAP)
+    section = spin_input(kind, small, 1)["model"]
+    settings = host(section, "model")
+    model = build_model(settings, seed=1)
+    systems = with_parameters(open_systems([str(large), small], TYPE_MAP), Parameters.of(settings))
+    model.reach_spins(longest_spin(systems))
+
+    def loader():
+        cache = NeighborCache.of(model.neighbors, 2)
+        return DataLoader(systems, "mixed:3", seed=5, cache=cache)
+
+    plain = loader()
+    resident = ResidentBatches(loader(), CPU)
+    for _ in range(3):
+        batch = to_device(plain.next(), 2, CPU)
+        expected = batch.compared(model(batch.structures))
+        other = resident.next().read()
+        values = other.compared(model(other.structures))
+        torch.testing.assert_close(values["energy"], expected["energy"], rtol=1e-12, atol=1e-12)
+        # The atoms of a frame in memory of the device are sorted by type.
+        squares = [
+            torch.stack([x["force_mag"].square().sum((1, 2)), x["mask_mag"].sum(1).double()])
+            for x in (values, expected)
+        ]
+        torch.testing.assert_close(*squares, rtol=1e-10, atol=1e-12)
+        loss = build_loss({"type": "ener_spin"}, TYPE_MAP)
+        losses = [
+            loss(prediction, x.labels, 1.0, x.compared_atoms(model.counted))[0]
+            for prediction, x in ((values, other), (expected, batch))
+        ]
+        torch.testing.assert_close(*losses, rtol=1e-10, atol=0)
 
 
 def test_what_spins_need_is_one_clear_error(tmp_path, train):
