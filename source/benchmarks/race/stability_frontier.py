@@ -57,7 +57,8 @@ SHIPPED |= {"molecules": "default"}
 #: The goal allows errors this much larger than the default's.
 LARGER = 1.05
 #: Parts of DPA-3 on AdamW, with their names in its table.
-PARTS = {"first": "first layer", "types": "type embedding", "edges": "first edges"}
+PARTS = {"first": "first layer", "first_last": "first and last"}
+PARTS |= {"types": "type embedding", "edges": "first edges"}
 #: Seeds that a row of the table of a set has.
 SEEDS = 8
 #: Departures a ps below which the axis is linear.
