@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, eq, is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -260,12 +260,20 @@ class CompiledStep:
         names_wanted = on_nonfinite == "error" and skip is None
         flags = skip
         if on_nonfinite != "ignore":
-            by_number = _nonfinite_by_number(routed)
+            # Gradients that have elements on this rank, by number of the parameter.
+            gradients = {
+                number: local_of(p.grad)
+                for number, (p, entry) in enumerate(routed)
+                if p.grad is not None and entry.route != "frozen" and local_of(p.grad).numel()
+            }
+            bad = torch.zeros(0, device="cpu")
+            if gradients:
+                bad = nonfinite_flags(list(gradients.values())).float()
             if names_wanted:
-                flags = by_number.flags.new_zeros(len(routed))
-                flags[by_number.numbers] = by_number.flags
+                flags = bad.new_zeros(len(routed))
+                flags[list(gradients)] = bad
             else:
-                flags = by_number.flags.amax() if by_number.numbers else by_number.flags.sum()
+                flags = bad.amax() if gradients else bad.sum()
                 if skip is not None:
                     flags = torch.maximum(skip.to(flags.device), flags)
         if self.sharded is not None:
@@ -402,27 +410,6 @@ class CompiledStep:
             if self._fused is not None and self._fused.step(*lists, **options):
                 return
         muon_(*lists, **options)
-
-
-class _NonFinite(NamedTuple):
-    """Flags of gradients on this rank: 1 for NaN or infinity."""
-
-    numbers: list[int]  # of the parameters, in the order of the groups
-    flags: Tensor  # (number of these,)
-
-
-def _nonfinite_by_number(routed: Sequence[tuple[Tensor, RouteEntry]]) -> _NonFinite:
-    """Return the flags of the gradients that have elements on this rank."""
-    gradients: dict[int, Tensor] = {}
-    for number, (p, entry) in enumerate(routed):
-        if p.grad is None or entry.route == "frozen":
-            continue
-        gradient = local_of(p.grad)
-        if gradient.numel():
-            gradients[number] = gradient
-    if not gradients:
-        return _NonFinite([], torch.zeros(0, device="cpu"))
-    return _NonFinite(list(gradients), nonfinite_flags(list(gradients.values())).float())
 
 
 def _states_in_turn(compiled: Sequence[Wave], memory: HostMemory | None) -> Iterator[StateLists]:

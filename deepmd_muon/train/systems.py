@@ -331,7 +331,10 @@ def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Rank
             )
     for rank, view in enumerate(views):
         changes = changed_settings(views[0].normalized, view.normalized)
-        keys = [key for key in changes if not _is_place(key)]
+        # Each machine may keep files elsewhere.
+        keys = [
+            key for key in changes if not (key.startswith("training/") and key.endswith(_PLACES))
+        ]
         if keys:
             raise TrainingError(
                 f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "
@@ -346,11 +349,6 @@ def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Rank
                     f"the {section.kind} data of rank {rank} are not those of rank 0{in_system}: "
                     f"see that {section.path}/systems is the same on all machines"
                 )
-
-
-def _is_place(key: str) -> bool:
-    """Return whether a setting names a file, which each machine may keep elsewhere."""
-    return key.startswith("training/") and key.endswith(_PLACES)
 
 
 def _differing_system(section: _Section, digest: ContentDigest, other: ContentDigest) -> str:
