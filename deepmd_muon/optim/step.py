@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, eq, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -381,7 +381,12 @@ class CompiledStep:
         for stream in side_streams:
             stream.fork()
         turns = itertools.cycle(self.wave_streams)
-        for wave, state in zip(compiled, _states_in_turn(compiled, memory), strict=True):
+        states = (wave.state for wave in compiled)
+        if memory is not None:  # moments in host memory are fetched when their wave comes
+            batches = [wave.transfer_batch for wave in compiled if wave.transfer_batch is not None]
+            fetched = zip(compiled, memory.fetch_in_turn(batches), strict=True)
+            states = (wave.with_moments(moments) for wave, moments in fetched)
+        for wave, state in zip(compiled, states, strict=True):
             on_device = control.on(wave.device)
             if wave.route == "muon":
                 takes_turns = bool(self.wave_streams) and _is_large(wave)
@@ -410,16 +415,6 @@ class CompiledStep:
             if self._fused is not None and self._fused.step(*lists, **options):
                 return
         muon_(*lists, **options)
-
-
-def _states_in_turn(compiled: Sequence[Wave], memory: HostMemory | None) -> Iterator[StateLists]:
-    """Yield the state of each wave; moments in host memory are fetched when their wave comes."""
-    if memory is None:
-        yield from (wave.state for wave in compiled)
-        return
-    batches = [wave.transfer_batch for wave in compiled if wave.transfer_batch is not None]
-    for wave, moments in zip(compiled, memory.fetch_in_turn(batches), strict=True):
-        yield wave.with_moments(moments)
 
 
 def _is_large(wave: Wave) -> bool:

@@ -166,7 +166,13 @@ def resolve_sel(
         descriptor = present.descriptor
         if not descriptor.needs_counts:
             continue
-        with_sel = [name for name in names if _has_sel_for(run_input, sources, name)]
+        with_sel = []  # branches with a checkpoint with a `sel` for their types
+        for name in names:
+            if name in sources:  # with --force-load, its model may be of other types
+                saved = sources[name].settings
+                same_types = saved.type_map == run_input.branches[name].model.type_map
+                if same_types or not saved.descriptor.neighbors().by_type:
+                    with_sel.append(name)
         if with_sel:
             source = sources[with_sel[0]]
             descriptor = descriptor.with_counts_of(source.settings.descriptor)
@@ -219,18 +225,6 @@ def _resolve_hosted_sel(
         assert isinstance(settings, HostedSettings)
         models[name] = with_counts(settings, count_within)
     return run_input.with_models(models)
-
-
-def _has_sel_for(run_input: Input, sources: Mapping[str, Source], name: str) -> bool:
-    """Return whether a branch has a checkpoint with a `sel` for its types.
-
-    With --force-load it may be of other types.
-    """
-    if name not in sources:
-        return False
-    saved_settings = sources[name].settings
-    same_types = saved_settings.type_map == run_input.branches[name].model.type_map
-    return same_types or not saved_settings.descriptor.neighbors().by_type
 
 
 def _count_within(

@@ -325,7 +325,11 @@ class Watch:
             self._wake.wait(self._interval)
             self._wake.clear()
             # Before the notes are read: a rank may write its error and end at once.
-            ended = self._ended_processes()
+            ended = [  # of this machine
+                rank
+                for rank in self._watched
+                if rank in self._notes and life_of(self._notes[rank].process) == "ended"
+            ]
             if not self.store_has_ended:
                 try:
                     self._exchange()
@@ -342,14 +346,6 @@ class Watch:
                     f"seen {self._notes[rank].activity}"
                     for rank in silent_ends
                 )
-
-    def _ended_processes(self) -> list[int]:
-        """Return the watched ranks whose processes, on this machine, have ended."""
-        return [
-            rank
-            for rank in self._watched
-            if rank in self._notes and life_of(self._notes[rank].process) == "ended"
-        ]
 
     def _exchange(self) -> None:
         begin = time.monotonic()
