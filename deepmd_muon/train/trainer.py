@@ -14,7 +14,6 @@ import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
-from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.data import DataLoader
 from deepmd_muon.files import WriteError, replacement, whole_file
@@ -30,7 +29,7 @@ from deepmd_muon.train.branches import (
     require_labels,
     task_order,
 )
-from deepmd_muon.train.checkpoint.content import RunState
+from deepmd_muon.train.checkpoint.content import RunState, check_remaining_steps
 from deepmd_muon.train.checkpoint.optimizer_state import check_state
 from deepmd_muon.train.checkpoint.ownership import newest_finite
 from deepmd_muon.train.checkpoint.saving import Checkpoints
@@ -268,8 +267,12 @@ class Trainer:
             return
         log.info("training done; the model is %s", newest)
         checkpoint = Path(f"{self._training.save_ckpt}.pt")
-        if len(self.branches) == 1 and (
-            command := check_command(self.run_input.source, checkpoint)
+        # Dynamics have no spins.
+        has_dynamics = not any(b.model.settings.spins.read for b in self.branches.values())
+        if (
+            has_dynamics
+            and len(self.branches) == 1
+            and (command := check_command(self.run_input.source, checkpoint))
         ):
             log.info("check that dynamics with it are stable: %s", command)
 
@@ -469,10 +472,12 @@ class Trainer:
         Raises
         ------
         CheckpointError
-            If the optimizer state is missing or of another kind of optimizer.
+            If the optimizer state is missing or of another kind of optimizer, or the checkpoint is
+            beyond the run's last step.
         RoutingMismatchError
             If a parameter's route or matrix view has changed.
         """
+        check_remaining_steps(content, self.num_steps, path)
         self.strategy.load_optimizer_state(self.optimizer, content, path, self._build_whole)
         self.restarted_from = path
         self.step = self._state.restore(content, path)
@@ -481,11 +486,6 @@ class Trainer:
         train_infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(train_infos)
         self._compare_rates(train_infos, path)
-        if self.step > self.num_steps:
-            raise CheckpointError(
-                f"{path} is at step {self.step}, beyond the last step {self.num_steps} of this "
-                "input: raise training/numb_steps, or start from its weights with --init-model"
-            )
         if OWN_KEY in content:  # not deepmd-kit's
             self.checkpoints.adopt(content[OWN_KEY], path)
             for tuning in self._table_tunings:

@@ -6,8 +6,11 @@ values themselves. So all ranks raise the same error, and it names what differs.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -57,6 +60,7 @@ def group_of(ranks: RankSet, device: torch.device) -> dist.ProcessGroup | None:
     """
     if len(ranks) == 1:
         return None
+    release_exchanges_at_exit()
     world = dist.group.WORLD
     assert world is not None
     if ranks == tuple(range(dist.get_world_size())):
@@ -64,7 +68,7 @@ def group_of(ranks: RankSet, device: torch.device) -> dist.ProcessGroup | None:
     else:
         groups = _PROCESS_GROUPS.setdefault(world, {})
         if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            groups[ranks] = _new_group(ranks, world)
         group = groups[ranks]
     try:
         group._get_backend(device)
@@ -74,6 +78,42 @@ def group_of(ranks: RankSet, device: torch.device) -> dist.ProcessGroup | None:
             f"({dist.get_backend(group)}); initialise it with e.g. 'cpu:gloo,cuda:nccl'"
         ) from error
     return group
+
+
+def _new_group(ranks: RankSet, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the process group of these ranks; the other ranks of `world` do not take part."""
+    # torch names the group by its ranks and the number of groups that this rank is in, and ranks
+    # with different names would wait for each other for ever. The numbers differ if some ranks have
+    # created groups without the others: these first create groups of one rank each.
+    names = dist.distributed_c10d._world.pg_names
+    rank = dist.get_rank()
+    n_groups = len(names)
+    if dist.get_backend(world) != "fake":  # the other ranks of a fake group do not exist
+        store = dist.distributed_c10d._get_default_store()
+        key = f"deepmd_muon/groups of {ranks}/"
+        store.set(f"{key}{rank}", str(len(names)))
+        n_groups = max(int(store.get(f"{key}{member}")) for member in ranks)
+    # NCCL splits a group off a world that is bound to a device, for which it needs all ranks.
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        while len(names) < n_groups:
+            dist.new_group([rank], use_local_synchronization=True)
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound_device
+
+
+@functools.cache
+def release_exchanges_at_exit() -> None:
+    """Let gloo's threads release their last exchanges before the interpreter ends.
+
+    Its groups and threads outlive `destroy_process_group`, as caches of DTensor keep them. To free
+    the tensors of an exchange a thread needs the interpreter's lock; once the interpreter ends, it
+    aborts the process instead ("terminate called without an active exception").
+    """
+    # Sleeping releases the lock, which another thread may keep for 5 ms.
+    atexit.register(time.sleep, 0.05)
 
 
 def largest_groups(sets_of_ranks: Iterable[RankSet], device: torch.device) -> list[RankGroup]:

@@ -147,7 +147,7 @@ class FrameStore:
         for name in label_names:
             self.tensors[f"has_{name}"] = zeros(slots, dtype=torch.bool)
         parameters = systems[0].parameters  # all systems have the same
-        widths |= {"fparam": parameters.of_frame, "aparam": parameters.aparam}
+        widths |= {"fparam": parameters.of_frame, "aparam": parameters.of_atom}
         for name, width in widths.items():
             if width:
                 self.tensors[name] = zeros(room.atoms if name in PER_ATOM else slots, width)
@@ -388,7 +388,7 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     parameters = systems[0].parameters
     # In numbers of 8 bytes: positions and type of an atom; size and first atom of a frame, its
     # counts and cell.
-    atom = 4 + parameters.aparam
+    atom = 4 + parameters.of_atom
     atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
     frame = 2 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
@@ -523,8 +523,9 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
     of_frames = frames.frame_parameters
     if of_frames is not None:
         values["fparam"] = of_frames
-    if frames.aparam is not None:
-        values["aparam"] = pack(frames.aparam)
+    of_atoms = frames.atomic_parameters
+    if of_atoms is not None:
+        values["aparam"] = pack(of_atoms)
     return Chunk(numbers, values, doubtful=numbers[_has_flat_cell(system, frames)])
 
 

@@ -13,6 +13,7 @@ import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import report_changes
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY
 from deepmd_muon.data import SamplerStateError
 from deepmd_muon.model import EnergyModel
@@ -135,15 +136,14 @@ class RunState:
         parts: they start afresh, with a warning.
         """
         ours = content.get(OWN_KEY)
+        step = step_of(content)
         if ours is None:
-            step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
             log.warning(
                 "%s comes from deepmd-kit, which keeps neither data order nor random numbers: "
                 "they start anew",
                 path,
             )
         else:
-            step = int(ours["step"])
             self._restore_random_state(ours)
             report_changes(json.loads(ours["settings"]), self.run_input.normalized, path)
             if isinstance(self.model, Branches) and "tasks" in ours:
@@ -221,3 +221,21 @@ def _random_state() -> dict[str, torch.Tensor | None]:
     """Return the state of torch's random numbers, which some hosted models draw in a step."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return {"torch_rng": torch.get_rng_state(), "cuda_rng": cuda}
+
+
+def step_of(content: Mapping[str, Any]) -> int:
+    """Return the number of updates before a checkpoint was written."""
+    if OWN_KEY in content:
+        return int(content[OWN_KEY]["step"])
+    # deepmd-kit counts from 0
+    return int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
+
+
+def check_remaining_steps(content: Mapping[str, Any], num_steps: int, path: Path) -> None:
+    """Raise CheckpointError if a checkpoint is beyond the last step of a run that continues it."""
+    step = step_of(content)
+    if step > num_steps:
+        raise CheckpointError(
+            f"{path} is at step {step}, beyond the last step {num_steps} of this input: raise "
+            "training/numb_steps, or start from its weights with --init-model"
+        )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 
+from deepmd_muon.optim.sharded.process_groups import release_exchanges_at_exit
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.launch import Place, end_with_parent, find_place
 from deepmd_muon.train.ranks.rendezvous import ANSWER, Rendezvous, describe
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 #: A rank that has not answered for this long is given up, and the run ends.
 TIMEOUT = datetime.timedelta(seconds=60)
-# Ten times as long as a thread may keep the interpreter's lock from another [s].
-_HANDOVER = 0.05
 # The last exchange of each run, so that gloo's threads never release it.
 _last_exchanges: list[dist.Work] = []
 
@@ -186,6 +185,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         return
     if place.launched:
         end_with_parent()
+    release_exchanges_at_exit()
     device, rendezvous = _begin(place)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
@@ -229,7 +229,6 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
             dist.destroy_process_group()
-            time.sleep(_HANDOVER)  # see `_exchange_last`; this is for earlier exchanges
 
 
 def _begin(place: Place) -> tuple[torch.device, Rendezvous]:
@@ -278,9 +277,7 @@ def prints_error(message: str) -> Iterator[bool]:
 def _exchange_last() -> None:
     """Exchange a number, and keep the exchange until the process ends.
 
-    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange
-    frees its tensors; one of these threads would need the interpreter's lock for this, and would
-    abort the process if the interpreter has ended by then.
+    So gloo's threads never release it (see `release_exchanges_at_exit`).
     """
     last = dist.all_reduce(torch.zeros(1), async_op=True)
     last.wait()

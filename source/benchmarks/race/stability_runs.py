@@ -431,7 +431,8 @@ def work(
         except Exception as error:  # one that fails must not end the others
             traceback.print_exc()
             said = (args.logs / _LOG.format(number)).read_text()[-1000:]
-            append(args.results, {**job._asdict(), "failed": repr(error)[:300], "log": said})
+            failure = {"model": args.model, "failed": repr(error)[:300], "log": said}
+            append(args.results, {**job._asdict(), **failure})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             if torch.cuda.is_available():
@@ -439,14 +440,17 @@ def work(
 
 
 def wanted(args: argparse.Namespace) -> list[Job]:
-    """Return the jobs that are not done, of each part of the plan seed by seed."""
+    """Return the jobs that are not done, of each part of the plan seed by seed; failed ones again."""
+    done: set[Job] = set()
     lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
-    done = {
-        # Lines of runs that failed may lack the last two.
-        Job(line["set"], line["setting"], line["seed"], line.get("steps", args.steps))
-        for line in lines
-        if line.get("model", args.model) == args.model
-    }
+    for line in lines:
+        job = Job(line["set"], line["setting"], line["seed"], line["steps"])
+        if line.get("model", args.model) != args.model:
+            continue
+        if "failed" in line:
+            done.discard(job)  # its average may fail after the line of its weights
+        else:
+            done.add(job)
     jobs = []
     for sets, settings, seeds, *steps in args.plan or [(args.sets, args.settings, args.seeds)]:
         jobs += [

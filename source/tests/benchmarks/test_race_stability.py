@@ -224,12 +224,28 @@ def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
     assert runs.wanted(runs.arguments(words)) == []
 
 
+def test_failed_runs_are_run_again(tmp_path):
+    results = tmp_path / "r.jsonl"
+    words = ["--data", str(tmp_path), "--sets", "water", "salt", "--settings", "default"]
+    words += ["--steps", "4", "--seeds", "1", "2", "--model", "tiny"]
+    args = runs.arguments([*words, "--results", str(results), "--logs", str(tmp_path)])
+    water, salt, water_again, salt_again = runs.wanted(args)
+    end = {"model": "tiny", "failed": "RuntimeError"}
+    lines = [{**water._asdict(), "model": "tiny"}, {**salt._asdict(), **end}]
+    lines += [{**water_again._asdict(), "model": "tiny"}, {**water_again._asdict(), **end}]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert runs.wanted(args) == [salt, water_again, salt_again]
+
+
 def test_the_page_shows_the_tables_of_the_published_runs(tmp_path):
     raw = BENCHMARKS / "raw" / "stability"
-    page = (BENCHMARKS / "stability.md").read_text(encoding="utf-8")
+    page = "".join(
+        (BENCHMARKS / name).read_text(encoding="utf-8")
+        for name in ("stability.md", "stability_routes.md", "stability_dpa3.md")
+    )
     potentials, checks = table.read_results([raw / "stability.csv", raw / "checks.csv"])
-    page += (BENCHMARKS / "stability_routes.md").read_text(encoding="utf-8")
     for make in (
+        frontier.goal_table,
         frontier.sets_table,
         frontier.lengths_table,
         frontier.routes_table,

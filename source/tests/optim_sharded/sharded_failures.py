@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_cases import SHAPES, Twins, mesh_of, named_mesh, place
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -28,6 +29,7 @@ from deepmd_muon.optim.sharded import ShardedSettings, step
 from deepmd_muon.optim.sharded.agreement import GradientPresence
 
 
+@on_ranks(2, 3, 8)
 def missing_gradients():
     """A gradient missing on one rank counts as zero; missing everywhere, the block is left alone."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -62,6 +64,7 @@ def finished_step(optimizer):
     optimizer.state_dict()
 
 
+@on_ranks(2, 8)
 def gradients_that_do_not_agree():
     """What does not travel must have a gradient on all ranks or on none: all ranks say so, and nothing changes."""
     mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
@@ -85,6 +88,7 @@ def gradients_that_do_not_agree():
             finished_step(optimizer)  # on no rank: it is left alone
 
 
+@on_ranks(2, 8)
 def gradients_compared_late():
     """Read a step later, as on a GPU, a difference is told by whatever comes next, on all ranks; then it is over."""
     mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
@@ -129,6 +133,7 @@ def gradients_compared_late():
         optimizer.step()
 
 
+@on_ranks(2, 4, 8)
 def gradients_on_several_meshes():
     """A difference among some of the ranks ends the step of all; parts without replicas may lack their gradient."""
     world = dist.get_world_size()
@@ -158,6 +163,7 @@ def gradients_on_several_meshes():
     finished_step(optimizer)
 
 
+@on_ranks(2, 4, 8)
 def parameters_that_do_not_agree():
     """Ranks that train other parameters are told the first difference, on all ranks, before anything changes."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -179,6 +185,7 @@ def parameters_that_do_not_agree():
         assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
 
 
+@on_ranks(2, 8)
 def nonfinite_gradients():
     """One rank's NaN: all ranks skip, or all raise with the same name, and nothing has changed."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -203,6 +210,7 @@ def nonfinite_gradients():
         twins.assert_equal()
 
 
+@on_ranks(2, 8)
 def gradient_scaler():
     """What torch.amp.GradScaler sets: gradients are unscaled, and one rank's overflow leaves the step out on all."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -220,6 +228,7 @@ def gradient_scaler():
     twins.assert_equal(1e-6)
 
 
+@on_ranks(2, 4, 8)
 def preflight():
     """What cannot be exchanged is refused by name on all ranks, before any byte moves."""
     world = dist.get_world_size()
@@ -299,11 +308,16 @@ def preflight():
     refused(PlanMismatchError, expected, different)
 
 
+@on_ranks(2, 3, 4, 8)
 def process_groups():
-    """On some of the ranks an optimizer makes one process group, however often it plans anew."""
+    """On some of the ranks an optimizer makes one process group, however often it plans anew.
+
+    Before, a rank has made a group of its own: torch names groups by how many a rank is in.
+    """
     world = dist.get_world_size()
-    # Every rank makes as many groups: torch names them by how many a rank has, and other cases make more.
-    pairs = [[i, i + 1] for i in range(0, world - 1, 2)]
+    alone = dist.new_group([0], use_local_synchronization=True)
+    assert (dist.get_rank() == 0) == isinstance(alone, dist.ProcessGroup)
+    pairs = [[i, world - 1 - i] for i in range(world // 2)]  # no other case has made these
     mine = [group for pair in pairs if (group := dist.new_group(pair)) and dist.get_rank() in pair]
     if not mine:
         return
@@ -314,7 +328,7 @@ def process_groups():
         patch.setattr(
             dist,
             "new_group",
-            lambda *args, **options: made.append(args) or original(*args, **options),
+            lambda ranks, **options: made.append(ranks) or original(ranks, **options),
         )
         for sharded in (ShardedSettings(), ShardedSettings(state="sharded")):
             model = nn.Linear(8, 8)
@@ -330,7 +344,8 @@ def process_groups():
                 for p in model.parameters():
                     p.grad = torch.ones_like(p) if p.requires_grad else None
                 optimizer.step()
-    assert len(made) <= (world > 2)  # none where another case has made it
+    of_pairs = [ranks for ranks in made if len(ranks) == 2]
+    assert len(of_pairs) == (world > 2)
 
 
 def die_in_the_middle():
@@ -342,16 +357,3 @@ def die_in_the_middle():
     for p in twins.many:
         p.grad = p.detach().clone()
     twins.optimizers[1].step()
-
-
-CASES = [
-    ("missing gradients", missing_gradients),
-    ("gradients that do not agree", gradients_that_do_not_agree),
-    ("gradients compared late", gradients_compared_late),
-    ("gradients on several meshes", gradients_on_several_meshes),
-    ("parameters that do not agree", parameters_that_do_not_agree),
-    ("non-finite gradients", nonfinite_gradients),
-    ("gradient scaler", gradient_scaler),
-    ("preflight", preflight),
-    ("process groups", process_groups),
-]

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from forked import run_scripts
+from spawn_ranks import free_port
 
 PAGE = Path(__file__).parents[3] / "doc" / "sharded.md"
 
 
 def start_directly(folder, ranks):
     """Start the ranks without torchrun, which saves a process and imports."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -73,3 +70,40 @@ def test_the_script_of_the_page_trains_saves_and_resumes(start, tmp_path):
     assert sum(losses[20:]) < 0.6 * sum(losses[:20])
     # The first loss after the restart goes on from the last ones before it.
     assert losses[20] < 2.0 * max(losses[15:20])
+
+
+ENDING = """
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from deepmd_muon.optim import HybridMuon
+
+rank = int(os.fork() == 0)
+address = f"tcp://127.0.0.1:{sys.argv[1]}"
+dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+w = torch.nn.Parameter(torch.eye(4))
+w.grad = torch.ones(4, 4)
+HybridMuon([("w", w)], replicas=dist.group.WORLD).step()
+if rank == 0:
+    for _ in range(8):
+        dist.all_reduce(torch.zeros(1))
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+# Threads of gloo release these exchanges last, and wait for the interpreter's lock to its end.
+sys.setswitchinterval(1000)
+for _ in range(8):
+    dist.all_reduce(torch.zeros(1), async_op=True)
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_while_threads_hold_its_last_exchanges():
+    command = [sys.executable, "-c", ENDING, str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

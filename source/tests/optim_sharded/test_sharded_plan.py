@@ -12,7 +12,7 @@ from example_rules import SoapMuon
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
+from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
@@ -465,13 +465,6 @@ def test_describe_says_who_and_how_much():
     assert "rank 0: w block 0 (8x6), bucket 0" in text
     assert "rank 1: v block 0 (4x4), bucket 0" in text
     assert make_plan([]).describe() == "no matrices to orthogonalize"
-
-
-def test_settings_are_checked():
-    with pytest.raises(InvalidSettingError, match="bucket_bytes: must be >= 1; found 0"):
-        ShardedSettings(bucket_bytes=0)
-    with pytest.raises(InvalidSettingError, match="replication"):
-        ShardedSettings(replication="some")
 
 
 def test_sets_of_ranks_that_only_overlap_are_refused():

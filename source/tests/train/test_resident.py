@@ -316,16 +316,6 @@ def test_a_uniform_shape_holds_its_own_composition_only():
     assert not own.holds(other)
 
 
-def test_atoms_at_the_same_place_are_refused_by_system_and_frame(tmp_path):
-    arrays = make_arrays(4, 5, 1)
-    arrays["coord"][2, :3] = arrays["coord"][2, 3:6]
-    systems = open_systems([write_npy(tmp_path / "broken", [0] * 5, [arrays], NAMES)], NAMES)
-    with pytest.raises(
-        NeighborError, match=r"broken.*frame 2.*atoms 0 and 1 lie at the same place"
-    ):
-        ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
-
-
 def test_frames_with_more_than_the_device_keeps_are_left_to_the_host(systems, monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class ChargedFrames(Frames):
