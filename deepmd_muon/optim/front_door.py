@@ -115,7 +115,12 @@ def muon_for(  # noqa: PLR0913  # the settings that people change, each by its n
         "rules": tuple(rule for rule in rules if rule not in _SWITCHES),
     }
     if adam_lr is not None:
-        settings["adam_lr_ratio"] = _ratio(adam_lr, lr)
+        number = float(lr)
+        if not 0.0 < adam_lr < float("inf") or number <= 0.0:
+            raise InvalidSettingError(
+                f"muon_for: adam_lr and lr must be above 0; found {adam_lr!r} and {number:g}"
+            )
+        settings["adam_lr_ratio"] = adam_lr / number
     # A word may stand for any setting that has its default.
     changed = {key: value for key, value in settings.items() if value != _DEFAULTS[key]}
     try:
@@ -136,13 +141,3 @@ def _refuse_moved_settings(words: dict[str, Any]) -> None:
     problems += [f"{key}: {hint}" for key, hint in _OTHER_NAMES.items() if key in words]
     if problems:
         raise InvalidSettingError(f"muon_for: {'; '.join(problems)}", problems)
-
-
-def _ratio(adam_lr: float, lr: float | Tensor) -> float:
-    """Return the rate of AdamW's part divided by that of Muon."""
-    number = float(lr)
-    if not 0.0 < adam_lr < float("inf") or number <= 0.0:
-        raise InvalidSettingError(
-            f"muon_for: adam_lr and lr must be above 0; found {adam_lr!r} and {number:g}"
-        )
-    return adam_lr / number

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, eq, is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -260,12 +260,20 @@ class CompiledStep:
         names_wanted = on_nonfinite == "error" and skip is None
         flags = skip
         if on_nonfinite != "ignore":
-            by_number = _nonfinite_by_number(routed)
+            # Gradients that have elements on this rank, by number of the parameter.
+            gradients = {
+                number: local_of(p.grad)
+                for number, (p, entry) in enumerate(routed)
+                if p.grad is not None and entry.route != "frozen" and local_of(p.grad).numel()
+            }
+            bad = torch.zeros(0, device="cpu")
+            if gradients:
+                bad = nonfinite_flags(list(gradients.values())).float()
             if names_wanted:
-                flags = by_number.flags.new_zeros(len(routed))
-                flags[by_number.numbers] = by_number.flags
+                flags = bad.new_zeros(len(routed))
+                flags[list(gradients)] = bad
             else:
-                flags = by_number.flags.amax() if by_number.numbers else by_number.flags.sum()
+                flags = bad.amax() if gradients else bad.sum()
                 if skip is not None:
                     flags = torch.maximum(skip.to(flags.device), flags)
         if self.sharded is not None:
@@ -373,7 +381,12 @@ class CompiledStep:
         for stream in side_streams:
             stream.fork()
         turns = itertools.cycle(self.wave_streams)
-        for wave, state in zip(compiled, _states_in_turn(compiled, memory), strict=True):
+        states = (wave.state for wave in compiled)
+        if memory is not None:  # moments in host memory are fetched when their wave comes
+            batches = [wave.transfer_batch for wave in compiled if wave.transfer_batch is not None]
+            fetched = zip(compiled, memory.fetch_in_turn(batches), strict=True)
+            states = (wave.with_moments(moments) for wave, moments in fetched)
+        for wave, state in zip(compiled, states, strict=True):
             on_device = control.on(wave.device)
             if wave.route == "muon":
                 takes_turns = bool(self.wave_streams) and _is_large(wave)
@@ -402,37 +415,6 @@ class CompiledStep:
             if self._fused is not None and self._fused.step(*lists, **options):
                 return
         muon_(*lists, **options)
-
-
-class _NonFinite(NamedTuple):
-    """Flags of gradients on this rank: 1 for NaN or infinity."""
-
-    numbers: list[int]  # of the parameters, in the order of the groups
-    flags: Tensor  # (number of these,)
-
-
-def _nonfinite_by_number(routed: Sequence[tuple[Tensor, RouteEntry]]) -> _NonFinite:
-    """Return the flags of the gradients that have elements on this rank."""
-    gradients: dict[int, Tensor] = {}
-    for number, (p, entry) in enumerate(routed):
-        if p.grad is None or entry.route == "frozen":
-            continue
-        gradient = local_of(p.grad)
-        if gradient.numel():
-            gradients[number] = gradient
-    if not gradients:
-        return _NonFinite([], torch.zeros(0, device="cpu"))
-    return _NonFinite(list(gradients), nonfinite_flags(list(gradients.values())).float())
-
-
-def _states_in_turn(compiled: Sequence[Wave], memory: HostMemory | None) -> Iterator[StateLists]:
-    """Yield the state of each wave; moments in host memory are fetched when their wave comes."""
-    if memory is None:
-        yield from (wave.state for wave in compiled)
-        return
-    batches = [wave.transfer_batch for wave in compiled if wave.transfer_batch is not None]
-    for wave, moments in zip(compiled, memory.fetch_in_turn(batches), strict=True):
-        yield wave.with_moments(moments)
 
 
 def _is_large(wave: Wave) -> bool:

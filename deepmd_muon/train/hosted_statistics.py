@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,46 +16,15 @@ from deepmd_muon.model import EnergyModel
 if TYPE_CHECKING:
     from deepmd_muon.train.branches import RunBranch
 
-log = logging.getLogger(__name__)
+Arrays = dict[str, np.ndarray]
 
 
-def fit_hosted_models(group: Sequence[RunBranch], most_measured: int) -> None:
-    """Fit the statistics of branches that share a descriptor, or read them from `stat_file`.
+def compute(group: Sequence[RunBranch], most_measured: int) -> list[Arrays]:
+    """Fit the models of branches that share a descriptor, and return their statistics.
 
-    A shared descriptor is fitted to the frames of all its branches, the energy bias of each branch
-    to its own.
-
-    Parameters
-    ----------
-    group
-        The branches.
-    most_measured
-        Most atoms at 6 Å of the frames that are read for a branch.
+    The descriptor is fitted to the frames of all branches, the energy bias of each branch to its
+    own. Frames of at most `most_measured` atoms at 6 Å are read for a branch.
     """
-    keys = [_key_of(branch, most_measured) for branch in group]
-    stored = [
-        file.load({"hosted": keys, "branch": i}) if (file := branch.stat_file) else None
-        for i, branch in enumerate(group)
-    ]
-    if all(arrays is not None for arrays in stored):
-        for branch, arrays in zip(group, stored, strict=True):
-            _load(branch.model, arrays or {})
-            log.info("%sstatistics come from %s", branch.prefix, branch.settings.data.stat_file)
-    else:
-        _fit(group, most_measured)
-        for i, branch in enumerate(group):
-            if file := branch.stat_file:
-                file.save({"hosted": keys, "branch": i}, _buffers(branch.model))
-    for branch in group:
-        bias = branch.model.out_bias.ravel().tolist()
-        by_type = [
-            f"{name} {value:.6g} eV"
-            for name, value in zip(branch.model.type_map, bias, strict=True)
-        ]
-        log.info("%senergy bias: %s", branch.prefix, ", ".join(by_type))
-
-
-def _fit(group: Sequence[RunBranch], most_measured: int) -> None:
     samples = {branch.name: list(_samples(branch, most_measured)) for branch in group}
     biases = []
     for branch in group:
@@ -67,6 +35,7 @@ def _fit(group: Sequence[RunBranch], most_measured: int) -> None:
         group[0].model.fit_statistics([one for of_branch in samples.values() for one in of_branch])
         for branch, bias in zip(group, biases, strict=True):
             branch.model.set_energy_bias(bias)
+    return [_buffers(branch.model) for branch in group]
 
 
 def _samples(branch: RunBranch, most_measured: int) -> Iterator[dict[str, Tensor]]:
@@ -112,16 +81,21 @@ def sample_of(frames: Frames, ntypes: int) -> dict[str, np.ndarray]:
 # ----- stat_file ---------------------------------------------------------------------------------
 
 
-def _key_of(branch: RunBranch, most_measured: int) -> dict[str, object]:
-    """Return what the statistics of a branch depend on."""
-    systems, numbers = zip(*_measured(branch, most_measured), strict=True)
-    return {
-        "model": branch.model.settings.plain_form(),
-        "frames": data_fingerprint(list(systems), list(numbers)),
-    }
+def keys_of(group: Sequence[RunBranch], most_measured: int) -> list[dict[str, object]]:
+    """Return what the statistics of each branch depend on."""
+    keys = []
+    for branch in group:
+        systems, numbers = zip(*_measured(branch, most_measured), strict=True)
+        keys.append(
+            {
+                "model": branch.model.settings.plain_form(),
+                "frames": data_fingerprint(list(systems), list(numbers)),
+            }
+        )
+    return [{"hosted": keys, "branch": i} for i in range(len(group))]
 
 
-def _buffers(model: EnergyModel) -> dict[str, np.ndarray]:
+def _buffers(model: EnergyModel) -> Arrays:
     """Return the numbers that a fit may change: all buffers of the state."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -131,7 +105,7 @@ def _buffers(model: EnergyModel) -> dict[str, np.ndarray]:
     }
 
 
-def _load(model: EnergyModel, arrays: Mapping[str, np.ndarray]) -> None:
+def load(model: EnergyModel, arrays: Mapping[str, np.ndarray]) -> None:
     """Write stored numbers into the buffers, which keep their storage."""
     state = model.state_dict()
     for name, array in arrays.items():

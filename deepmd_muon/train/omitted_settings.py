@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -73,7 +73,14 @@ def take_from_checkpoint(
         If the input has another type map, the checkpoint's model cannot have one, and `force_load`
         is false.
     """
-    run_input = _with_saved_type_maps(run_input, sources)
+    for name, source in sources.items():
+        if not run_input.branches[name].model.type_map:
+            run_input = run_input.with_model([name], type_map=source.settings.type_map)
+            log.info(
+                "model/type_map is left out and becomes %s, as in %s",
+                list(source.settings.type_map),
+                source.path,
+            )
     # Before the rest of the section is compared: a `sel` for other types is the same fault in
     # other words.
     for name, source in sources.items():
@@ -83,19 +90,6 @@ def take_from_checkpoint(
     if use_pretrain_script:
         run_input = _with_saved_models(run_input, sources)
     return _with_saved_scales(run_input, sources)
-
-
-def _with_saved_type_maps(run_input: Input, sources: Mapping[str, Source]) -> Input:
-    """Return the input with the type maps that it omits."""
-    for name, source in sources.items():
-        if not run_input.branches[name].model.type_map:
-            run_input = run_input.with_model([name], type_map=source.settings.type_map)
-            log.info(
-                "model/type_map is left out and becomes %s, as in %s",
-                list(source.settings.type_map),
-                source.path,
-            )
-    return run_input
 
 
 def _with_saved_scales(run_input: Input, sources: Mapping[str, Source]) -> Input:
@@ -108,9 +102,16 @@ def _with_saved_scales(run_input: Input, sources: Mapping[str, Source]) -> Input
         group = current_spelling(groups[0]) if groups else {}
         if not isinstance(group.get("lr_adjust_coeff"), float):
             return run_input
-        start_lr = _saved_start_lr(restarted.content, group)
+        # deepmd-kit's scheduler keeps the first rate in the optimizer's parameter groups.
+        start_lr = group.get("initial_lr")
+        if ours := restarted.content.get(OWN_KEY):
+            start_lr = json.loads(ours["settings"])["learning_rate"]["start_lr"]
         return run_input.with_scales(
-            run_input.scales.kept_from(group, start_lr, str(restarted.path))
+            run_input.scales.kept_from(
+                group,
+                None if start_lr is None else float(start_lr),
+                str(restarted.path),
+            )
         )
 
 
@@ -127,16 +128,6 @@ def _with_saved_models(run_input: Input, sources: Mapping[str, Source]) -> Input
             descriptor = run_input.branches[with_script[0]].model.descriptor
             run_input = run_input.with_model(names, descriptor=descriptor)
     return run_input
-
-
-def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> float | None:
-    """Return the first learning rate of the run that wrote a checkpoint; None if it is not in there.
-
-    deepmd-kit's scheduler keeps it in the optimizer's parameter groups.
-    """
-    if ours := content.get(OWN_KEY):
-        return float(json.loads(ours["settings"])["learning_rate"]["start_lr"])
-    return float(group["initial_lr"]) if "initial_lr" in group else None
 
 
 # ----- sel ---------------------------------------------------------------------------------------
@@ -175,7 +166,13 @@ def resolve_sel(
         descriptor = present.descriptor
         if not descriptor.needs_counts:
             continue
-        with_sel = [name for name in names if _has_sel_for(run_input, sources, name)]
+        with_sel = []  # branches with a checkpoint with a `sel` for their types
+        for name in names:
+            if name in sources:  # with --force-load, its model may be of other types
+                saved = sources[name].settings
+                same_types = saved.type_map == run_input.branches[name].model.type_map
+                if same_types or not saved.descriptor.neighbors().by_type:
+                    with_sel.append(name)
         if with_sel:
             source = sources[with_sel[0]]
             descriptor = descriptor.with_counts_of(source.settings.descriptor)
@@ -228,18 +225,6 @@ def _resolve_hosted_sel(
         assert isinstance(settings, HostedSettings)
         models[name] = with_counts(settings, count_within)
     return run_input.with_models(models)
-
-
-def _has_sel_for(run_input: Input, sources: Mapping[str, Source], name: str) -> bool:
-    """Return whether a branch has a checkpoint with a `sel` for its types.
-
-    With --force-load it may be of other types.
-    """
-    if name not in sources:
-        return False
-    saved_settings = sources[name].settings
-    same_types = saved_settings.type_map == run_input.branches[name].model.type_map
-    return same_types or not saved_settings.descriptor.neighbors().by_type
 
 
 def _count_within(

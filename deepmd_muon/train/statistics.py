@@ -33,8 +33,8 @@ from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.section import thaw
+from deepmd_muon.train import hosted_statistics
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.hosted_statistics import fit_hosted_models
 from deepmd_muon.train.ranks.ranks import training_device
 
 if TYPE_CHECKING:
@@ -70,20 +70,40 @@ def set_model_statistics(
         descriptor = branch.model.statistics_owner
         users_of.setdefault(id(descriptor), []).append(branch)
     for group in users_of.values():
-        if group[0].model.fits_own_statistics:
-            fit_hosted_models(group, _MOST_MEASURED)
-            continue
-        stored = [_read_stat_file(branch, group) for branch in group]
+        is_hosted = group[0].model.fits_own_statistics
+        keys: list[dict[str, object]] = [{} for _ in group]
+        if any(branch.stat_file for branch in group):  # to read all frames takes time
+            if is_hosted:
+                keys = hosted_statistics.keys_of(group, _MOST_MEASURED)
+            else:
+                keys = [_key_of(branch, group) for branch in group]
+        stored = [
+            file.load(key) if (file := branch.stat_file) else None
+            for branch, key in zip(group, keys, strict=True)
+        ]
+        for branch, arrays in zip(group, stored, strict=True):
+            if arrays is not None and not is_hosted:
+                _check_statistics(arrays, branch)
         # Statistics of a shared descriptor are those of all its branches: all are stored, or none
         # is used.
         arrays_of_group = [arrays for arrays in stored if arrays is not None]
-        if len(arrays_of_group) < len(group):
-            arrays_of_group = _compute(group, samples)
-            for branch, arrays in zip(group, arrays_of_group, strict=True):
+        if len(arrays_of_group) == len(group):
+            for branch in group:
+                log.info("%sstatistics come from %s", branch.prefix, branch.settings.data.stat_file)
+        else:
+            if is_hosted:
+                arrays_of_group = hosted_statistics.compute(group, _MOST_MEASURED)
+            else:
+                arrays_of_group = _compute(group, samples)
+            for branch, key, arrays in zip(group, keys, arrays_of_group, strict=True):
                 if file := branch.stat_file:
-                    file.save(_key_of(branch, group), arrays)
+                    file.save(key, arrays)
         for branch, arrays in zip(group, arrays_of_group, strict=True):
-            _set_statistics(branch, arrays)
+            if is_hosted:
+                hosted_statistics.load(branch.model, arrays)
+                _log_bias(branch)
+            else:
+                _set_statistics(branch, arrays)
 
 
 def _set_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None:
@@ -104,28 +124,21 @@ def _set_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None
                 deviation.tolist(),
             )
     if "energy_bias" in arrays:
-        bias = arrays["energy_bias"]
-        model.set_energy_bias(torch.from_numpy(bias))
-        by_type = [
-            f"{name} {value:.6g} eV"
-            for name, value in zip(model.type_map, bias.ravel(), strict=True)
-        ]
-        log.info("%senergy bias: %s", branch.prefix, ", ".join(by_type))
+        model.set_energy_bias(torch.from_numpy(arrays["energy_bias"]))
+        _log_bias(branch)
     else:
         log.warning("%sno training system has energies: the energy bias stays 0", branch.prefix)
 
 
+def _log_bias(branch: RunBranch) -> None:
+    biases = branch.model.out_bias.ravel().tolist()
+    by_type = [
+        f"{name} {bias:.6g} eV" for name, bias in zip(branch.model.type_map, biases, strict=True)
+    ]
+    log.info("%senergy bias: %s", branch.prefix, ", ".join(by_type))
+
+
 # ----- stat_file ---------------------------------------------------------------------------------
-
-
-def _read_stat_file(branch: RunBranch, group: Sequence[RunBranch]) -> Arrays | None:
-    """Return the statistics that a branch's `stat_file` holds; None without any."""
-    file = branch.stat_file
-    arrays = file.load(_key_of(branch, group)) if file else None
-    if file and arrays is not None:
-        _check_statistics(arrays, branch.model, str(file.path))
-        log.info("%sstatistics come from %s", branch.prefix, file.path)
-    return arrays
 
 
 def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
@@ -159,11 +172,12 @@ def _share_fitting_net(branch: RunBranch, another: RunBranch) -> bool:
     return weight is next(another.model.atomic_model.fitting_net.parameters(), None)
 
 
-def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path: str) -> None:
+def _check_statistics(arrays: Mapping[str, np.ndarray], branch: RunBranch) -> None:
     """Refuse stored statistics of another shape or kind.
 
     They would end as a loss that is not finite.
     """
+    model = branch.model
     ntypes = model.ntypes
     shapes: dict[str, tuple[int, ...]] = {
         "mean": (ntypes, 4),
@@ -190,7 +204,8 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path
             problems.append(f"{name} has values that are not above 0")
     if problems:
         raise DataError(
-            f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another"
+            f"stat_file {branch.settings.data.stat_file} is damaged: {'; '.join(problems)}; "
+            "remove it, or name another"
         )
 
 
@@ -437,7 +452,13 @@ def change_bias(
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings))
         if settings.atom_exclude_types:
             log.info("%s", EXCLUDED_ATOMS)
-        fit_energy_bias(model, _sample_batches(model, systems, frames), mode, rcond=rcond)
+        cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
+        if frames:
+            loader = DataLoader(systems, 1, cache=cache)
+        else:
+            loader = DataLoader(systems, "auto:1024", cache=cache)
+            frames = max(system.nframes for system in systems)
+        fit_energy_bias(model, loader.sample_batches(frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
         raise TrainingError(
             f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}"
@@ -453,12 +474,3 @@ def change_bias(
     with whole_file(output) as file:
         torch.save(content, file)
     log.info("saved %s", output)
-
-
-def _sample_batches(model: EnergyModel, systems: list[System], frames: int) -> Iterator[Batch]:
-    """Return frames of every system, spread evenly; all of them if `frames` is 0."""
-    cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
-    if frames:
-        return DataLoader(systems, 1, cache=cache).sample_batches(frames)
-    loader = DataLoader(systems, "auto:1024", cache=cache)
-    return loader.sample_batches(max(system.nframes for system in systems))

@@ -331,7 +331,10 @@ def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Rank
             )
     for rank, view in enumerate(views):
         changes = changed_settings(views[0].normalized, view.normalized)
-        keys = [key for key in changes if not _is_place(key)]
+        # Each machine may keep files elsewhere.
+        keys = [
+            key for key in changes if not (key.startswith("training/") and key.endswith(_PLACES))
+        ]
         if keys:
             raise TrainingError(
                 f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "
@@ -341,23 +344,13 @@ def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Rank
             digest_of_first = views[0].digests[section.path]
             digest = view.digests[section.path]
             if digest != digest_of_first:
-                in_system = _differing_system(section, digest_of_first, digest)
+                # None differs if only the number of systems does.
+                digests_of_systems = zip(
+                    section.systems, digest_of_first.systems, digest.systems, strict=False
+                )
+                differing = [system.name for system, x, y in digests_of_systems if x != y]
+                in_system = f" in system {differing[0]}" if differing else ""
                 raise TrainingError(
                     f"the {section.kind} data of rank {rank} are not those of rank 0{in_system}: "
                     f"see that {section.path}/systems is the same on all machines"
                 )
-
-
-def _is_place(key: str) -> bool:
-    """Return whether a setting names a file, which each machine may keep elsewhere."""
-    return key.startswith("training/") and key.endswith(_PLACES)
-
-
-def _differing_system(section: _Section, digest: ContentDigest, other: ContentDigest) -> str:
-    """Name the first system with another content; empty if only the number of systems differs."""
-    for system, system_digest, another in zip(
-        section.systems, digest.systems, other.systems, strict=False
-    ):
-        if system_digest != another:
-            return f" in system {system.name}"
-    return ""

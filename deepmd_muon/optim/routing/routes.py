@@ -191,10 +191,14 @@ def _parse_entry(name: str, text: str) -> RouteEntry:
             "later version of deepmd_muon"
         )
     shape = match["shape"]
+    try:
+        view = MatrixView.parse(match["view"] or "")
+    except ValueError as error:
+        raise ForeignStateError(f"{name}: {error}") from None
     entry = RouteEntry(
         name=name,
         shape=() if shape == "scalar" else tuple(map(int, shape.split("x"))),
-        view=_parse_view(name, match["view"]),
+        view=view and view.simplified(),
         route=cast("Route", match["route"]),
         reason="recorded",
     )
@@ -204,14 +208,6 @@ def _parse_entry(name: str, text: str) -> RouteEntry:
             f"{name} has the entry {text!r} among the routes: its view does not fit"
         )
     return entry
-
-
-def _parse_view(name: str, text: str | None) -> MatrixView | None:
-    try:
-        view = MatrixView.parse(text or "")
-    except ValueError as error:
-        raise ForeignStateError(f"{name}: {error}") from None
-    return view and view.simplified()
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:
@@ -276,9 +272,11 @@ def _decide(name: str, shape: Shape, rules: RoutingRules) -> _Decision:
     rank_text = f"effective rank {rank}{' of each expert' if expert else ''}"
     if rank < 2:
         return _Decision(rules.vector_route, rank_text)
+    view: MatrixView | None
     if kernel:
-        view = _kernel_view(shape)
-        if view is None:
+        # The kernel (out, in, …) is one matrix (out, in · …).
+        view = MatrixView(1, shape[0], math.prod(shape[1:]))
+        if view.min_dim < 2:
             return _Decision(rules.vector_route, f"kernel {kernel!r} with one row or column")
         reason = f"kernel {kernel!r} as a matrix"
     else:
@@ -305,13 +303,6 @@ def _decide(name: str, shape: Shape, rules: RoutingRules) -> _Decision:
         reason = f"smaller dimension {view.min_dim} is below min_matrix_dim {rules.min_matrix_dim}"
         return _Decision(rules.vector_route, reason)
     return _Decision("muon", reason, view)
-
-
-def _kernel_view(shape: Shape) -> MatrixView | None:
-    """Return the view of a convolution kernel (out, in, …): one matrix (out, in · …)."""
-    rows = shape[0]
-    columns = math.prod(shape[1:])
-    return MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None
 
 
 def _decide_by_name(name: str, rules: RoutingRules) -> _Decision | None:

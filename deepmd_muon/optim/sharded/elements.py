@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.routing.routes import Route
-from deepmd_muon.optim.sharded.layout import RankSet
+from deepmd_muon.optim.sharded.layout import Interval, RankSet
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
@@ -100,15 +100,16 @@ class ReplicatedParameter(NamedTuple):
         return self.sharding.part(self.p.detach())
 
 
-class _PartInBuffer(NamedTuple):
-    """One rank's part of a parameter: indices along a dimension, and its elements in the buffer."""
+class _Part(NamedTuple):
+    """One rank's part of a parameter: indices along a dimension."""
 
     p: Tensor
     dim: int
-    start: int
-    length: int
-    offset: int
-    elements: int
+    interval: Interval
+
+    def view(self) -> Tensor:
+        """Return its elements; the parameter's memory may be replaced between two calls."""
+        return self.p.detach().narrow(self.dim, *self.interval)
 
 
 class GatheredParts:
@@ -145,35 +146,16 @@ class GatheredParts:
         self._n_ranks = len(param.sharding.layout.ranks)
         self._group = group_of(param.sharding.layout.sorted_ranks, param.p.device)
 
-        # By parameter and rank. A row is all elements with one index along the sharded dimension.
-        intervals = [sharding.intervals(p.shape) for p, sharding in params]
-        row_sizes = [p.numel() // max(1, p.shape[sharding.dim]) for p, sharding in params]
+        self._parts_of_ranks: list[list[_Part]] = [[] for _ in range(self._n_ranks)]
+        for p, sharding in params:
+            for parts, interval in zip(
+                self._parts_of_ranks, sharding.intervals(p.shape), strict=True
+            ):
+                parts.append(_Part(p, sharding.dim, interval))
         # Every rank sends as much as the rank with the largest parts.
         self._longest = max(
-            sum(
-                of_ranks[number].length * row_size
-                for of_ranks, row_size in zip(intervals, row_sizes, strict=True)
-            )
-            for number in range(self._n_ranks)
+            sum(part.view().numel() for part in parts) for parts in self._parts_of_ranks
         )
-        self._parts: list[_PartInBuffer] = []
-        for number in range(self._n_ranks):
-            offset = number * self._longest
-            for (p, sharding), of_ranks, row_size in zip(params, intervals, row_sizes, strict=True):
-                start, length = of_ranks[number]
-                n_elements = length * row_size
-                if n_elements:
-                    self._parts.append(
-                        _PartInBuffer(
-                            p,
-                            sharding.dim,
-                            start=start,
-                            length=length,
-                            offset=offset,
-                            elements=n_elements,
-                        )
-                    )
-                offset += n_elements
 
         self._sent = torch.empty(self._longest, dtype=param.p.dtype, device=param.p.device)
         self._kept = self._new_buffer() if keep else None
@@ -203,13 +185,14 @@ class GatheredParts:
             wait()
             targets = []
             sources = []
-            for interval in self._parts:
-                # The parameter's memory may have been replaced since the constructor.
-                p = interval.p.detach()
-                target = p.narrow(interval.dim, interval.start, interval.length)
-                targets.append(target)
-                flat = received[interval.offset : interval.offset + interval.elements]
-                sources.append(flat.view(target.shape))
+            for number, parts in enumerate(self._parts_of_ranks):
+                offset = number * self._longest
+                for target in map(_Part.view, parts):
+                    end = offset + target.numel()
+                    if end > offset:
+                        targets.append(target)
+                        sources.append(received[offset:end].view(target.shape))
+                    offset = end
             torch._foreach_copy_(targets, sources)
 
         return take

@@ -536,7 +536,12 @@ def _plan_domain(
     for i, p in parameters.items():
         if p.state_layout is not None and not spread and len(ranks) > 1:
             # Gathered before the step: replicas then repeat the work as if momenta were whole.
-            gathered_bytes += _largest_part(p.shape, p.state_layout) * itemsize
+            # Each rank sends as much as the first one, which has the largest part.
+            place = p.state_layout.places()[p.state_layout.ranks[0]]
+            gathered_bytes += itemsize * math.prod(
+                held_interval(size, dim, p.state_layout, place).length
+                for dim, size in enumerate(p.shape)
+            )
             p = dataclasses.replace(p, state_layout=None)
         blocks += _blocks_of(p, i, itemsize)
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
@@ -624,14 +629,6 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
         # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
         return steps * 8 * m**3 + 12 * m * m * n
     return steps * (4 * m * m * n + 2 * m**3)
-
-
-def _largest_part(shape: Shape, layout: Layout) -> int:
-    """Return the number of elements of the first rank, which has the largest part."""
-    place = layout.places()[layout.ranks[0]]
-    return math.prod(
-        held_interval(size, dim, layout, place).length for dim, size in enumerate(shape)
-    )
 
 
 class _Filling(NamedTuple):

@@ -74,7 +74,8 @@ def load_state(
             for key, value in placed.items()
             if values[key].dtype != value.dtype
         }
-    _log_removed(comparison, groups)
+    for name in comparison.differences.keys() - {entry.name for _, entry, _ in _parameters(groups)}:
+        log.warning("%s; its state is dropped", comparison.differences[name])
     _log_switched(comparison)
     for (key, reason), count in sorted(dropped.items()):
         text = "%s now: the saved %s of %d parameters is dropped"
@@ -259,13 +260,6 @@ def _present_values(
     values, outcome = migrate(saved, entry, betas)
     log.warning("%s; %s", difference, outcome)
     return values
-
-
-def _log_removed(comparison: _Comparison, groups: Sequence[Group]) -> None:
-    """Log the saved parameters that do not exist any more."""
-    present = {entry.name for _, entry, _ in _parameters(groups)}
-    for name in comparison.differences.keys() - present:
-        log.warning("%s; its state is dropped", comparison.differences[name])
 
 
 def _log_switched(comparison: _Comparison) -> None:

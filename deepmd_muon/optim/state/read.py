@@ -66,7 +66,17 @@ def read_state(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[s
     elif all({"betas", "param_names"} <= group.keys() for group in saved_groups):
         saved = _read_adam(saved_groups, state, present)
     else:
-        raise ForeignStateError(_describe_foreign(state))
+        keys = {key for values in state.values() for key in values}
+        kind = "another optimizer"
+        if "exp_avg" in keys:
+            kind = "Adam or AdamW"
+        elif "momentum_buffer" in keys:
+            kind = "SGD with momentum"
+        raise ForeignStateError(
+            f"the optimizer state looks like that of {kind} and cannot be loaded: it has no list "
+            "of routes. Adam's state loads if it has names of parameters, or as many parameters in "
+            "every group as this optimizer"
+        )
     return {name: _with_tensors(parameter) for name, parameter in saved.items()}
 
 
@@ -121,22 +131,6 @@ def _with_names(
         {**saved, "param_names": [entry.name for _, entry in group.routed]}
         for saved, group in zip(saved_groups, groups, strict=True)
     ]
-
-
-def _describe_foreign(state: Mapping[Any, Mapping[str, Any]]) -> str:
-    """Return the error for a state that is not understood; its keys show the optimizer."""
-    keys = {key for values in state.values() for key in values}
-    if "exp_avg" in keys:
-        kind = "Adam or AdamW"
-    elif "momentum_buffer" in keys:
-        kind = "SGD with momentum"
-    else:
-        kind = "another optimizer"
-    return (
-        f"the optimizer state looks like that of {kind} and cannot be loaded: it has no list of "
-        "routes. Adam's state loads if it has names of parameters, or as many parameters in "
-        "every group as this optimizer"
-    )
 
 
 def _with_tensors(saved: SavedParameter) -> SavedParameter:

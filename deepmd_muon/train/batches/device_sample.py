@@ -101,6 +101,5 @@ class DeviceSample:
         parts = cut_into_chunks(self._systems, offset, all_numbers, CHUNK_ATOMS)
         for chunk, frames in read_ahead(read, parts, READERS):
             store.take([chunk])
-            most = store.max_neighbors.max(0)
-            self._cache.note_most(most[: self._cache.ntypes], int(most[self._cache.ntypes]))
+            store.note_cut_lists()
             yield store, chunk, frames

@@ -199,6 +199,12 @@ class FrameStore:
         """Return a tensor's values of some slots, or of some atoms."""
         return self.tensors[name].index_select(0, rows)
 
+    def note_cut_lists(self) -> None:
+        """Record in the cache that its `sel` cuts neighbour lists, if it does."""
+        ntypes = self.cache.ntypes
+        max_neighbors = self.max_neighbors.max(0)
+        self.cache.note_most(max_neighbors[:ntypes], int(max_neighbors[ntypes]))
+
     def copy_to(self, target: Tensor, values: np.ndarray) -> None:
         """Copy an array of the host to a tensor after all launched work, without waiting for it."""
         with self._side_stream():

@@ -217,7 +217,7 @@ class ResidentBatches:
         window = self._windows.popleft() if self._windows else self._draw()
         self._reads = bool(window.chunks)
         self._store.take([chunk.result() for chunk in window.chunks])
-        self._note_cut_lists()
+        self._store.note_cut_lists()
         needed = self._shapes_of(window.batches)
         self._shapes.learn(needed)
         self._table.write(
@@ -255,12 +255,6 @@ class ResidentBatches:
         )
 
     # ----- what batches need ---------------------------------------------------------------------
-
-    def _note_cut_lists(self) -> None:
-        """Record in the cache that `sel` cuts neighbour lists."""
-        cache = self._loader.cache
-        max_neighbors = self._store.max_neighbors.max(0)
-        cache.note_most(max_neighbors[: cache.ntypes], int(max_neighbors[cache.ntypes]))
 
     def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
         """Return what each batch needs, computed once for all of one kind and number of frames."""

@@ -15,7 +15,7 @@ from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import report_changes
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY
-from deepmd_muon.data import DataLoader, SamplerStateError
+from deepmd_muon.data import SamplerStateError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
@@ -146,7 +146,14 @@ class RunState:
         else:
             self._restore_random_state(ours)
             report_changes(json.loads(ours["settings"]), self.run_input.normalized, path)
-            self._restore_order(ours, path)
+            if isinstance(self.model, Branches) and "tasks" in ours:
+                try:
+                    self.order.load_state_dict(ours["tasks"])
+                except SamplerStateError:
+                    log.warning(
+                        "branches or probabilities are not those of %s: their order starts anew",
+                        path,
+                    )
             self._restore_branches(ours, path)
         if self.ema:
             self.ema.resume(step)
@@ -168,16 +175,6 @@ class RunState:
         if torch.cuda.is_initialized() and state.get("cuda_rng") is not None:
             torch.cuda.set_rng_state(state["cuda_rng"])
 
-    def _restore_order(self, ours: Mapping[str, Any], path: Path) -> None:
-        """Restore the order of the branches, if both runs have several."""
-        if isinstance(self.model, Branches) and "tasks" in ours:
-            try:
-                self.order.load_state_dict(ours["tasks"])
-            except SamplerStateError:
-                log.warning(
-                    "branches or probabilities are not those of %s: their order starts anew", path
-                )
-
     def _restore_branches(self, ours: Mapping[str, Any], path: Path) -> None:
         """Restore the order of each branch's data, and the interpolation of its embedding nets."""
         # By key, then by branch. A single model has its values without the name of a branch; its
@@ -198,15 +195,17 @@ class RunState:
             }
             for key, loader in loaders.items():
                 state = values_of[key].get(former)
-                if loader is not None and state:
-                    _restore_loader(loader, state, f"{branch.prefix}{key}", path)
-
-
-def _restore_loader(loader: DataLoader, state: dict[str, int | str], name: str, path: Path) -> None:
-    try:
-        loader.load_state_dict(state)
-    except SamplerStateError:
-        log.warning("%s is not that of %s: its order starts anew from training/seed", name, path)
+                if loader is None or not state:
+                    continue
+                try:
+                    loader.load_state_dict(state)
+                except SamplerStateError:
+                    log.warning(
+                        "%s%s is not that of %s: its order starts anew from training/seed",
+                        branch.prefix,
+                        key,
+                        path,
+                    )
 
 
 def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,15 @@ def for_branches(
         "optimizer": _moved_state(saved_state, saved_names, saved_position, optimizer),
     }
     if average := content.get("ema"):
-        rearranged["ema"] = {**average, "model": _moved_average(average["model"], model, former)}
+        by_own_name = _with_own_names(average["model"], model)
+        rearranged["ema"] = {
+            **average,
+            "model": {
+                # A new parameter's average begins with its weight.
+                name: by_own_name.get(former.name_of(name), parameter.detach())
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            },
+        }
     _log_moved(saved_names, with_state)
     return rearranged
 
@@ -172,17 +180,6 @@ def _moved_state(
                 key: x.clone() if torch.is_tensor(x) else x for key, x in tensors.items()
             }
     return {**saved_state, "state": state, "param_groups": [{**group, **lists}]}
-
-
-def _moved_average(
-    stored: Mapping[str, torch.Tensor], model: EnergyModel | Branches, former: _FormerNames
-) -> dict[str, torch.Tensor]:
-    """Return the average of the present parameters; a new one begins with its weight."""
-    by_own_name = _with_own_names(stored, model)
-    return {
-        name: by_own_name.get(former.name_of(name), parameter.detach())
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
 
 
 def _with_own_names(

@@ -278,17 +278,12 @@ def in_deepmd_kits_order(
         if name in position:  # deepmd-kit's empty parameters have no state
             number = group["params"][position[name]]
             if number in state:
-                reordered[i] = _with_powers(state[number], group)
+                reordered[i] = dict(state[number])
+                if "step" in reordered[i] and "adam_betas" in group:
+                    steps = float(reordered[i]["step"])
+                    beta1, beta2 = group["adam_betas"]
+                    reordered[i] |= {"beta1_pow": beta1**steps, "beta2_pow": beta2**steps}
     return {**state_dict, "state": reordered, "param_groups": [{**group, **lists}]}
-
-
-def _with_powers(tensors: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Add β₁^t and β₂^t to the Adam state of HybridMuon after t steps."""
-    if "step" not in tensors or "adam_betas" not in group:
-        return dict(tensors)
-    steps = float(tensors["step"])
-    beta1, beta2 = group["adam_betas"]
-    return {**tensors, "beta1_pow": beta1**steps, "beta2_pow": beta2**steps}
 
 
 def in_own_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,7 +196,10 @@ class RunFiles:
             keep_best(-1)
             message = f"reports of the run with save_ckpt {other_run.prefix} are kept as %s"
         else:
-            checkpoints = self._later_checkpoints(source.path.resolve(), step)
+            continued = source.path.resolve()
+            same_folder = continued.parent == self._prefix.parent.resolve()
+            same_name = continued.name.rpartition("-")[0] == self._prefix.name
+            checkpoints = self._checkpoints_after(step) if same_folder and same_name else []
             if not checkpoints:
                 return
             reports.append(self._validations)
@@ -231,13 +234,6 @@ class RunFiles:
         name = re.compile(rf"{re.escape(self._prefix.name)}-[0-9]+\.pt")
         checkpoints = sorted(_files_matching(name, self._prefix.parent))
         return [path for path in checkpoints if _step(path) > step]
-
-    def _later_checkpoints(self, continued: Path, step: int) -> list[Path]:
-        """Return the checkpoints after the continued one, if that is one of this prefix."""
-        prefix = self._prefix
-        same_folder = continued.parent == prefix.parent.resolve()
-        same_name = continued.name.rpartition("-")[0] == prefix.name
-        return self._checkpoints_after(step) if same_folder and same_name else []
 
     def _reports_of_another_run(self, source: Source) -> _OtherRun | None:
         """Return the run to whose reports this one would add its rows; None if they are its own.

@@ -320,7 +320,13 @@ def read_sources(
                 )
             choices = _choose(run_input.settings, content["model"], path, way)
         else:
-            choices = {SINGLE: _choose_for_single(content["model"], way, branch)}
+            new_fitting = False
+            if way == "finetune" and branch in (None, RANDOM):
+                # The descriptor of the first branch, if there are several.
+                branches = saved_branches(content["model"])
+                new_fitting = bool(branches) or branch == RANDOM
+                branch = next(iter(branches), None)
+            choices = {SINGLE: Choice(way, branch, new_fitting)}
         sources = {name: Source.of(path, content, choice) for name, choice in choices.items()}
         hosted = any(isinstance(source.settings, HostedSettings) for source in sources.values())
         if content.get("optimizer") and not hosted:
@@ -332,15 +338,6 @@ def read_sources(
                 "%s gives its descriptor alone; the fitting net%s starts anew", path, of_branch
             )
     return sources
-
-
-def _choose_for_single(state: Mapping[str, Any], way: Way, branch: str | None) -> Choice:
-    """Choose the saved branch for a run of one model."""
-    if way != "finetune" or branch not in (None, RANDOM):
-        return Choice(way, branch, new_fitting=False)
-    branches = saved_branches(state)
-    descriptor_branch = next(iter(branches), None)
-    return Choice(way, descriptor_branch, new_fitting=bool(branches) or branch == RANDOM)
 
 
 def _choose(

@@ -305,16 +305,17 @@ class Watch:
             raise LostRankError("their store has ended")
         waited = time.monotonic() - since
         # If this process itself has been stopped, it has to read the notes before it judges.
-        silent = self._any_silent(since) and (not self._refresh() or self._any_silent(since))
+        silent = bool(self._silent(since, self._limit))
+        silent = silent and (not self._refresh() or bool(self._silent(since, self._limit)))
         if silent or waited > _LONGEST_WORK:
             raise LostRankError(f"after {waited:.0f} s of waiting")
 
-    def _any_silent(self, since: float) -> bool:
-        """Return whether a watched rank is silent for the limit, which begins at `since`."""
+    def _silent(self, since: float, limit: float) -> list[int]:
+        """Return the watched ranks that are silent for the limit, which begins at `since`."""
         now = time.monotonic()
-        return any(
-            now - max(since, self._heard.get(rank, since)) > self._limit for rank in self._watched
-        )
+        return [
+            rank for rank in self._watched if now - max(since, self._heard.get(rank, since)) > limit
+        ]
 
     # ----- the thread that talks to the store -----------------------------------------------------
 
@@ -324,7 +325,11 @@ class Watch:
             self._wake.wait(self._interval)
             self._wake.clear()
             # Before the notes are read: a rank may write its error and end at once.
-            ended = self._ended_processes()
+            ended = [  # of this machine
+                rank
+                for rank in self._watched
+                if rank in self._notes and life_of(self._notes[rank].process) == "ended"
+            ]
             if not self.store_has_ended:
                 try:
                     self._exchange()
@@ -337,16 +342,10 @@ class Watch:
                 if not self._deaths:
                     self._wake.set()  # the others learn it now
                 self._deaths = "; ".join(
-                    _describe_death(rank, self._notes[rank]) for rank in silent_ends
+                    f"rank {rank} ({self._notes[rank].where}) is dead: its process has ended, last "
+                    f"seen {self._notes[rank].activity}"
+                    for rank in silent_ends
                 )
-
-    def _ended_processes(self) -> list[int]:
-        """Return the watched ranks whose processes, on this machine, have ended."""
-        return [
-            rank
-            for rank in self._watched
-            if rank in self._notes and life_of(self._notes[rank].process) == "ended"
-        ]
 
     def _exchange(self) -> None:
         begin = time.monotonic()
@@ -444,12 +443,9 @@ class Watch:
         """
         # Twice: a process that has been stopped itself has to read the notes before it judges.
         for _ in range(2):
-            now = time.monotonic()
             if not any(
-                now - max(since, self._heard.get(rank, since)) > self._limit / 2
-                and rank in self._notes
-                and life_of(self._notes[rank].process) == "unknown"
-                for rank in self._watched
+                rank in self._notes and life_of(self._notes[rank].process) == "unknown"
+                for rank in self._silent(since, self._limit / 2)
             ):
                 return False
             self._refresh()
@@ -472,10 +468,6 @@ class Watch:
             seconds,
             blamed or "the others are in the same step",
         )
-
-
-def _describe_death(rank: int, note: _Note) -> str:
-    return f"rank {rank} ({note.where}) is dead: its process has ended, last seen {note.activity}"
 
 
 class _Description(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -218,19 +217,15 @@ def _require_one_dtype(model: EnergyModel | Branches, nets: list[nn.Module]) -> 
     """Refuse a unit of FSDP2 with parameters of several dtypes."""
     in_nets = {p for net in nets for p in net.parameters()}
     root = "descriptor" if isinstance(model, EnergyModel) else "parts that branches train together"
-    for net in nets:
-        _require_one_dtype_of("fitting net", set(net.parameters()))
-    _require_one_dtype_of(root, set(model.parameters()) - in_nets)
-
-
-def _require_one_dtype_of(unit: str, params: Collection[nn.Parameter]) -> None:
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})
-    if len(dtypes) > 1:
-        raise TrainingError(
-            f"the parameters of the {unit} are {' and '.join(dtypes)}; zero_stage 2 and 3 need one "
-            "precision for each of descriptor and fitting net, for both where branches share "
-            "fitting nets or are stratified: use zero_stage 0 or 1"
-        )
+    units = [("fitting net", set(net.parameters())) for net in nets]
+    for unit, params in (*units, (root, set(model.parameters()) - in_nets)):
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})
+        if len(dtypes) > 1:
+            raise TrainingError(
+                f"the parameters of the {unit} are {' and '.join(dtypes)}; zero_stage 2 and 3 need "
+                "one precision for each of descriptor and fitting net, for both where branches "
+                "share fitting nets or are stratified: use zero_stage 0 or 1"
+            )
 
 
 def _without_views(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
