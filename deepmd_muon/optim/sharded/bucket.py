@@ -23,7 +23,7 @@ from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import Piece, Stack, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import CopyList, RuleState
-from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
+from deepmd_muon.optim.sharded.transport import End, Exchange, Payload
 from deepmd_muon.optim.torch_hooks import phase
 
 
@@ -128,15 +128,13 @@ class Bucket:
         self._rank = rank
         self._device = device
 
-        gather_out = exchange.outward["gather"]
-        gather_in = exchange.inward["gather"]
-        return_out = exchange.outward["return"]
-        return_in = exchange.inward["return"]
+        sending = exchange.sending
+        receiving = exchange.receiving
         # As a holder, this rank handles its own pieces; as an owner, its peers' pieces.
-        self._packing = self._pieces("gather", gather_out, [rank] * len(gather_out.payloads))
-        self.applying = self._pieces("return", return_in, [rank] * len(return_in.payloads))
-        self._arriving = self._pieces("gather", gather_in, gather_in.peers_of_pieces)
-        self._leaving = self._pieces("return", return_out, return_out.peers_of_pieces)
+        self._packing = self._pieces("gather", sending["gather"], holder=rank)
+        self.applying = self._pieces("return", receiving["return"], holder=rank)
+        self._arriving = self._pieces("gather", receiving["gather"])
+        self._leaving = self._pieces("return", sending["return"])
         # Each once, in the order of the messages, which is the same in every process.
         positions = [piece.parameter for piece in (*self._packing, *self.applying)]
         self.parameters = tuple(dict.fromkeys(positions))
@@ -152,10 +150,11 @@ class Bucket:
         stacked_jobs = [job for stack in self.stacks for job in stack.jobs]
         block_number = {job: number for number, job in enumerate(stacked_jobs)}
         self._headers_of_block = _padded_table(
-            [block_number[payload.job] for payload in gather_in.payloads], len(stacked_jobs)
+            [block_number[payload.job] for payload in receiving["gather"].payloads],
+            len(stacked_jobs),
         ).to(device)
         self._block_of_leaving = _index(
-            [block_number[payload.job] for payload in return_out.payloads], device
+            [block_number[payload.job] for payload in sending["return"].payloads], device
         )
         self._rule_state = RuleState(
             plan=plan,
@@ -167,12 +166,13 @@ class Bucket:
             device=device,
         )
 
-    def _pieces(self, leg: Leg, side: Side, holders: Sequence[int]) -> list[Piece]:
-        """Return the piece of each payload; `holders` has the rank that holds it."""
+    def _pieces(self, leg: Leg, end: End, *, holder: int | None = None) -> list[Piece]:
+        """Return the piece of each payload, which `holder` holds, or else the rank's peer."""
         pieces = []
-        for payload, holder in zip(side.payloads, holders, strict=True):
+        for payload, peer in zip(end.payloads, end.peers_of_pieces, strict=True):
             job = self.exchange.messages.jobs[payload.job]
-            pieces.append(piece_of(self._plan, job.parameter, job.block, holder, leg))
+            rank = peer if holder is None else holder
+            pieces.append(piece_of(self._plan, job.parameter, job.block, rank, leg))
         return pieces
 
     def _stack_owned_blocks(self, groups: Mapping[int, int]) -> list[Stack]:
@@ -220,12 +220,10 @@ class Bucket:
     def _bind_packing(self, momenta: Mapping[int, Tensor], rows: Mapping[int, int]) -> None:
         """Create the views into which `pack` writes elements, and the headers."""
         plan = self._plan
-        side = self.exchange.outward["gather"]
-        planes = [
-            side.element_views(self.exchange.sent["gather"], plane) for plane in range(side.planes)
-        ]
+        sending = self.exchange.sending["gather"]
+        planes = [sending.element_views(plane) for plane in range(sending.planes)]
         self._pack_sources: list[PackSource] = []
-        self._pack_targets: list[list[Tensor]] = [[] for _ in range(side.planes)]
+        self._pack_targets: list[list[Tensor]] = [[] for _ in range(sending.planes)]
         measured_pieces = []
         statistics_rows = []
         for k, piece in enumerate(self._packing):
@@ -277,23 +275,23 @@ class Bucket:
         self.matrices = planes[0]
         self.inputs: dict[Input, list[Tensor]] = dict(zip(self.asked, planes[1:], strict=True))
 
-        arriving = self.exchange.inward["gather"]
+        receiving = self.exchange.receiving["gather"]
         self._arrive = CopyList()
         for number, plane in enumerate(planes):
             self._add_copies(
                 self._arrive,
-                payloads=arriving.payloads,
+                payloads=receiving.payloads,
                 pieces=self._arriving,
-                flats=arriving.element_views(self.exchange.received["gather"], number),
+                flats=receiving.element_views(number),
                 matrices=plane,
             )
-        leaving = self.exchange.outward["return"]
+        sending = self.exchange.sending["return"]
         self._leave = CopyList()
         self._add_copies(
             self._leave,
-            payloads=leaving.payloads,
+            payloads=sending.payloads,
             pieces=self._leaving,
-            flats=leaving.element_views(self.exchange.sent["return"]),
+            flats=sending.element_views(),
             matrices=self.matrices,
         )
 
@@ -318,8 +316,7 @@ class Bucket:
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of parameters and master weights, and of their updates."""
-        side = self.exchange.inward["return"]
-        flats = side.element_views(self.exchange.received["return"])
+        flats = self.exchange.receiving["return"].element_views()
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
         for k, (piece, flat) in enumerate(zip(self.applying, flats, strict=True)):
             if not piece.elements:
@@ -375,13 +372,13 @@ class Bucket:
         if statistics is not None:
             statistics_start = 1 + len(self._rule_state.keys)
             headers[self._measured_pieces, statistics_start:] = statistics[self._statistics_rows]
-        self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
+        self.exchange.sending["gather"].set_headers(headers)
 
     @phase("gather")
     def assemble(self) -> OwnedBlocks:
         """Assemble the received pieces in `matrices` and `inputs`."""
         self._arrive.read_buffer()
-        headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
+        headers = self.exchange.receiving["gather"].headers()
         # A last row of zeros is what the table is padded with.
         headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
         of_blocks = headers[self._headers_of_block]  # (blocks, most pieces of a block, fields)
@@ -410,7 +407,7 @@ class Bucket:
             return
         columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)]
         headers = torch.stack(columns, dim=1)[self._block_of_leaving]
-        self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
+        self.exchange.sending["return"].set_headers(headers)
 
     @phase("return")
     def take_state(self) -> None:
@@ -419,7 +416,7 @@ class Bucket:
 
     def returned_headers(self) -> Tensor:
         """Return the headers of returned pieces, (pieces, fields); presence is the first field."""
-        return self.exchange.received["return"][self.exchange.inward["return"].headers]
+        return self.exchange.receiving["return"].headers()
 
     def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield the number in `applying` of each piece, and views of what its update changes.

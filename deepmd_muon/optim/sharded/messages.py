@@ -46,8 +46,8 @@ class RankMessages:
     peers: tuple[int, ...]
     jobs: tuple[Job, ...]  # in which the rank takes part
     owned: tuple[int, ...]  # positions in `jobs` of the jobs that it owns
-    out: dict[Leg, list[Message]]  # to every peer
-    into: dict[Leg, list[Message]]  # from every peer
+    sent: dict[Leg, list[Message]]  # to every peer
+    received: dict[Leg, list[Message]]  # from every peer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ def rank_messages(
         peers=peers,
         jobs=tuple(jobs),
         owned=tuple(jobs_of_owner[rank]),
-        out={"gather": as_holder["gather"], "return": as_owner["return"]},
-        into={"gather": as_owner["gather"], "return": as_holder["return"]},
+        sent={"gather": as_holder["gather"], "return": as_owner["return"]},
+        received={"gather": as_owner["gather"], "return": as_holder["return"]},
     )
 
 

@@ -98,7 +98,8 @@ def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.Process
     try:
         while len(names) < n_groups:
             dist.new_group([rank], use_local_synchronization=True)
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return group
     finally:
         world.bound_device_id = bound_device
 

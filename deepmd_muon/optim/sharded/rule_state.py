@@ -18,7 +18,7 @@ from deepmd_muon.optim.rules.registry import tensors_of
 from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
 from deepmd_muon.optim.sharded.messages import Stack, lines_of
 from deepmd_muon.optim.sharded.plan import Plan, carried
-from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
+from deepmd_muon.optim.sharded.transport import End, Exchange, Payload
 
 LocalState = Mapping[int, Mapping[str, Tensor]]
 """This rank's state tensors, by parameter of the plan and key."""
@@ -114,21 +114,18 @@ class RuleState:
 
     def bind(self, state: LocalState) -> None:
         """Create all views of the exchange's buffers and of the state."""
-        exchange = self._exchange
-        packing = exchange.outward["gather"]
-        self._packed_numbers = self._block_numbers(packing, state)
-        self._packed_lines = self._local_lines(packing, exchange.sent["gather"], state)
-        returning = exchange.inward["return"]
-        self._returned_numbers = self._block_numbers(returning, state)
-        self._returned_lines = self._local_lines(returning, exchange.received["return"], state)
-        self._arriving_lines = self._owned_lines(
-            exchange.inward["gather"], exchange.received["gather"]
-        )
-        self._leaving_lines = self._owned_lines(exchange.outward["return"], exchange.sent["return"])
+        sending = self._exchange.sending
+        receiving = self._exchange.receiving
+        self._packed_numbers = self._block_numbers(sending["gather"], state)
+        self._packed_lines = self._local_lines(sending["gather"], state)
+        self._returned_numbers = self._block_numbers(receiving["return"], state)
+        self._returned_lines = self._local_lines(receiving["return"], state)
+        self._arriving_lines = self._owned_lines(receiving["gather"])
+        self._leaving_lines = self._owned_lines(sending["return"])
 
-    def _block_numbers(self, side: Side, state: LocalState) -> list[BlockNumbers]:
+    def _block_numbers(self, end: End, state: LocalState) -> list[BlockNumbers]:
         """Return, in the order of `keys`, the numbers of the blocks of this rank's pieces."""
-        return [self._numbers_of_key(key, side.payloads, state) for key in self.keys]
+        return [self._numbers_of_key(key, end.payloads, state) for key in self.keys]
 
     def _numbers_of_key(
         self, key: str, payloads: Sequence[Payload], state: LocalState
@@ -147,17 +144,17 @@ class RuleState:
             return BlockNumbers(slice(None), views)  # needs no gather on the device
         return BlockNumbers(torch.tensor(pieces, dtype=torch.int64, device=self._device), views)
 
-    def _local_lines(self, side: Side, buffer: Tensor, state: LocalState) -> CopyList:
+    def _local_lines(self, end: End, state: LocalState) -> CopyList:
         """Return the copies between a buffer of this rank's pieces and its state."""
         copies = CopyList()
-        for payload, start in zip(side.payloads, side.line_starts, strict=True):
+        for payload, start in zip(end.payloads, end.line_starts, strict=True):
             job = self._jobs[payload.job]
             for key, tensor in self._line_tensors(payload.job):
                 lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
                 if not lines.length:
                     continue
                 stop = start + lines.length
-                copies.buffer.append(buffer[start:stop].view(-1, lines.values))
+                copies.buffer.append(end.buffer[start:stop].view(-1, lines.values))
                 # Vectors of smaller blocks are padded in storage.
                 local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
                 in_local = slice(lines.inside.start, lines.inside.stop)
@@ -165,11 +162,11 @@ class RuleState:
                 start = stop
         return copies
 
-    def _owned_lines(self, side: Side, buffer: Tensor) -> CopyList:
+    def _owned_lines(self, end: End) -> CopyList:
         """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
         copies = CopyList()
         for payload, peer, start in zip(
-            side.payloads, side.peers_of_pieces, side.line_starts, strict=True
+            end.payloads, end.peers_of_pieces, end.line_starts, strict=True
         ):
             job = self._jobs[payload.job]
             stack_number, index = self._place_of_job[payload.job]
@@ -179,7 +176,7 @@ class RuleState:
                     continue
                 for run_start, run_stop in lines.inside.runs:
                     stop = start + (run_stop - run_start) * lines.values
-                    copies.buffer.append(buffer[start:stop].view(-1, lines.values))
+                    copies.buffer.append(end.buffer[start:stop].view(-1, lines.values))
                     copies.local.append(self._owned[stack_number][key][index, run_start:run_stop])
                     start = stop
         return copies

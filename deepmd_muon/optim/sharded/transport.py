@@ -28,14 +28,14 @@ waiting for the collective that read it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.messages import RankMessages
+from deepmd_muon.optim.sharded.messages import Message, RankMessages
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
@@ -45,9 +45,9 @@ _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 class Exchange:
     """The two collectives of bucket number `bucket` of a domain, on one rank.
 
-    A portion of jobs that stay on the rank has no `bucket` and no collectives: its messages go to
-    the rank itself. `group` is the process group of the domain's ranks in ascending order; None for
-    a domain of one rank, which has no collectives either.
+    A portion of jobs that stay on the rank has no `bucket` and no collectives: the rank sends its
+    messages to itself. `group` is the process group of the domain's ranks in ascending order; None
+    for a domain of one rank, which has no collectives either.
 
     Attributes
     ----------
@@ -55,13 +55,11 @@ class Exchange:
         The pieces in each message.
     full_dtype
         Element type of matrices and updates outside messages, float32 or float64.
-    outward, inward
-        By leg: where everything is in the messages that this rank sends, and in those that it
-        receives. The message to itself is in both.
+    sending, receiving
+        By leg: the end at which this rank sends, and the one at which it receives. Its message to
+        itself is in both.
     buffer_words
         Words that the exchange needs of the holder's and of the owner's buffer; both legs use both.
-    sent, received
-        By leg: the parts of these two buffers that the collective reads and writes; set by `bind`.
     """
 
     def __init__(
@@ -83,71 +81,72 @@ class Exchange:
             leg: bucket in numbers for leg, numbers in domain.crossing_buckets().items()
         }
 
-        side = functools.partial(
-            Side, plan, domain, messages=messages, full_dtype=full_dtype, device=device
+        end = functools.partial(
+            End, plan, domain, peers=messages.peers, full_dtype=full_dtype, device=device
         )
-        self.outward = {leg: side(leg, sending=True) for leg in LEGS}
-        self.inward = {leg: side(leg, sending=False) for leg in LEGS}
-        holder_words = max(self.outward["gather"].words, self.inward["return"].words)
-        owner_words = max(self.inward["gather"].words, self.outward["return"].words)
+        self.sending = {leg: end(leg, messages.sent[leg]) for leg in LEGS}
+        self.receiving = {leg: end(leg, messages.received[leg]) for leg in LEGS}
+        holder_words = max(self.sending["gather"].words, self.receiving["return"].words)
+        owner_words = max(self.receiving["gather"].words, self.sending["return"].words)
         self.buffer_words = holder_words, owner_words
-        self.sent: dict[Leg, Tensor] = {}
-        self.received: dict[Leg, Tensor] = {}
 
     def bind(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
         """Use these buffers, which have at least `buffer_words`; one bucket at a time may use them.
 
-        Without a collective, `received` is `sent`: all messages are those of ranks to themselves,
-        which have the same pieces in the same order on both sides.
+        Without a collective, a leg receives in the buffer from which it sends: all messages are
+        those of ranks to themselves, which have the same pieces in the same order at both ends.
         """
         for leg in LEGS:
-            source = holder_buffer if leg == "gather" else owner_buffer
-            target = owner_buffer if leg == "gather" else holder_buffer
+            send_buffer = holder_buffer if leg == "gather" else owner_buffer
+            receive_buffer = owner_buffer if leg == "gather" else holder_buffer
             if not self._crosses[leg]:
-                target = source
-            self.sent[leg] = source[: self.outward[leg].words]
-            self.received[leg] = target[: self.inward[leg].words]
+                receive_buffer = send_buffer
+            self.sending[leg].bind(send_buffer)
+            self.receiving[leg].bind(receive_buffer)
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
         """Start to send the packed messages.
 
-        Return a function that waits until the messages to this rank are in `received`; on a GPU the
-        current stream waits, not the host.
+        Return a function that waits until this rank has received its messages; on a GPU the current
+        stream waits, not the host.
         """
         if not self._crosses[leg]:
-            return lambda: None  # nothing moves: `received` is `sent`, see `bind`
+            return lambda: None  # nothing moves: both ends have the same buffer, see `bind`
+        receiving = self.receiving[leg]
+        sending = self.sending[leg]
         with in_phase(leg):
             wait = collectives.launch(
                 dist.all_to_all_single,
-                self.received[leg],
-                self.sent[leg],
-                self.inward[leg].splits,
-                self.outward[leg].splits,
+                receiving.buffer,
+                sending.buffer,
+                receiving.splits,
+                sending.splits,
                 group=self._group,
             )
         return phase(leg)(wait)  # waiting belongs to the same range of the profiler
 
 
-class Side:
-    """The sending or the receiving side of one leg: where everything is in this rank's messages.
+class End:
+    """The sending or the receiving end of a leg on one rank: where everything is in its messages.
+
+    `messages` are those to, or from, each of `peers`.
 
     Attributes
     ----------
+    buffer
+        The messages, float64 `(words,)`; set by `bind`.
     wire_dtype
         Element type on the wire: `full_dtype` unless the settings name a narrower one.
     planes
         Number of planes: directions, then the inputs that rules request.
     splits
-        Words of the message to or from each of `RankMessages.peers`, as `all_to_all_single` takes
-        them. The message of this rank to itself is among them, although it does not leave the rank.
+        Words of each message, as `all_to_all_single` takes them. The message of this rank to itself
+        is among them, although it does not leave the rank.
     words
         Words of all messages.
     peers_of_pieces, line_starts, payloads
         For each piece, in the order of the messages: the rank at the other end, the first word of
         its lines, and its elements.
-    headers
-        The positions of the words of all headers, int64 (pieces, words of a header): an index into
-        the buffer.
     """
 
     def __init__(
@@ -155,25 +154,23 @@ class Side:
         plan: Plan,
         domain: Domain,
         leg: Leg,
-        messages: RankMessages,
+        messages: Sequence[Message],
+        peers: Sequence[int],
         full_dtype: torch.dtype,
         device: torch.device,
-        *,
-        sending: bool,
     ) -> None:
         dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
         self.wire_dtype = _NARROW_DTYPES.get(dtype_name, full_dtype)
         self.planes = domain.planes(leg)
         header_words = domain.header_words(leg)
-        leg_messages = (messages.out if sending else messages.into)[leg]
-        self.splits = [message.words for message in leg_messages]
+        self.splits = [message.words for message in messages]
         self.words = sum(self.splits)
         self.peers_of_pieces: list[int] = []
         self.line_starts: list[int] = []
         self.payloads: list[Payload] = []
         header_positions: list[int] = []
         message_start = 0
-        for peer, message in zip(messages.peers, leg_messages, strict=True):
+        for peer, message in zip(peers, messages, strict=True):
             self.peers_of_pieces += [peer] * len(message.jobs)
             word = message_start + len(message.jobs) * header_words
             header_positions += range(message_start, word)
@@ -186,11 +183,24 @@ class Side:
                 element += self.planes * n_elements
             message_start += message.words
         positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
-        self.headers = positions.view(-1, header_words)
+        # An index into the buffer, (pieces, words of a header).
+        self._header_positions = positions.view(-1, header_words)
 
-    def element_views(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
+    def bind(self, buffer: Tensor) -> None:
+        """Keep the messages at the start of this buffer."""
+        self.buffer = buffer[: self.words]
+
+    def headers(self) -> Tensor:
+        """Return the headers in the order of the messages, float64 (pieces, words of a header)."""
+        return self.buffer[self._header_positions]
+
+    def set_headers(self, headers: Tensor) -> None:
+        """Write these headers to the buffer."""
+        self.buffer[self._header_positions] = headers
+
+    def element_views(self, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
-        flat = buffer.view(self.wire_dtype)
+        flat = self.buffer.view(self.wire_dtype)
         views = []
         for payload in self.payloads:
             start = payload.start + plane * payload.elements
@@ -225,19 +235,19 @@ class CollectiveStream:
     ) -> Callable[[], Any]:
         """Start a collective after the current stream's work.
 
-        Return a function that makes that stream wait for the collective. `then` takes what has
-        arrived: on a GPU in parallel to the current stream's work, else in the function that is
+        Return a function that makes that stream wait for the collective. `then` takes what was
+        received: on a GPU in parallel to the current stream's work, else in the function that is
         returned, which is called once.
         """
         if self._stream is None:
             work = self._last = collective(*args, **options, async_op=True)
 
-            def arrive() -> None:
+            def wait() -> None:
                 work.wait()
                 if then is not None:
                     then()
 
-            return arrive
+            return wait
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             collective(*args, **options, async_op=False)
