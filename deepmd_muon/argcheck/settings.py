@@ -71,6 +71,13 @@ def _trained_metric(metric: str, enabled: bool, loss: LossSettings) -> str | Non
     return loss.obstacle_to(_QUANTITIES[metric[0].lower()]) if enabled else None
 
 
+def _spins_of_model(loss: LossSettings, model: ModelSettings) -> str | None:
+    """Reject magnetic forces of a model that reads no spins."""
+    if not loss.needs_spins or model.spins.read:
+        return None
+    return "type 'ener_spin' needs model/spin, the spins of a model of deepmd-kit; or set 'ener'"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Section):
     """The whole of input.json, with defaults filled in."""
@@ -108,6 +115,7 @@ class Settings(Section):
         Rule(
             ("validating/validation_metric", "validating/full_validation", "loss"), _trained_metric
         ),
+        Rule(("loss", "model"), _spins_of_model),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),
@@ -129,6 +137,17 @@ def _trained_metrics(metric: str, enabled: bool, losses: Mapping[str, LossSettin
         problem = _trained_metric(metric, enabled, loss)
         if problem:
             return f"loss_dict/{name}: {problem}"
+    return None
+
+
+def _spins_of_models(
+    losses: Mapping[str, LossSettings], model: MultiTaskModelSettings
+) -> str | None:
+    for name, loss in losses.items():
+        branch = model.model_dict.get(name)
+        problem = None if branch is None else _spins_of_model(loss, branch)
+        if problem:
+            return f"{name}: {problem}"
     return None
 
 
@@ -156,6 +175,7 @@ class MultiTaskSettings(Section):
             ("validating/validation_metric", "validating/full_validation", "loss_dict"),
             _trained_metrics,
         ),
+        Rule(("loss_dict", "model"), _spins_of_models),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         key: value for key, value in Settings.foreign.items() if key != "loss_dict"

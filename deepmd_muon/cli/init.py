@@ -6,12 +6,11 @@ import argparse
 from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.systems import add_label_options, begin, config_weights_of, open_listed
+from deepmd_muon.cli.systems import add_label_options, begin, open_listed, reading_of
 
 HELP = "look at data, split off validation data, and write an input that trains on them"
 
 _MAX_MODELS = 100
-_LABELS = ("energy", "force", "virial", "stress")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +86,6 @@ def run(options: argparse.Namespace) -> int:
         if place.exists():
             option = "--split-folder" if place == folder else "-o"
             raise CommandError(f"{place} exists; remove it or give another name ({option})")
-    label_keys = {}
-    for label in _LABELS:
-        key = getattr(options, f"{label}_key")
-        if key:
-            label_keys[label] = key
     wishes = Wishes(
         data=tuple(options.DATA),
         valid_data=tuple(options.valid_data or ()),
@@ -100,12 +94,7 @@ def run(options: argparse.Namespace) -> int:
         rcut=options.rcut,
         steps=options.steps,
         type_map=tuple(options.type_map or ()),
-        label_keys=label_keys,
-        keep_unconverged=options.keep_unconverged,
-        format=options.format,
-        config_weights=config_weights_of(options),
-        max_force=options.max_force,
-        frame_parameters=tuple(options.frame_parameters or ()),
+        reading=reading_of(options),
         folder=folder,
     )
     proposal = propose(wishes, lambda paths: open_listed(paths, wishes.type_map, options))

@@ -15,6 +15,7 @@ from deepmd_muon.files import refuse_clashes, regular_text
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
     from deepmd_muon.data import System
+    from deepmd_muon.label_keys import Reading
 
 
 def begin(
@@ -83,27 +84,32 @@ def open_listed(
     """Open systems with the options of `add_label_options`."""
     if type_map and len(set(type_map)) < len(type_map):
         raise CommandError(f"the type map {' '.join(type_map)} names an element twice")
+    from deepmd_muon.data import open_systems
+
+    return open_systems(paths, type_map, reading_of(options))
+
+
+def reading_of(options: argparse.Namespace) -> Reading:
+    """Return the values of the options of `add_label_options`."""
     if options.max_force is not None and not options.max_force > 0.0:
         raise CommandError(f"--max-force must be above 0 eV/Å; found {options.max_force:g}")
-    from deepmd_muon.data import open_systems
     from deepmd_muon.label_keys import LabelKeys, Reading
 
     keys = LabelKeys(options.energy_key, options.force_key, options.virial_key, options.stress_key)
-    reading = Reading(
+    return Reading(
         keys=keys,
         format=options.format,
         keep_unconverged=options.keep_unconverged,
-        config_weights=config_weights_of(options),
+        config_weights=_config_weights(options.config_weights or ()),
         max_force=options.max_force,
         frame_parameters=tuple(options.frame_parameters or ()),
     )
-    return open_systems(paths, type_map, reading)
 
 
-def config_weights_of(options: argparse.Namespace) -> dict[str, float]:
+def _config_weights(words: Sequence[str]) -> dict[str, float]:
     """Return the weights that --config-weights gives."""
     weights = {}
-    for word in options.config_weights or ():
+    for word in words:
         name, _, number = word.rpartition("=")
         try:
             weight = float(number)

@@ -14,12 +14,14 @@ FRAME_LABELS = {"energy": 1, "virial": 9, "weight": 1}
 
 `weight` multiplies what the frame adds to the loss.
 """
-ATOM_LABELS = {"force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
+ATOM_LABELS = {"force": 3, "force_mag": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
 """Labels of each atom that a system may carry, with the number of their values for an atom."""
 LABELS = {**FRAME_LABELS, **ATOM_LABELS}
 FRAME_PARAMETERS = ("fparam", "charge_spin")
 """Inputs of a model that belong to a frame."""
-PARAMETERS = (*FRAME_PARAMETERS, "aparam")
+ATOM_PARAMETERS = ("aparam", "spin")
+"""Inputs of a model that belong to an atom."""
+PARAMETERS = (*FRAME_PARAMETERS, *ATOM_PARAMETERS)
 """Inputs of a model besides the structure; the model decides how many values each has."""
 MAX_LENGTH = 1e7
 """Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits."""
@@ -51,6 +53,8 @@ class Frames:
     energy: np.ndarray | None = None
     # float64 (nframes, natoms, 3): forces [eV/Å].
     force: np.ndarray | None = None
+    # float64 (nframes, natoms, 3): magnetic forces −dE/dspin [eV/unit of the spins].
+    force_mag: np.ndarray | None = None
     # float64 (nframes, 9): −volume·stress [eV], row-major.
     virial: np.ndarray | None = None
     # float64 (nframes,): weight in the loss, 1 without.
@@ -68,6 +72,8 @@ class Frames:
     aparam: np.ndarray | None = None
     # float64 (nframes, 2): charge [e] and spin of the frame, for models that embed them.
     charge_spin: np.ndarray | None = None
+    # float64 (nframes, natoms, 3): spin vector of each atom, for models that read them.
+    spin: np.ndarray | None = None
 
     @property
     def nframes(self) -> int:
@@ -91,9 +97,17 @@ class Frames:
     @property
     def frame_parameters(self) -> np.ndarray | None:
         """All parameters of frames side by side (nframes, `Parameters.of_frame`), None without."""
-        columns = [getattr(self, name) for name in FRAME_PARAMETERS]
+        return self._side_by_side(FRAME_PARAMETERS)
+
+    @property
+    def atomic_parameters(self) -> np.ndarray | None:
+        """All parameters of atoms (nframes, natoms, `Parameters.of_atom`), None without."""
+        return self._side_by_side(ATOM_PARAMETERS)
+
+    def _side_by_side(self, names: Sequence[str]) -> np.ndarray | None:
+        columns = [getattr(self, name) for name in names]
         present = [column for column in columns if column is not None]
-        return np.concatenate(present, axis=1) if present else None
+        return np.concatenate(present, axis=-1) if present else None
 
     def present(self, label: str) -> np.ndarray:
         """Return which frames have a label or a parameter, bool (nframes,)."""
@@ -167,6 +181,12 @@ class Frames:
         return cls(**joined)
 
 
+def longest_vector(vectors: np.ndarray) -> float:
+    """Return the largest length of vectors (…, 3); NaN does not count."""
+    squares = np.square(vectors).sum(axis=-1)
+    return float(np.sqrt(np.nanmax(squares, initial=0.0)))
+
+
 # The embeddings of deepmd-kit's models have rows for these, and read whole numbers.
 _CHARGES = (-100, 99)
 _SPINS = (0, 99)
@@ -196,6 +216,8 @@ class Parameters(NamedTuple):
     partial: bool = False  # whether values may be missing, which are NaN then
     charge_spin: int = 0  # 2 if the model embeds charge and spin (``charge_spin.npy``)
     default_charge_spin: tuple[float, ...] | None = None
+    spin: int = 0  # 3 if the model reads the spin vector of each atom (``spin.npy``)
+    default_spin: tuple[float, ...] | None = None
 
     @property
     def of_frame(self) -> int:
@@ -203,14 +225,19 @@ class Parameters(NamedTuple):
         return self.fparam + self.charge_spin
 
     @property
+    def of_atom(self) -> int:
+        """How many values an atom has: those of `aparam`, then its spin."""
+        return self.aparam + self.spin
+
+    @property
     def required(self) -> bool:
         """Whether a prediction needs values that only the caller can give."""
-        return self.aparam > 0 or any(
-            getattr(self, name) > 0 and self.default(name) is None for name in FRAME_PARAMETERS
-        )
+        if self.spin:
+            return True
+        return any(getattr(self, name) > 0 and self.default(name) is None for name in PARAMETERS)
 
     def default(self, name: str) -> tuple[float, ...] | None:
-        """Return the values of frames without a file of a parameter; None if they need it."""
+        """Return the values of frames or atoms without a file; None if they need it."""
         values: tuple[float, ...] | None = getattr(self, f"default_{name}", None)
         return values
 
@@ -225,4 +252,6 @@ class Parameters(NamedTuple):
             default_fparam=getattr(fitting_net, "default_fparam", None),
             charge_spin=2 if conditions.embedded else 0,
             default_charge_spin=conditions.default,
+            spin=3 if settings.spins.read else 0,
+            default_spin=(0.0, 0.0, 0.0) if settings.spins.may_be_missing else None,
         )

@@ -301,7 +301,7 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
     DataError
         Listing every system and file that is missing or of another width.
     """
-    if not parameters.of_frame and not parameters.aparam:
+    if not parameters.of_frame and not parameters.of_atom:
         return list(systems)
     problems = []
     for system in systems:
@@ -324,11 +324,15 @@ def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[S
 
 def _words(parameters: Parameters) -> str:
     """Return what a model reads, in words."""
-    words = f"{parameters.fparam} frame parameters (numb_fparam)"
-    words += f" and {parameters.aparam} of each atom (numb_aparam)"
+    words = []
+    if parameters.fparam or parameters.aparam:
+        words.append(f"{parameters.fparam} frame parameters (numb_fparam)")
+        words.append(f"{parameters.aparam} of each atom (numb_aparam)")
     if parameters.charge_spin:
-        words += " and charge and spin of frames (add_chg_spin_ebd)"
-    return words
+        words.append("charge and spin of frames (add_chg_spin_ebd)")
+    if parameters.spin:
+        words.append("the spin of each atom (model/spin)")
+    return " and ".join(words)
 
 
 def _matching_systems(folder: str, patterns: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
 from deepmd_muon.data.frames import (
+    ATOM_PARAMETERS,
     FRAME_LABELS,
     LABELS,
     MAX_LENGTH,
@@ -20,6 +21,7 @@ from deepmd_muon.data.frames import (
     Parameters,
     charge_spin_problem,
     label_shape,
+    longest_vector,
 )
 from deepmd_muon.data.stores.memory import FrameOrigin
 from deepmd_muon.data.stores.storage import Store
@@ -111,7 +113,6 @@ class System:
             name: [by_name[name] for by_name in named_files] for name in (*LABELS, *PARAMETERS)
         }
         self.labels = frozenset(label for label in LABELS if any(self._files[label]))
-        self._has_spins = any("spin.npy" in names for names in files_of_sets)
         self.parameters = Parameters()
         # Of files whose first axis does not count frames; filled when their shapes are checked.
         self._rows_per_frame: dict[str, int] = {}
@@ -168,10 +169,13 @@ class System:
                     optional=parameters.partial or has_default,
                     hint=f", and {setting} is not set",
                 )
-        if parameters.aparam:
-            self._check_parameter(
-                "aparam", width=parameters.aparam * self.natoms, optional=parameters.partial
-            )
+        for name in ATOM_PARAMETERS:
+            if width := getattr(parameters, name):
+                self._check_parameter(
+                    name,
+                    width=width * self.natoms,
+                    optional=parameters.partial or parameters.default(name) is not None,
+                )
         system = copy.copy(self)
         system.parameters = parameters
         return system
@@ -206,6 +210,8 @@ class System:
                 fparam=widths["fparam"],
                 aparam=widths["aparam"] // self.natoms,
                 charge_spin=widths["charge_spin"],
+                # A file of one number a frame is a frame parameter of this name.
+                spin=3 if widths["spin"] == 3 * self.natoms else 0,
                 partial=True,
             )
         )
@@ -241,13 +247,23 @@ class System:
                 largest[start : start + step] = np.sqrt(squares.max(axis=1))
         return largest
 
+    def longest_spin(self) -> float:
+        """Return the length of the longest spin of an atom; 0 without spins."""
+        longest = 0.0
+        step = max(1, _CHUNK_ATOMS // self.natoms)
+        for start in range(0, self.nframes, step):
+            spins = self.read_parameter("spin", np.arange(start, min(start + step, self.nframes)))
+            if spins is not None:
+                longest = max(longest, longest_vector(spins))
+        return longest
+
     @property
     def has_other_inputs(self) -> bool:
         """Whether a set has inputs besides the structure, on which labels may depend.
 
-        These are frame and atomic parameters, asked for or not, and spins, which no model reads.
+        These are frame and atomic parameters, asked for or not.
         """
-        return self._has_spins or any(any(self._files[name]) for name in PARAMETERS)
+        return any(any(self._files[name]) for name in PARAMETERS)
 
     @property
     def uniform_labels(self) -> bool:
@@ -464,15 +480,15 @@ class System:
         return values.reshape(label_shape(label, len(indices), self.natoms))
 
     def read_parameter(self, name: str, indices: np.ndarray) -> np.ndarray | None:
-        """Read a parameter of frames (nframes, values) or aparam (nframes, natoms, numb_aparam).
+        """Read a parameter of frames (nframes, values) or of atoms (nframes, natoms, values).
 
         Return None unless `parameters` asks for it. Values of sets without the file are NaN, or the
         default.
         """
         parameters = self.parameters
         shape: tuple[int, ...] = (len(indices), getattr(parameters, name))
-        if name == "aparam":
-            shape = (len(indices), self.natoms, parameters.aparam)
+        if name in ATOM_PARAMETERS:
+            shape = (len(indices), self.natoms, getattr(parameters, name))
         if shape[-1] == 0:
             return None
         file_values = self._read(self._files[name], indices)
@@ -557,6 +573,11 @@ class System:
             return self._store.rows(path, rows.ravel(), single=False)
         file_values = self._store.rows(path, np.zeros(1, dtype=np.int64), single=True)
         return np.asarray(file_values.reshape(nframes, -1)[frames])
+
+
+def longest_spin(systems: Sequence[System]) -> float:
+    """Return the length of the longest spin of an atom in systems; 0 without spins."""
+    return max((system.longest_spin() for system in systems), default=0.0)
 
 
 class _SetRequest(NamedTuple):

@@ -15,7 +15,14 @@ import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_PARAMETERS, LABELS, PARAMETERS, Frames
+from deepmd_muon.data.frames import (
+    ATOM_LABELS,
+    ATOM_PARAMETERS,
+    FRAME_PARAMETERS,
+    LABELS,
+    PARAMETERS,
+    Frames,
+)
 from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.system import System
 from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file, whole_folder
@@ -125,8 +132,10 @@ def _labelled_image(frames: Frames, k: int, elements: Sequence[str]) -> Atoms:
     for name in FRAME_PARAMETERS:
         if frame.present(name).all():
             atoms.info[name] = getattr(frame, name)[0]
-    if frame.aparam is not None and not np.isnan(frame.aparam).any():
-        atoms.arrays["aparam"] = frame.aparam[0][real]
+    for name in (*ATOM_PARAMETERS, "force_mag"):
+        values = getattr(frame, name)
+        if values is not None and not np.isnan(values).any():
+            atoms.arrays[name] = values[0][real]
     if frame.weight is not None:
         atoms.info["weight"] = float(frame.weight[0])
     results: dict[str, Any] = {}
@@ -250,7 +259,7 @@ def _encoded(system: System, frames: Frames, type_map: list[str]) -> Iterator[_E
             if not has_name[k]:
                 continue
             values = np.asarray(getattr(frames, name)[k])
-            if name in ATOM_LABELS or name == "aparam":
+            if name in ATOM_LABELS or name in ATOM_PARAMETERS:
                 values = values[real]
             elif name == "virial":
                 values = values.reshape(3, 3)

@@ -1,11 +1,12 @@
 """Neighbour search of frozen files for calls without a neighbour list; TorchScript."""
 
 import torch
+from torch import Tensor
 
 
 def with_images(
-    coord: torch.Tensor, kind: torch.Tensor, box: torch.Tensor, rcut: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    coord: Tensor, kind: Tensor, box: Tensor, rcut: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return one frame's atoms in their cell, then the images that may be within their cut-off.
 
     Parameters
@@ -35,7 +36,7 @@ def with_images(
         raise ValueError(
             "the cell is too flat: an atom has more than a million images within the cut-off"
         )
-    axis_shifts: list[torch.Tensor] = []
+    axis_shifts: list[Tensor] = []
     for axis in range(3):
         largest = int(reach[axis].ceil())
         axis_shifts.append(torch.arange(-largest, largest + 1, device=coord.device))
@@ -49,7 +50,7 @@ def with_images(
     return torch.cat([fraction @ box, images]), kind[owners], owners
 
 
-def all_pairs(coord: torch.Tensor, nloc: int, rcut: float, step: int = 512) -> torch.Tensor:
+def all_pairs(coord: Tensor, nloc: int, rcut: float, step: int = 512) -> Tensor:
     """Return the atoms within the cut-off of each of the first `nloc` atoms `(nloc, nnei)`.
 
     Empty slots hold −1.
@@ -58,7 +59,7 @@ def all_pairs(coord: torch.Tensor, nloc: int, rcut: float, step: int = 512) -> t
     """
     if nloc == 0:
         return torch.empty([0, 0], dtype=torch.int64, device=coord.device)
-    lists: list[torch.Tensor] = []
+    lists: list[Tensor] = []
     width = 0
     for begin in range(0, nloc, step):
         centres = coord[begin : min(begin + step, nloc)]

@@ -14,6 +14,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.deploy.images import all_pairs, with_images
@@ -72,7 +73,7 @@ def _scripted_part(registry: Any, settings: Any, module: Any) -> Any:
 class _WithoutParameters(torch.nn.Module):
     """A scripted fitting net that reads neither frame nor atomic parameters."""
 
-    default_fparam: torch.Tensor
+    default_fparam: Tensor
     if TYPE_CHECKING:
         net: Any
 
@@ -85,10 +86,10 @@ class _WithoutParameters(torch.nn.Module):
 
     @torch.jit.export
     def energy_and_slope(
-        self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, descriptor: Tensor, counts: list[int], parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Call the net, which takes no parameters."""
-        results: tuple[torch.Tensor, torch.Tensor] = self.net.energy_and_slope(descriptor, counts)
+        results: tuple[Tensor, Tensor] = self.net.energy_and_slope(descriptor, counts)
         return results
 
 
@@ -112,15 +113,15 @@ class Frames(NamedTuple):
         Atoms, and local atoms, of a frame.
     """
 
-    coord: torch.Tensor
-    types: torch.Tensor
-    centre: torch.Tensor
-    listed: torch.Tensor
+    coord: Tensor
+    types: Tensor
+    centre: Tensor
+    listed: Tensor
     nall: int
     nloc: int
 
 
-def _in_a_row(coord: torch.Tensor, types: torch.Tensor, nlist: torch.Tensor) -> Frames:
+def _in_a_row(coord: Tensor, types: Tensor, nlist: Tensor) -> Frames:
     """Return the frames from `(nframes, nall, 3)`, `(nframes, nall)` and `(nframes, nloc, n)`."""
     nframes, nall = types.shape
     nloc = nlist.shape[1]
@@ -152,10 +153,10 @@ class Sums(NamedTuple):
         Of every atom `(nframes·nall, 9)`, or without rows.
     """
 
-    energy: torch.Tensor
-    force: torch.Tensor
-    virial: torch.Tensor
-    atom_virial: torch.Tensor
+    energy: Tensor
+    force: Tensor
+    virial: Tensor
+    atom_virial: Tensor
 
 
 def _zero_sums(frames: Frames, nframes: int, do_atomic_virial: bool) -> Sums:
@@ -169,7 +170,7 @@ def _zero_sums(frames: Frames, nframes: int, do_atomic_virial: bool) -> Sums:
     )
 
 
-def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) -> None:
+def add_edges(near: Near, slope: Tensor, frame: Tensor, sums: Sums) -> None:
     """Add the contributions of edges to forces and virials; the neighbour gets the virial.
 
     `slope` is dE/dr_ij `(ncentre, nnei, 3)`, and `frame` the frame of each centre.
@@ -185,7 +186,7 @@ def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) 
     sums.virial.index_add_(0, frame, virials.reshape(-1, 9), alpha=-1)
 
 
-def _originals(order: torch.Tensor, frames: Frames, mapping: torch.Tensor | None) -> torch.Tensor:
+def _originals(order: Tensor, frames: Frames, mapping: Tensor | None) -> Tensor:
     """Return the row of every atom's original among the sorted centres `(nframes·nall,)`."""
     if mapping is None:
         raise ValueError(
@@ -201,7 +202,7 @@ def _originals(order: torch.Tensor, frames: Frames, mapping: torch.Tensor | None
 
 def _outputs(
     sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the results of `forward_lower`, with forces and virials in `dtype`."""
     per_atom = sums.energy.view(nframes, -1)
     out = {
@@ -241,10 +242,10 @@ class Program(torch.nn.Module):
     centres_gpu: Final[int] = 8192
     type_map: list[str]
     sel: list[int]
-    bias: torch.Tensor
+    bias: Tensor
     has_table: Final[bool]
-    excluded: torch.Tensor
-    counted: torch.Tensor
+    excluded: Tensor
+    counted: Tensor
     if TYPE_CHECKING:  # TorchScript finds the types of submodules itself
         descriptor: Any
         fitting_net: Any
@@ -324,9 +325,9 @@ class Program(torch.nn.Module):
         return has_default
 
     @torch.jit.export
-    def get_default_fparam(self) -> torch.Tensor | None:
+    def get_default_fparam(self) -> Tensor | None:
         """Return the frame parameters of calls without any `(numb_fparam,)`."""
-        default: torch.Tensor = self.fitting_net.default_fparam
+        default: Tensor = self.fitting_net.default_fparam
         return default if default.shape[0] > 0 else None
 
     @torch.jit.export
@@ -378,16 +379,16 @@ class Program(torch.nn.Module):
     @torch.jit.export
     def forward_lower(  # noqa: PLR0913 - the signature that LAMMPS calls
         self,
-        extended_coord: torch.Tensor,
-        extended_atype: torch.Tensor,
-        nlist: torch.Tensor,
-        mapping: torch.Tensor | None = None,
-        fparam: torch.Tensor | None = None,
-        aparam: torch.Tensor | None = None,
+        extended_coord: Tensor,
+        extended_atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor | None = None,
+        fparam: Tensor | None = None,
+        aparam: Tensor | None = None,
         do_atomic_virial: bool = False,
-        comm_dict: dict[str, torch.Tensor] | None = None,
-        charge_spin: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+        comm_dict: dict[str, Tensor] | None = None,
+        charge_spin: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Evaluate atoms and ghosts with a given neighbour list.
 
         Parameters
@@ -432,8 +433,8 @@ class Program(torch.nn.Module):
         )
 
     def _parameter_rows(
-        self, nlist: torch.Tensor, fparam: torch.Tensor | None, aparam: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, nlist: Tensor, fparam: Tensor | None, aparam: Tensor | None
+    ) -> Tensor:
         """Return frame and atomic parameters of every local atom `(nframes·nloc, n)`."""
         nframes = nlist.shape[0]
         nloc = nlist.shape[1]
@@ -456,14 +457,14 @@ class Program(torch.nn.Module):
 
     def _evaluate(
         self,
-        extended_coord: torch.Tensor,
-        extended_atype: torch.Tensor,
-        nlist: torch.Tensor,
-        mapping: torch.Tensor | None,
-        parameters: torch.Tensor,
+        extended_coord: Tensor,
+        extended_atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor | None,
+        parameters: Tensor,
         do_atomic_virial: bool,
-        comm_dict: dict[str, torch.Tensor] | None,
-    ) -> dict[str, torch.Tensor]:
+        comm_dict: dict[str, Tensor] | None,
+    ) -> dict[str, Tensor]:
         """Implement `forward_lower`, with the result of `_parameter_rows`."""
         nframes = extended_atype.shape[0]
         frames = _in_a_row(extended_coord, extended_atype, nlist)
@@ -476,7 +477,7 @@ class Program(torch.nn.Module):
         order = sort_by_type(frames.types[frames.centre], crowd)
 
         originals = torch.empty([0], dtype=torch.int64, device=order.device)
-        comm: dict[str, torch.Tensor] = {}
+        comm: dict[str, Tensor] = {}
         if self.descriptor.message_passing:
             step = max(1, order.shape[0])  # all at once: layers read the features of other centres
             if comm_dict is not None:
@@ -493,9 +494,9 @@ class Program(torch.nn.Module):
     def _near(
         self,
         frames: Frames,
-        rows: torch.Tensor,
-        originals: torch.Tensor,
-        comm: dict[str, torch.Tensor],
+        rows: Tensor,
+        originals: Tensor,
+        comm: dict[str, Tensor],
     ) -> Near:
         """Return the neighbourhoods of some centres, given by their rows in `frames.centre`."""
         centre = frames.centre[rows]
@@ -529,8 +530,8 @@ class Program(torch.nn.Module):
         self,
         frames: Frames,
         near: Near,
-        rows: torch.Tensor,
-        parameters: torch.Tensor,
+        rows: Tensor,
+        parameters: Tensor,
         sums: Sums,
     ) -> None:
         """Add energies, forces and virials of some centres to the sums."""
@@ -555,15 +556,15 @@ class Program(torch.nn.Module):
     @torch.jit.export
     def forward_common_lower(
         self,
-        extended_coord: torch.Tensor,
-        extended_atype: torch.Tensor,
-        nlist: torch.Tensor,
-        mapping: torch.Tensor | None = None,
-        fparam: torch.Tensor | None = None,
-        aparam: torch.Tensor | None = None,
+        extended_coord: Tensor,
+        extended_atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor | None = None,
+        fparam: Tensor | None = None,
+        aparam: Tensor | None = None,
         do_atomic_virial: bool = False,
-        charge_spin: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+        charge_spin: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Return the results of `forward_lower` under the names of deepmd-kit's Python code.
 
         deepmd-kit sums `energy_derv_c` over atoms to get the virial. Without `do_atomic_virial` the
@@ -596,14 +597,14 @@ class Program(torch.nn.Module):
 
     def forward(
         self,
-        coord: torch.Tensor,
-        atype: torch.Tensor,
-        box: torch.Tensor | None = None,
-        fparam: torch.Tensor | None = None,
-        aparam: torch.Tensor | None = None,
+        coord: Tensor,
+        atype: Tensor,
+        box: Tensor | None = None,
+        fparam: Tensor | None = None,
+        aparam: Tensor | None = None,
         do_atomic_virial: bool = False,
-        charge_spin: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+        charge_spin: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Evaluate frames; the neighbours are found by comparing all pairs.
 
         Parameters
@@ -630,7 +631,7 @@ class Program(torch.nn.Module):
             `virial (nframes, 9)` and, if asked for, `atom_virial (nframes, natoms, 9)`.
         """
         nframes, natoms = atype.shape
-        results: list[dict[str, torch.Tensor]] = []
+        results: list[dict[str, Tensor]] = []
         for frame in range(nframes):
             cell = None if box is None else box[frame].view(3, 3)
             frame_values = None if fparam is None else fparam.reshape([nframes, -1])[frame]
@@ -645,20 +646,20 @@ class Program(torch.nn.Module):
                     do_atomic_virial=do_atomic_virial,
                 )
             )
-        out: dict[str, torch.Tensor] = {}
+        out: dict[str, Tensor] = {}
         for key in results[0]:
             out[key] = torch.cat([result[key] for result in results])
         return out
 
     def _evaluate_frame(
         self,
-        coord: torch.Tensor,
-        atype: torch.Tensor,
-        box: torch.Tensor | None,
-        fparam: torch.Tensor | None,
-        aparam: torch.Tensor | None,
+        coord: Tensor,
+        atype: Tensor,
+        box: Tensor | None,
+        fparam: Tensor | None,
+        aparam: Tensor | None,
         do_atomic_virial: bool,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Evaluate one frame; arguments as in `forward`, without the axis of frames."""
         natoms = atype.shape[0]
         extended = coord

@@ -80,9 +80,9 @@ class ForceField:
             raise DynamicsError(f"skin must be 0 Å or more; found {skin}")
         if predictor.parameters.required:
             raise DynamicsError(
-                "the model reads frame or atomic parameters (numb_fparam, numb_aparam), and a "
-                "ForceField has no values for them: use DeepPotCalculator, or give the model a "
-                "default_fparam"
+                "the model reads parameters of frames or atoms (numb_fparam, numb_aparam) or spins "
+                "(model/spin), and a ForceField has no values for them: use DeepPotCalculator, or "
+                "give the model a default_fparam"
             )
         self.predictor = predictor
         self.skin = skin

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.data import Frames
 from deepmd_muon.data.elements import MASSES
@@ -52,17 +53,17 @@ class Systems:
         Velocities `(nsystems, natoms, 3)` [Å/fs]; zero for padding.
     """
 
-    coord: torch.Tensor
-    box: torch.Tensor | None
-    atype: torch.Tensor
-    mass: torch.Tensor
-    velocity: torch.Tensor
+    coord: Tensor
+    box: Tensor | None
+    atype: Tensor
+    mass: Tensor
+    velocity: Tensor
 
     def __len__(self) -> int:
         return self.coord.shape[0]
 
     @property
-    def real(self) -> torch.Tensor:
+    def real(self) -> Tensor:
         """Whether each atom is not padding, bool `(nsystems, natoms)`."""
         return self.atype >= 0
 
@@ -122,7 +123,7 @@ class Systems:
             velocity=torch.zeros_like(coord),
         )
 
-    def rows(self, rows: torch.Tensor | slice) -> Systems:
+    def rows(self, rows: Tensor | slice) -> Systems:
         """Return some of the structures, chosen by number, mask or slice."""
         return Systems(
             coord=self.coord[rows],
@@ -132,7 +133,7 @@ class Systems:
             velocity=self.velocity[rows],
         )
 
-    def of_each(self, value: float | torch.Tensor, name: str) -> torch.Tensor:
+    def of_each(self, value: float | Tensor, name: str) -> Tensor:
         """Return one value per structure `(nsystems,)` from one value for all or one per structure.
 
         Raises
@@ -147,7 +148,7 @@ class Systems:
             )
         return values.expand(len(self))
 
-    def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
+    def heated(self, temperature: float | Tensor, generator: torch.Generator) -> Systems:
         """Return the structures with velocities of a temperature, and centres of mass at rest.
 
         Velocities follow the Maxwell–Boltzmann distribution.
@@ -174,12 +175,12 @@ class Systems:
         return replace(self, velocity=velocity)
 
     @property
-    def kinetic(self) -> torch.Tensor:
+    def kinetic(self) -> Tensor:
         """Kinetic energy `(nsystems,)` [eV]."""
         return (0.5 / ACCELERATION) * (self.mass[..., None] * self.velocity.square()).sum((1, 2))
 
     @property
-    def temperature(self) -> torch.Tensor:
+    def temperature(self) -> Tensor:
         """Kinetic temperature `(nsystems,)` [K].
 
         Each atom has three degrees of freedom; the centre of mass has none.
@@ -187,7 +188,7 @@ class Systems:
         atoms = self.real.sum(1)
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
 
-    def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
+    def hot(self, kelvin: float | Tensor) -> np.ndarray:
         """Return whether each structure has blown up, bool `(nsystems,)`.
 
         `kelvin` is as in `heated`.

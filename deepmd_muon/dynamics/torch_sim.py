@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.data.elements import NUMBERS
 from deepmd_muon.dynamics.forces import ForceField
@@ -54,7 +55,7 @@ class DeepPotTorchSim(ModelInterface):
                 types[NUMBERS[name]] = number
         self._types = types.to(self._device)
 
-    def forward(self, state: Any, **_: Any) -> dict[str, torch.Tensor]:
+    def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
         """Return energies, forces and stresses.
 
         Shapes are (nsystems,) [eV], (natoms, 3) [eV/Å] and (nsystems, 3, 3) [eV/Å³].
@@ -100,7 +101,7 @@ class DeepPotTorchSim(ModelInterface):
             "stress": stress.to(position.dtype),
         }
 
-    def _types_of(self, atomic_numbers: torch.Tensor) -> torch.Tensor:
+    def _types_of(self, atomic_numbers: Tensor) -> Tensor:
         types = self._types[atomic_numbers]
         if (types < 0).any():
             unknown = sorted(set(atomic_numbers[types < 0].tolist()))

@@ -42,7 +42,8 @@ class DeepPotCalculator(Calculator):
 
     A model that reads frame or atomic parameters gets them from `fparam`, `charge_spin` and `aparam`
     in `atoms.info`, as in deepmd-kit. Atomic ones may also be an array `aparam` of the atoms. Without
-    these, the arguments below are taken. Results are recomputed when the values change.
+    these, the arguments below are taken. Results are recomputed when the values change. A model that
+    reads spins gets them from the array `spin` (natoms, 3); `results["force_mag"]` has −dE/dspin.
 
     A system that is periodic along some axes only is computed in a cell that is wider along the
     others, so that no atom has an image within the cut-off there. Its stress is a force on an area of
@@ -139,6 +140,7 @@ class DeepPotCalculator(Calculator):
                 fparam=parameters.fparam,
                 aparam=parameters.aparam,
                 charge_spin=parameters.charge_spin,
+                spin=parameters.spin,
             )
             for predictor in self.predictors
         ]
@@ -156,6 +158,9 @@ class DeepPotCalculator(Calculator):
         self.results["free_energy"] = energy
         atom_energies = [prediction.atom_energy[0] for prediction in predictions]
         self.results["energies"] = np.mean(atom_energies, axis=0)
+        magnetic = [x.force_mag[0] for x in predictions if x.force_mag is not None]
+        if magnetic:
+            self.results["force_mag"] = np.mean(magnetic, axis=0)
         if len(predictions) > 1:
             self.results |= {f"{name}_comm": values for name, values in committee.items()}
             table, force_deviation = deviations(predictions, DeviationSettings())
@@ -215,7 +220,8 @@ class DeepPotCalculator(Calculator):
         charge_spin = None
         if needed.charge_spin:
             charge_spin = _as_array(atoms.info.get("charge_spin", self.charge_spin))
-        return _Parameters(fparam, aparam, charge_spin)
+        spin = _as_array(atoms.arrays.get("spin")) if needed.spin else None
+        return _Parameters(fparam, aparam, charge_spin, spin)
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
         """Return the cell (3, 3) [Å] to compute in, or None without any periodic axis."""
@@ -244,6 +250,7 @@ class _Parameters(NamedTuple):
     fparam: np.ndarray | None
     aparam: np.ndarray | None
     charge_spin: np.ndarray | None
+    spin: np.ndarray | None
 
 
 def _as_array(values: ArrayLike | None) -> np.ndarray | None:

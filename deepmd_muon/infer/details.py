@@ -14,16 +14,17 @@ from deepmd_muon.files import append_to, fresh_file, make_folder_of
 from deepmd_muon.infer.metrics import volumes
 from deepmd_muon.infer.prediction import Prediction
 
-_KINDS = ("e", "e_peratom", "f", "v", "v_peratom", "s")
+_KINDS = ("e", "e_peratom", "f", "fm", "v", "v_peratom", "s")
 _PAIRS = tuple(f"{row}{column}" for row in "xyz" for column in "xyz")
 
 
 class DetailFiles:
-    """Write `PREFIX.e.out`, `.e_peratom.out`, `.f.out`, `.v.out`, `.v_peratom.out` and `.s.out`.
+    """Write the files of `PREFIX` for energies, forces, virials and stresses.
 
-    Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding
-    left out). Each system begins with a `#` line that names it and the columns. A file is written
-    only if some system has its label.
+    They are `.e.out`, `.e_peratom.out`, `.f.out`, `.fm.out`, `.v.out`, `.v_peratom.out` and
+    `.s.out`. Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`,
+    magnetic ones in `.fm.out`, padding left out). Each system begins with a `#` line that names it
+    and the columns. A file is written only if some system has its label.
 
     Parameters
     ----------
@@ -52,6 +53,10 @@ class DetailFiles:
         if reference.force is not None:
             forces = np.concatenate([reference.force[real], prediction.force[real]], axis=1)
             self._write("f", system, ("fx", "fy", "fz"), forces)
+        if reference.force_mag is not None and prediction.force_mag is not None:
+            magnetic = prediction.mask_mag
+            pair = [reference.force_mag[magnetic], prediction.force_mag[magnetic]]
+            self._write("fm", system, ("fmx", "fmy", "fmz"), np.concatenate(pair, axis=1))
         if reference.virial is not None and reference.box is not None:
             virials = np.concatenate([reference.virial, prediction.virial], axis=1)
             columns = tuple(f"v{pair}" for pair in _PAIRS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.errors import CheckpointError
@@ -80,6 +81,11 @@ class FrozenModel:
             raise CheckpointError(
                 f"{path} cannot be read as a frozen potential: {reason}"
             ) from error
+        if _width(self._program, "has_spin"):
+            raise CheckpointError(
+                f"{path} reads spins, which frozen files get from LAMMPS or deepmd-kit alone: test "
+                "the checkpoint"
+            )
         named_types = all(isinstance(name, str) for name in self.type_map)
         if not 0 < self.rcut <= _MAX_RCUT or not named_types:
             raise CheckpointError(
@@ -189,18 +195,18 @@ class FrozenModel:
                 raise self._failed(error) from error
         return prediction
 
-    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+    def _on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     def forward_lower(
         self,
-        coord: torch.Tensor,
-        atype: torch.Tensor,
-        neighbor: torch.Tensor,
-        mapping: torch.Tensor,
-        fparam: torch.Tensor | None = None,
-        aparam: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+        coord: Tensor,
+        atype: Tensor,
+        neighbor: Tensor,
+        mapping: Tensor,
+        fparam: Tensor | None = None,
+        aparam: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Call the program for one system, as LAMMPS does.
 
         Parameters
@@ -226,7 +232,7 @@ class FrozenModel:
             When the program fails.
         """
         # By name, and only if present: other programs may not have these arguments.
-        parameters: dict[str, torch.Tensor] = {}
+        parameters: dict[str, Tensor] = {}
         if fparam is not None:
             number = self.parameters.fparam
             columns = {"fparam": fparam[None, :number], "charge_spin": fparam[None, number:]}

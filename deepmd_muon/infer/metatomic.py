@@ -6,6 +6,7 @@ import os
 from typing import Any, Dict, List, Optional  # noqa: UP035
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.data.elements import NUMBERS
 from deepmd_muon.infer.frozen import FrozenModel
@@ -36,7 +37,7 @@ class MetatomicPotential(torch.nn.Module):
         Element symbols of its types.
     """
 
-    types: torch.Tensor
+    types: Tensor
 
     def __init__(self, program: torch.nn.Module, type_map: tuple[str, ...]) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class MetatomicPotential(torch.nn.Module):
             return results
         if selected_atoms is not None:
             raise ValueError("this potential computes whole systems: selected_atoms cannot be used")
-        energies: list[torch.Tensor] = []
+        energies: list[Tensor] = []
         for system in systems:
             types = self.types[system.types.to(torch.int64)]
             if bool((types < 0).any()):

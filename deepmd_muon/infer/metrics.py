@@ -77,6 +77,7 @@ QUANTITIES = {
     "energy_per_atom": Quantity("Energy {}/Natoms", "eV"),
     "atomization_per_atom": Quantity("Atomization {}/Natoms", "eV"),
     "force": Quantity("Force  {}", "eV/Å"),
+    "force_mag": Quantity("Force spin {}", "eV/uB"),
     "force_weighted": Quantity("Force weighted {}", "eV/Å"),
     "virial": Quantity("Virial {}", "eV"),
     "virial_per_atom": Quantity("Virial {}/Natoms", "eV"),
@@ -105,6 +106,9 @@ def frame_errors(reference: Frames, prediction: Prediction) -> Errors:
         if reference.atom_pref is not None:
             weight = np.repeat(reference.atom_pref[real][:, None], 3, axis=1)
             errors["force_weighted"] = ErrorSum.of(difference, weight)
+    if reference.force_mag is not None and prediction.force_mag is not None:
+        difference = prediction.force_mag - reference.force_mag
+        errors["force_mag"] = ErrorSum.of(difference[prediction.mask_mag])
     if reference.virial is not None and reference.box is not None:
         difference = prediction.virial - reference.virial
         errors["virial"] = ErrorSum.of(difference)

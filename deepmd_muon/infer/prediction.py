@@ -22,12 +22,18 @@ class Prediction:
         −volume·stress [eV], row-major.
     atom_energy : ndarray of float64, (nframes, natoms)
         Energy of each atom [eV].
+    force_mag : ndarray of float64, (nframes, natoms, 3), or None
+        Magnetic forces −dE/dspin, of models that read spins; zero for atoms that are not magnetic.
+    mask_mag : ndarray of bool, (nframes, natoms), or None
+        Which atoms are magnetic.
     """
 
     energy: np.ndarray
     force: np.ndarray
     virial: np.ndarray
     atom_energy: np.ndarray
+    force_mag: np.ndarray | None = None
+    mask_mag: np.ndarray | None = None
 
     @classmethod
     def zeros(cls, nframes: int, natoms: int) -> Prediction:
@@ -41,11 +47,20 @@ class Prediction:
 
     def rows(self, rows: slice | Sequence[int]) -> Prediction:
         """Return the predictions of some frames."""
-        return Prediction(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return Prediction(**{name: values[rows] for name, values in self._arrays().items()})
 
     @property
     def not_finite(self) -> list[str]:
         """Names of the quantities that hold NaN or infinity."""
-        return [
-            field.name for field in fields(self) if not np.isfinite(getattr(self, field.name)).all()
-        ]
+        return [name for name, values in self._arrays().items() if not np.isfinite(values).all()]
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """Return the quantities that the model predicts, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in values.items() if array is not None}
+
+    @classmethod
+    def concatenate(cls, predictions: Sequence[Prediction]) -> Prediction:
+        """Join predictions of one model."""
+        arrays = [prediction._arrays() for prediction in predictions]
+        return cls(**{name: np.concatenate([x[name] for x in arrays]) for name in arrays[0]})

@@ -18,7 +18,7 @@ import torch
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
-from deepmd_muon.data.frames import FRAME_PARAMETERS, charge_spin_problem
+from deepmd_muon.data.frames import FRAME_PARAMETERS, charge_spin_problem, longest_vector
 from deepmd_muon.data.neighbors.lists import FrameNeighbors
 from deepmd_muon.infer.device_call import DenseError, DeviceCalls
 from deepmd_muon.infer.errors import PredictionInputError
@@ -156,7 +156,10 @@ class Predictor:
                 self.resident = self.model
             else:
                 self.resident = self.model.restored()
-        self._device_calls = None if self.resident is None else DeviceCalls(self.resident)
+        self._device_calls: DeviceCalls | None = None
+        # Lists on the device have no place for spins.
+        if self.resident is not None and not self.parameters.spin:
+            self._device_calls = DeviceCalls(self.resident)
         # A thousand atoms saturate a CPU; a GPU needs more.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 
@@ -202,6 +205,7 @@ class Predictor:
         fparam: np.ndarray | None = None,
         aparam: np.ndarray | None = None,
         charge_spin: np.ndarray | None = None,
+        spin: np.ndarray | None = None,
     ) -> Prediction:
         """Evaluate frames given as arrays.
 
@@ -220,6 +224,8 @@ class Predictor:
             (numb_aparam,), if the model reads some.
         charge_spin : array, (nframes, 2) or (2,), optional
             Charge [e] and spin of frames, if the model embeds them; by default those of the model.
+        spin : array, (nframes, natoms, 3) or (natoms, 3), optional
+            Spin vectors of atoms, if the model reads them.
 
         Raises
         ------
@@ -250,6 +256,7 @@ class Predictor:
             fparam=_broadcast("fparam", fparam, (nframes, widths.fparam)),
             aparam=_broadcast("aparam", aparam, (nframes, natoms, widths.aparam)),
             charge_spin=_broadcast("charge_spin", charge_spin, (nframes, widths.charge_spin)),
+            spin=_broadcast("spin", spin, (nframes, natoms, widths.spin)),
         )
         return self.evaluate(frames)
 
@@ -261,6 +268,8 @@ class Predictor:
             raise PredictionInputError(
                 f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}"
             )
+        if frames.spin is not None and isinstance(self.model, EnergyModel):
+            self.model.reach_spins(longest_vector(frames.spin))
         predictions: list[Prediction] = []
         done = 0
         while done < frames.nframes:
@@ -281,7 +290,9 @@ class Predictor:
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
-        return _joined(predictions) if predictions else Prediction.zeros(0, frames.natoms)
+        if not predictions:
+            return Prediction.zeros(0, frames.natoms)
+        return predictions[0] if len(predictions) == 1 else Prediction.concatenate(predictions)
 
     def _with_parameters(self, frames: Frames) -> Frames:
         """Return frames with the parameters that the model reads.
@@ -304,11 +315,17 @@ class Predictor:
             else:
                 _check_width(name, "of each frame", values, width)
         _check_width("aparam", "of each atom", frames.aparam, parameters.aparam)
+        if frames.spin is None and parameters.default_spin is not None:
+            defaults["spin"] = np.zeros_like(frames.coord)
+        else:
+            _check_width("spin", "of each atom", frames.spin, parameters.spin)
         if frames.charge_spin is not None:
             problem = charge_spin_problem(frames.charge_spin)
             if problem is not None:
                 raise PredictionInputError(problem)
-        return frames if frames.frame_parameters is None else replace(frames, **defaults)
+        if frames.frame_parameters is None:
+            defaults = {name: x for name, x in defaults.items() if name not in FRAME_PARAMETERS}
+        return replace(frames, **defaults)
 
     def _evaluate_batch(self, frames: Frames) -> Prediction:
         model = self.model
@@ -326,7 +343,7 @@ class Predictor:
                 frames.box,
                 frames.atype,
                 fparam=frames.frame_parameters,
-                aparam=frames.aparam,
+                aparam=frames.atomic_parameters,
             )
         neighbors = stack_neighbors(
             [_build_neighbors(model, frames, k) for k in range(frames.nframes)]
@@ -334,9 +351,12 @@ class Predictor:
         structures = Structures.of(frames, neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
-        return Prediction(
-            **{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)}
-        )
+        arrays = {
+            f.name: output[f.name].detach().cpu().numpy()
+            for f in fields(Prediction)
+            if f.name in output
+        }
+        return Prediction(**arrays)
 
 
 def _check_width(name: str, owner: str, values: np.ndarray | None, width: int) -> None:
@@ -413,14 +433,3 @@ def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> 
         return np.array(np.broadcast_to(array, shape))
     except ValueError as error:
         raise PredictionInputError(f"{name} must be {shape}; found shape {array.shape}") from error
-
-
-def _joined(predictions: list[Prediction]) -> Prediction:
-    if len(predictions) == 1:
-        return predictions[0]
-    return Prediction(
-        **{
-            f.name: np.concatenate([getattr(prediction, f.name) for prediction in predictions])
-            for f in fields(Prediction)
-        }
-    )

@@ -23,7 +23,12 @@ LOSSES = Registry("loss")
 _ENER = Part(
     "deepmd_muon.loss.ener.settings:EnerLossSettings", "deepmd_muon.loss.ener.module:EnergyLoss"
 )
+_ENER_SPIN = Part(
+    "deepmd_muon.loss.ener_spin.settings:EnerSpinLossSettings",
+    "deepmd_muon.loss.ener_spin.module:SpinEnergyLoss",
+)
 LOSSES.register("ener", _ENER, aliases=("ener_hess",))
+LOSSES.register("ener_spin", _ENER_SPIN)
 
 
 def register_loss(

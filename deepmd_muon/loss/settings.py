@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from deepmd_muon.section import Section
 
@@ -11,6 +11,9 @@ Quantity = Literal["energy", "force", "virial"]
 
 class LossSettings(Section):
     """Base of the section `loss` of every type."""
+
+    #: Whether the model has to predict magnetic forces.
+    needs_spins: ClassVar[bool] = False
 
     def obstacle_to(self, quantity: Quantity) -> str | None:
         """Return why training does not lower the error of a quantity, None if it does.

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.branch_settings import ENTIRE, SINGLE, Shared
 from deepmd_muon.model.energy_model import build_model
@@ -52,9 +53,9 @@ def branches_of(model: EnergyModel | Branches) -> dict[str, EnergyModel]:
     return dict(model.items()) if isinstance(model, Branches) else {SINGLE: model}
 
 
-def all_names(model: EnergyModel | Branches) -> dict[torch.Tensor, list[str]]:
+def all_names(model: EnergyModel | Branches) -> dict[Tensor, list[str]]:
     """Return every parameter with all names that it has, those of earlier branches first."""
-    names: dict[torch.Tensor, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = f"model.{SINGLE}."
 OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
+_DISTANCE = "min_nbor_dist"
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that has seen no data
 
 _REGISTRIES = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
@@ -308,9 +309,14 @@ def to_deepmd_kit(
 
 def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, Tensor]:
     """Return the tensors of one branch under deepmd-kit's names."""
-    state = {f"{prefix}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
+    distance = torch.tensor(min_nbor_dist, dtype=torch.float64)
     if isinstance(model.settings, HostedSettings):
-        return state | {prefix + name: x.detach() for name, x in model.state_dict().items()}
+        tensors = {name: x.detach() for name, x in model.state_dict().items()}
+        # A model with spins keeps it in the model that it wraps.
+        (own_name,) = [name for name in tensors if name.endswith(f".{_DISTANCE}")] or [_DISTANCE]
+        tensors[own_name] = distance
+        return {prefix + name: x for name, x in tensors.items()}
+    state = {f"{prefix}{_DISTANCE}": distance}
     has_table = model.short_range is not None
     for own_name, value in model.state_dict().items():
         name = _to_deepmd_kit_name(own_name, has_table=has_table)
@@ -397,7 +403,7 @@ def _branch_weights(
     """Return the tensors of one branch under our names."""
     prefix = f"model.{branch}."
     other_branches = set(saved_branches(state_dict).values()) - {branch}
-    skipped_prefixes = (f"{prefix}min_nbor_dist", *(f"model.{name}." for name in other_branches))
+    skipped_prefixes = (f"{prefix}{_DISTANCE}", *(f"model.{name}." for name in other_branches))
     weights = {}
     for full_name, value in state_dict.items():
         if full_name == "_extra_state" or full_name.startswith(skipped_prefixes):
@@ -427,7 +433,7 @@ def _hosted_weights(state_dict: Mapping[str, Any], branch: str) -> dict[str, Ten
     prefix = f"model.{branch}."
     weights = {}
     for name, value in state_dict.items():
-        if name.startswith(prefix) and name != f"{prefix}min_nbor_dist":
+        if name.startswith(prefix) and name != f"{prefix}{_DISTANCE}":
             _check_real_tensor(name, value)
             weights[name.removeprefix(prefix)] = value
     return weights
@@ -519,8 +525,10 @@ def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> s
 
 def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) -> float:
     """Return the smallest distance in a branch's training data [Å]; negative if unknown."""
-    distance = state_dict.get(f"{branch_prefix(state_dict, branch)}min_nbor_dist")
-    return UNKNOWN_DISTANCE if distance is None else float(distance)
+    prefix = branch_prefix(state_dict, branch)
+    names = (name for name in state_dict if name.startswith(prefix) and name.endswith(_DISTANCE))
+    name = next(names, None)
+    return UNKNOWN_DISTANCE if name is None else float(state_dict[name])
 
 
 # ----- deepmd-kit's model section ----------------------------------------------------------------

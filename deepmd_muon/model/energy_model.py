@@ -182,9 +182,7 @@ class DescriptorModel(EnergyModel):
             return structures
         # (nreal, nnei); slots without neighbour have the type of some atom, and keep what they
         # hold.
-        mark = self.excluded[
-            structures.sorted_type.unsqueeze(1), structures.neighbor_type.clamp(min=0)
-        ]
+        mark = self.excluded[structures.sorted_type.unsqueeze(1), structures.neighbor_type]
         marked = (mark < 0) & (structures.neighbor >= 0)
         neighbor = torch.where(marked, mark, structures.neighbor)
         return dataclasses.replace(structures, neighbor=neighbor)

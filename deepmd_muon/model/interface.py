@@ -109,7 +109,19 @@ class EnergyModel(torch.nn.Module, ABC):
         dict
             `energy (nframes,)`, `atom_energy (nframes, natoms)` (0 for padding), and as requested
             `force (nframes, natoms, 3)` = −dE/dR and `virial (nframes, 9)` = −Σ dE/dr_ij ⊗ r_ij,
-            all float64.
+            all float64. A model that reads spins adds `force_mag (nframes, natoms, 3)` = −dE/dspin
+            and `mask_mag (nframes, natoms)`, true for magnetic atoms.
+        """
+
+    @property
+    def lists_depend_on_spins(self) -> bool:
+        """Whether neighbour lists have to reach virtual atoms, which spins displace."""
+        return False
+
+    def reach_spins(self, longest: float) -> None:
+        """Make neighbour lists reach the virtual atoms of all spins up to a length.
+
+        Caches and lists that were made before do not.
         """
 
     def precision(self) -> contextlib.AbstractContextManager[None]:

@@ -102,6 +102,13 @@ class ChargeSpinSettings(NamedTuple):
     default: tuple[float, ...] | None = None
 
 
+class SpinSettings(NamedTuple):
+    """What a model reads of the spins of atoms."""
+
+    read: bool = False
+    may_be_missing: bool = False  # they are 0 then
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
     """A model maps positions to energy: a descriptor of each atom's neighbourhood and a fitting net."""
@@ -196,6 +203,11 @@ class ModelSettings(Section):
         """What the model reads of the charge and the spin of a frame: nothing."""
         return ChargeSpinSettings()
 
+    @property
+    def spins(self) -> SpinSettings:
+        """What the model reads of the spins of atoms: nothing."""
+        return SpinSettings()
+
     left_out: ClassVar[frozenset[str]] = frozenset(
         {"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"}
     )
@@ -234,18 +246,20 @@ class ModelSettings(Section):
 
 # ----- models of deepmd-kit ----------------------------------------------------------------------
 
-# Kinds of models and fitting nets that give energies from positions alone.
+# Kinds of models and fitting nets that give energies from positions, some also from spins.
 _ENERGY_MODELS = frozenset({"standard", "dpa4", "DPA4", "SeZM", "sezm", "linear_ener"})
 _ENERGY_FITTING_NETS = frozenset({"ener", "dpa4_ener", "sezm_ener"})
 # Keys that ask for other labels, or for files of other programs.
-_OTHER_KEYS = ("spin", "modifier", "compress", "type_embedding", "hessian_mode")
+_OTHER_KEYS = ("modifier", "compress", "type_embedding", "hessian_mode")
+
+_TENSORFLOWS_SPIN_KEYS = frozenset({"spin_norm", "virtual_len"})
 
 # Keys of a section that say nothing about the model: branches and statistics.
 _NOT_OF_THE_MODEL = ("info", "model_branch_alias", "finetune_head", "shared_dict")
 
 
 def gives_energies(section: Any) -> bool:
-    """Return whether deepmd-kit's model of a section maps positions to energies.
+    """Return whether deepmd-kit's model of a section maps positions, and spins, to energies.
 
     A malformed section does not.
     """
@@ -256,7 +270,14 @@ def gives_energies(section: Any) -> bool:
         _is_one_of(section.get("type", "standard"), _ENERGY_MODELS)
         and isinstance(models, list | tuple)
         and all(map(_part_gives_energies, (section, *models)))
+        and not (models and any(part.get("spin") for part in (section, *models)))
+        and not _is_tensorflows(section.get("spin"))
     )
+
+
+def _is_tensorflows(spin: Any) -> bool:
+    """Return whether a section `spin` is one of deepmd-kit's TensorFlow backend."""
+    return isinstance(spin, Mapping) and not _TENSORFLOWS_SPIN_KEYS.isdisjoint(spin)
 
 
 def _part_gives_energies(part: Any) -> bool:
@@ -314,6 +335,12 @@ class HostedSettings(ModelSettings):
         net = model.get("fitting_net") or {}
         read = ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd")
         statistics = ("data_stat_nbatch", "data_stat_protect")
+        spin = section.get("spin")
+        if spin and spin.get("scheme") != "native" and spin.get("virtual_scale") is None:
+            raise ModelError(
+                "spin/virtual_scale is missing, the distance of a virtual atom for a spin of length "
+                "1 [Å]"
+            )
         try:
             return cls(
                 type_map=tuple(section.get("type_map") or ()),
@@ -371,6 +398,14 @@ class HostedSettings(ModelSettings):
         first = defaults[0]
         common = first is not None and all(default == first for default in defaults)
         return ChargeSpinSettings(True, tuple(map(float, first)) if common else None)
+
+    @property
+    def spins(self) -> SpinSettings:
+        """What the model reads of the spins of atoms."""
+        spin = self.section.get("spin")
+        if not spin:
+            return SpinSettings()
+        return SpinSettings(read=True, may_be_missing=bool(spin.get("allow_missing_label")))
 
     def plain_form(self) -> dict[str, Any]:
         """Return the section in deepmd-kit's form."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.errors import ModelError
 
@@ -40,14 +41,14 @@ class Blend(NamedTuple):
         r of each neighbour `(n, nnei)` [Å]; 1 in empty slots.
     """
 
-    weight: torch.Tensor
-    energy: torch.Tensor
-    weight_slope: torch.Tensor
-    energy_slope: torch.Tensor
-    distance: torch.Tensor
+    weight: Tensor
+    energy: Tensor
+    weight_slope: Tensor
+    energy_slope: Tensor
+    distance: Tensor
 
 
-def edge_slope(blend: Blend, network_energy: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+def edge_slope(blend: Blend, network_energy: Tensor, vectors: Tensor) -> Tensor:
     """Return the contribution of table and weight to dE/dr_ij `(n, nnei, 3)` [eV/Å].
 
     It is (dw/dr·(T − E) + w·dT/dr)·r_ij/r. `network_energy` is E `(n,)` [eV], `vectors` are r_ij
@@ -81,8 +82,8 @@ class PairTable(torch.nn.Module):
         Why the file cannot be used, if no checkpoint has brought the splines; else empty.
     """
 
-    tab_info: torch.Tensor
-    tab_data: torch.Tensor
+    tab_info: Tensor
+    tab_data: Tensor
 
     def __init__(
         self, path: str, ntypes: int, rcut: float, switch: tuple[float, float], alpha: float
@@ -105,16 +106,14 @@ class PairTable(torch.nn.Module):
     @torch.jit.unused
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         data = state_dict.get(f"{prefix}tab_data")
-        is_table = isinstance(data, torch.Tensor) and data.dim() == 4
+        is_table = isinstance(data, Tensor) and data.dim() == 4
         if is_table and data.shape[:2] == self.tab_data.shape[:2]:
             # The table of a checkpoint may have another number of pieces.
             self.tab_data = torch.zeros_like(data, device=self.tab_data.device)
             self.problem = ""
         super()._load_from_state_dict(state_dict, prefix, *others)
 
-    def forward(
-        self, vectors: torch.Tensor, own_type: torch.Tensor, neighbor_type: torch.Tensor
-    ) -> Blend:
+    def forward(self, vectors: Tensor, own_type: Tensor, neighbor_type: Tensor) -> Blend:
         """Return weights and energies.
 
         Parameters
@@ -132,9 +131,7 @@ class PairTable(torch.nn.Module):
         energy, energy_slope = self._table(r, is_neighbor, own_type, neighbor_type)
         return Blend(weight, energy, weight_slope, energy_slope, r)
 
-    def _weights(
-        self, r: torch.Tensor, is_neighbor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, r: Tensor, is_neighbor: Tensor) -> tuple[Tensor, Tensor]:
         """Return w `(n,)` and dw/dr `(n, nnei)`."""
         # Exponents are measured from the nearest neighbour. deepmd-kit's sums underflow beyond
         # 46 α, so that an atom has w = 1 there if all its neighbours are farther away.
@@ -157,11 +154,11 @@ class PairTable(torch.nn.Module):
 
     def _table(
         self,
-        r: torch.Tensor,
-        is_neighbor: torch.Tensor,
-        own_type: torch.Tensor,
-        neighbor_type: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        r: Tensor,
+        is_neighbor: Tensor,
+        own_type: Tensor,
+        neighbor_type: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Return T `(n,)` and dT/dr `(n, nnei)`."""
         start = self.tab_info[0]
         step = self.tab_info[1]

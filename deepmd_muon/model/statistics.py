@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.interface import Standardised
 from deepmd_muon.model.edges import edge_vectors
@@ -30,7 +31,7 @@ _SLOTS_PER_GPU = 1 << 22
 @torch.no_grad()
 def environment_statistics(
     model: EnergyModel, batches: Iterable[Structures]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute the mean and deviation of a descriptor's environment per centre type, as deepmd-kit.
 
     Every slot of `sel` counts, empty ones and excluded pairs as zero. The radial component has its
@@ -87,7 +88,7 @@ def environment_statistics(
     )
 
 
-def _add_by_type(sums: torch.Tensor, rows: torch.Tensor, part: Structures) -> None:
+def _add_by_type(sums: Tensor, rows: Tensor, part: Structures) -> None:
     """Add a row of each sorted atom to the sums of its type `(ntypes, …)`, in a fixed order."""
     if rows.device.type == "cpu":
         # Atom by atom, so that the size of parts does not change the result.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.errors import ModelError
 
@@ -37,8 +38,8 @@ class Frames(Protocol):
         """All parameters of frames, None without any."""
 
     @property
-    def aparam(self) -> np.ndarray | None:
-        """Atomic parameters, None without any."""
+    def atomic_parameters(self) -> np.ndarray | None:
+        """All parameters of atoms, None without any."""
 
 
 class Neighbors(Protocol):
@@ -103,25 +104,26 @@ class Structures:
         Frame parameters `(nframes, numb_fparam)`, float64, or None. Charge and spin are two more
         columns, if the model embeds them.
     aparam
-        Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None.
+        Atomic parameters `(nframes, natoms, numb_aparam)`, float64, or None. The spin vector is three
+        more columns, if the model reads it.
     edges
         Bound of the neighbours of all atoms together, on the host; None for the number of slots.
     """
 
-    coord: torch.Tensor
-    atype: torch.Tensor
-    box: torch.Tensor | None
-    order: torch.Tensor
-    sorted_type: torch.Tensor
-    sorted_frame: torch.Tensor
-    neighbor: torch.Tensor
-    shift: torch.Tensor | None
+    coord: Tensor
+    atype: Tensor
+    box: Tensor | None
+    order: Tensor
+    sorted_type: Tensor
+    sorted_frame: Tensor
+    neighbor: Tensor
+    shift: Tensor | None
     sections: tuple[int, ...]
     type_counts: tuple[int, ...]
     filled: np.ndarray
     inner: np.ndarray
-    fparam: torch.Tensor | None = None
-    aparam: torch.Tensor | None = None
+    fparam: Tensor | None = None
+    aparam: Tensor | None = None
     edges: int | None = None
 
     @property
@@ -135,16 +137,17 @@ class Structures:
         return self.coord.shape[1]
 
     @property
-    def neighbor_type(self) -> torch.Tensor:
-        """Type of each neighbour `(nreal, nnei)`; that of the first atom in slots without."""
-        return self.atype.reshape(-1)[self.neighbor.clamp(min=0)]
+    def neighbor_type(self) -> Tensor:
+        """Type of each neighbour `(nreal, nnei)`; any type in slots without."""
+        # The first atom, whose type empty slots get, may be padding.
+        return self.atype.clamp(min=0).reshape(-1)[self.neighbor.clamp(min=0)]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Structures:
         """Return the batch with every tensor on `device`."""
         on_device: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 on_device[field.name] = value.to(device, non_blocking=non_blocking)
         return replace(self, **on_device)
 
@@ -217,10 +220,10 @@ class Structures:
             flat_inner = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)
             sorted_inner = flat_inner[:, order].astype(np.int64)
 
-        def tensor(values: np.ndarray) -> torch.Tensor:
+        def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        def float64_tensor(values: np.ndarray | None) -> torch.Tensor | None:
+        def float64_tensor(values: np.ndarray | None) -> Tensor | None:
             return None if values is None else tensor(np.asarray(values, dtype=np.float64))
 
         return cls(
@@ -256,7 +259,7 @@ class Structures:
             device=device,
             inner=neighbors.inner,
             fparam=frames.frame_parameters,
-            aparam=frames.aparam,
+            aparam=frames.atomic_parameters,
         )
 
 

@@ -29,7 +29,14 @@ from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, StateHolder, known_tensors
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite_flags, waves
 from deepmd_muon.optim.update.muon import muon_
-from deepmd_muon.optim.waves import RoutedParams, StateLists, Wave, step_elements, waves_of
+from deepmd_muon.optim.waves import (
+    RoutedParams,
+    StateLists,
+    StepContext,
+    Wave,
+    step_elements,
+    waves_of,
+)
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.step import ShardedStep
@@ -278,17 +285,11 @@ class CompiledStep:
         self, state: State, memory: HostMemory | None, workspace: int, control: StepControl
     ) -> None:
         """Step all parameters that have a gradient; compile the step if necessary."""
+        context = StepContext(self._groups, state, memory, workspace)
         if self.sharded is not None:
-            self.sharded.run(
-                self._groups,
-                state,
-                memory,
-                workspace=workspace,
-                control=control,
-                step_matrices=self._step_matrices,
-            )
+            self.sharded.run(context, control, self._step_matrices)
         if self._waves is None:
-            self._waves = self._compile(state, memory, workspace)
+            self._waves = self._compile(context)
         self._step_waves(self._waves, memory, control)
         if self._snapshot is None:
             self._snapshot = Snapshot(
@@ -328,18 +329,16 @@ class CompiledStep:
         if sharded is not None:
             sharded.reset()
 
-    def _compile(self, state: State, memory: HostMemory | None, workspace: int) -> list[Wave]:
+    def _compile(self, context: StepContext) -> list[Wave]:
         """Return the waves that this process steps locally, the Muon route first."""
         compiled: list[Wave] = []
-        for group, routed in zip(self._groups, self._with_gradients, strict=True):
+        for number, routed in enumerate(self._with_gradients):
             local = routed if self.sharded is None else self.sharded.local_params(routed)
             for route in STATE_OF_ROUTE:
                 members = [(p, StateHolder(p, entry)) for p, entry in _of_route(local, route)]
-                compiled += waves_of(
-                    group, route, members, state=state, memory=memory, workspace=workspace
-                )
+                compiled += waves_of(context, number, route, members)
         compiled.sort(key=lambda wave: wave.route != "muon")
-        self._choose_streams(compiled, offloaded=memory is not None)
+        self._choose_streams(compiled, offloaded=context.memory is not None)
         return compiled
 
     def _choose_streams(self, compiled: Sequence[Wave], *, offloaded: bool) -> None:

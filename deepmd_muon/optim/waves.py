@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,25 @@ from deepmd_muon.optim.update.gradients import StepControl, waves
 
 RoutedParams = list[tuple[Tensor, RouteEntry]]
 StateLists = dict[str, list[Tensor]]  # by key, one tensor for each parameter
+
+
+class StepContext(NamedTuple):
+    """The parts of an optimizer that its step reads and changes.
+
+    Attributes
+    ----------
+    groups, state
+        The parameter groups, and the state by parameter.
+    memory
+        The moments in host memory; None if they are on the device.
+    workspace
+        Elements of a wave, at most.
+    """
+
+    groups: Sequence[Group]
+    state: State
+    memory: HostMemory | None
+    workspace: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,31 +70,33 @@ class Wave:
 
 
 def waves_of(
-    group: Group,
+    context: StepContext,
+    number: int,
     route: Route,
     members: Sequence[tuple[Tensor, StateHolder]],
-    state: State,
-    memory: HostMemory | None,
-    workspace: int,
 ) -> Iterator[Wave]:
-    """Divide parameters of one group and route into waves; create missing state.
+    """Divide parameters of group `number` and one route into waves; create missing state.
 
     `members` are their elements on this rank. A wave has at most `workspace` elements, and its
     moments fit in one transfer batch of `memory`; a larger parameter forms its own wave.
     """
+    group = context.groups[number]
+    memory = context.memory
     rules = matrix_rules(group.settings)
-    most_elements = workspace
+    most_elements = context.workspace
     if memory is not None and members:
-        most_elements = min(workspace, _most_in_batch(route, members, rules, memory))
+        most_elements = min(most_elements, _most_in_batch(route, members, rules, memory))
     for wave in waves(members, most_elements):
         params = [p for p, _ in wave]
         holders = [holder for _, holder in wave]
-        states = [holder.complete(state[holder.p], rules) for holder in holders]
+        states = [holder.complete(context.state[holder.p], rules) for holder in holders]
         keys = state_tensors(route, rules, params[0].dtype)
         transfer_batch = None
         if memory is not None:
             moments = [(holder.p, key) for holder in holders for key in keys if key in ALL_MOMENTS]
-            transfer_batch = memory.transfer_batch(state, moments)  # replaces them in `states`
+            transfer_batch = memory.transfer_batch(
+                context.state, moments
+            )  # replaces them in `states`
         yield Wave(
             group=group,
             route=route,

@@ -98,9 +98,10 @@ def prepare(single: Input, checkpoint: str, branch: str | None, replay: Sequence
     if len(replay) > 1:
         raise ReplayError(f"--replay takes data or {PSEUDO!r} alone; found {' '.join(replay)}")
     net = saved_model.fitting_net
-    if getattr(net, "numb_fparam", 0) or getattr(net, "numb_aparam", 0):
+    parameters = (getattr(net, "numb_fparam", 0), getattr(net, "numb_aparam", 0))
+    if any(parameters) or saved_model.spins.read:
         raise ReplayError(
-            f"the model of {path} takes parameters of frames or atoms, for which {PSEUDO!r} has no "
+            f"the model of {path} takes parameters of frames or atoms or their spins, for which {PSEUDO!r} has no "
             "values: replay data that it was trained on (--replay DATA)"
         )
     starts = _starts(settings, saved_model)

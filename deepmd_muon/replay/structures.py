@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.stores.memory import MemoryStore
@@ -127,7 +128,7 @@ def draw(
 
 
 def _sound_structures(
-    snapshot: Snapshot, temperature: torch.Tensor, unsound: set[int]
+    snapshot: Snapshot, temperature: Tensor, unsound: set[int]
 ) -> Iterator[Frames]:
     """Yield the structures of walkers that have not blown up; add the others to `unsound`."""
     frames = snapshot.systems.frames()

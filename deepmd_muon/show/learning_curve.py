@@ -23,8 +23,8 @@ from deepmd_muon.show.picture import COLUMN, PANEL, STYLE, check_ending, write
 Against = Literal["step", "time"]
 Columns = dict[str, np.ndarray]
 
-_UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
-_TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
+_UNITS = {"e": "eV/atom", "f": "eV/Å", "fr": "eV/Å", "fm": "eV/uB", "v": "eV/atom"}
+_TITLES = {"e": "Energy", "f": "Force", "fr": "Force", "fm": "Magnetic force", "v": "Virial"}
 # Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
 _ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
 # Multi-task runs write one column per branch.

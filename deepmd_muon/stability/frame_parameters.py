@@ -43,10 +43,10 @@ def at_frame_parameters(
             raise StabilityError("--fparam: the models read no frame parameters, or have a default")
         return list(systems)
     for name, predictor in zip(names, predictors, strict=True):
-        if predictor.parameters.aparam:
+        if predictor.parameters.of_atom:
             raise StabilityError(
-                f"{name} reads atomic parameters (numb_aparam), which scans and dynamics have no "
-                "values for: dp check takes models without them"
+                f"{name} reads parameters of atoms (numb_aparam) or their spins (model/spin), which "
+                "scans and dynamics have no values for: dp check takes models without them"
             )
     try:
         systems = with_parameters(systems, needing[0].parameters)

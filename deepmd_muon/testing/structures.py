@@ -12,6 +12,8 @@ class Structure(NamedTuple):
 
     Attributes
     ----------
+    name
+        For messages.
     coord
         Positions `(natoms, 3)` [Å].
     atype
@@ -20,23 +22,26 @@ class Structure(NamedTuple):
         Cell vectors as rows `(3, 3)` [Å], or None without periodicity.
     """
 
+    name: str
     coord: np.ndarray
     atype: np.ndarray
     box: np.ndarray | None = None
 
-    def moved(self, atom: int, axis: int, distance: float) -> Structure:
-        """Return the structure with one coordinate displaced [Å]."""
-        coord = self.coord.copy()
-        coord[atom, axis] += distance
-        return self._replace(coord=coord)
+    def displaced(self, displacements: np.ndarray) -> Structure:
+        """Return the structure with displaced atoms `(natoms, 3)` or `(3,)` [Å]."""
+        return self._replace(coord=self.coord + displacements)
 
     def mapped(self, matrix: np.ndarray) -> Structure:
         """Return the structure with every vector multiplied by a matrix `(3, 3)` from the right."""
         box = None if self.box is None else self.box @ matrix
         return self._replace(coord=self.coord @ matrix, box=box)
 
+    def rows(self, rows: np.ndarray) -> Structure:
+        """Return the structure with these atoms, in this order."""
+        return self._replace(coord=self.coord[rows], atype=self.atype[rows])
 
-def scattered(natoms: int, ntypes: int, edge: float, seed: int) -> Structure:
+
+def scattered(name: str, natoms: int, ntypes: int, edge: float, seed: int) -> Structure:
     """Return atoms in a cube without periodicity, at least 1.2 Å from each other.
 
     They have the types in turn.
@@ -47,19 +52,16 @@ def scattered(natoms: int, ntypes: int, edge: float, seed: int) -> Structure:
         position = edge * random.random(3)
         if np.all(np.linalg.norm(coord - position, axis=1) > 1.2):
             coord = np.vstack([coord, position])
-    return Structure(coord, np.arange(natoms) % ntypes)
+    return Structure(name, coord, np.arange(natoms) % ntypes)
 
 
-def structures(ntypes: int) -> dict[str, Structure]:
+def structures(ntypes: int) -> list[Structure]:
     """Return a cluster, a triclinic cell, and a cell smaller than usual cut-offs."""
     tilted = np.array([[1.0, 0.1, 0.0], [-0.2, 1.0, 0.1], [0.1, 0.2, 1.0]])
-
-    def periodic(natoms: int, edge: float) -> Structure:
-        atoms = scattered(natoms, ntypes, edge - 1.2, 5)
-        return atoms._replace(box=edge * tilted)
-
-    return {
-        "cluster": scattered(7, ntypes, 4.0, 4),
-        "triclinic": periodic(6, 5.2),
-        "small cell": periodic(2, 3.1),
-    }
+    triclinic = scattered("triclinic", 6, ntypes, edge=4.0, seed=5)
+    small_cell = scattered("small cell", 2, ntypes, edge=1.9, seed=5)
+    return [
+        scattered("cluster", 7, ntypes, edge=4.0, seed=4),
+        triclinic._replace(box=5.2 * tilted),
+        small_cell._replace(box=3.1 * tilted),
+    ]

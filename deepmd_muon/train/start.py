@@ -33,6 +33,7 @@ from deepmd_muon.argcheck.differences import unlike_deepmd_kit
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, StatFile
 from deepmd_muon.data.sampling.sampler import new_seed
+from deepmd_muon.data.system import longest_spin
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, branches_of
@@ -58,6 +59,7 @@ from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.trackers import require_tensorboard, require_wandb
 from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
 from deepmd_muon.train.systems import (
+    Systems,
     check_same_run,
     make_loaders,
     open_training_systems,
@@ -303,6 +305,7 @@ def _prepare(
     if any(branch_model.fits_own_statistics for branch_model in branches_of(model).values()):
         # Some hosted models draw numbers in a step, and each rank other ones.
         torch.manual_seed(seed if ranks.first else seed_of(seed, f"rank {ranks.rank}"))
+    _reach_spins(model, systems, ranks)
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
@@ -357,6 +360,16 @@ def _require_trainable(model: EnergyModel | Branches) -> None:
         raise TrainingError(
             "nothing is trainable: set trainable to true in model/descriptor or model/fitting_net"
         )
+
+
+def _reach_spins(
+    model: EnergyModel | Branches, systems: Mapping[str, Systems], ranks: Ranks
+) -> None:
+    """Widen neighbour lists for the virtual atoms that the spins of the data displace."""
+    for name, branch_model in branches_of(model).items():
+        if branch_model.lists_depend_on_spins:
+            longest = ranks.run_on_rank0("reading spins", partial(longest_spin, systems[name].all))
+            branch_model.reach_spins(longest)
 
 
 def _neighbor_caches(run_input: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:

@@ -445,8 +445,10 @@ def change_bias(
     else:
         log.info("energy bias of %s: %s eV", ", ".join(model.type_map), list(values))
         model.set_energy_bias(values)
-    name = f"{branch_prefix(content['model'], branch)}atomic_model.out_bias"
-    content["model"] = {**content["model"], name: model.out_bias.cpu()}
+    # Of a model with virtual atoms, the tensor has their types, too.
+    (name,) = [name for name in model.state_dict() if name.endswith("atomic_model.out_bias")]
+    bias = model.state_dict()[name].cpu()
+    content["model"] = {**content["model"], branch_prefix(content["model"], branch) + name: bias}
     make_folder_of(output)
     with whole_file(output) as file:
         torch.save(content, file)

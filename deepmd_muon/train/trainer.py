@@ -267,8 +267,12 @@ class Trainer:
             return
         log.info("training done; the model is %s", newest)
         checkpoint = Path(f"{self._training.save_ckpt}.pt")
-        if len(self.branches) == 1 and (
-            command := check_command(self.run_input.source, checkpoint)
+        # Dynamics have no spins.
+        has_dynamics = not any(b.model.settings.spins.read for b in self.branches.values())
+        if (
+            has_dynamics
+            and len(self.branches) == 1
+            and (command := check_command(self.run_input.source, checkpoint))
         ):
             log.info("check that dynamics with it are stable: %s", command)
 

@@ -432,6 +432,12 @@ def untouched(model: nn.Module) -> Optimizers:
     return [muon_for(model)]
 
 
+def twice_adamw_rate(model: nn.Module) -> Optimizers:
+    """Return `muon_for` with twice the rate of AdamW's part: 128/width instead of 64/width."""
+    (group,) = muon_for(model).param_groups
+    return [muon_for(model, adam_lr=2 * group["lr"] * group["adam_lr_ratio"])]
+
+
 def with_rate_of_head(model: nn.Module, lr: float, adamw_lr: float, head_lr: float) -> Optimizers:
     """Return a Muon whose output layer has an own rate."""
     (optimizer,) = ours(model, lr, adamw_lr)
@@ -457,6 +463,7 @@ def variants() -> dict[str, Callable[..., Optimizers]]:
         ),
         "MuonConfig, decaying vectors": functools.partial(ours, vector_route="adamw"),
         "muon_for(model)": untouched,
+        "muon_for, twice AdamW's rate": twice_adamw_rate,
         "dion's Muon": dion_muon,
         "torch.optim.Muon": torch_muon_anywhere,
         "torch.optim.AdamW": adamw,
@@ -553,6 +560,22 @@ def jobs_of_defaults() -> list[Job]:
     for seed in SEEDS:
         ordered += _in_turn([[Job(name, *run, seed) for run in runs] for name in TASKS_OF_DEFAULTS])
     return ordered
+
+
+TASKS_OF_RATE = (
+    *("GPT, width 1024", "GPT, width 768", "experts, width 192", "GPT, width 256"),
+    *("GPT, width 64", "GPT, width 32", "help topics, width 512", "help topics, width 256"),
+)
+
+
+def jobs_of_rate() -> list[Job]:
+    """Return the runs of `--rate`: three seeds of `muon_for` and of twice the rate of AdamW's part."""
+    return [
+        Job(name, optimizer, (), seed)
+        for seed in SEEDS
+        for name in TASKS_OF_RATE
+        for optimizer in ("muon_for, twice AdamW's rate", "muon_for(model)")
+    ]
 
 
 # Optimizers and rates of `--vision`, by task.
@@ -768,9 +791,10 @@ def main() -> None:
     parser.add_argument("--sizes", action="store_true", help="models of several sizes")
     parser.add_argument("--defaults", action="store_true", help="muon_for(model) beside rivals")
     parser.add_argument("--vision", action="store_true", help="settings on images")
+    parser.add_argument("--rate", action="store_true", help="muon_for at twice AdamW's rate")
     arguments = parser.parse_args()
     chosen = {jobs: arguments.sizes, jobs_of_defaults: arguments.defaults}
-    chosen[jobs_of_vision] = arguments.vision
+    chosen |= {jobs_of_vision: arguments.vision, jobs_of_rate: arguments.rate}
     if any(chosen.values()):
         lists = [jobs_of() for jobs_of, is_wanted in chosen.items() if is_wanted]
         race_of_jobs(

@@ -83,6 +83,45 @@ MODELS = {
 }
 
 
+_SPINS = {"use_spin": [True, False], "virtual_scale": [0.3]}
+# Models that read spins. The virtual atoms of all neighbours have room in `sel`.
+SPIN_MODELS = {
+    "se_e2_a": {
+        "descriptor": {
+            **_SE_E2_R,
+            "type": "se_e2_a",
+            "sel": [30, 40],
+            "axis_neuron": 2,
+            "type_one_side": True,
+        },
+        "fitting_net": _NET,
+        "spin": _SPINS,
+    },
+    "dpa1": {"descriptor": {**_ATTEN, "sel": 120}, "fitting_net": _NET, "spin": _SPINS},
+    "dpa4_native": {**MODELS["dpa4"], "spin": {"scheme": "native", "use_spin": ["O"]}},
+    "dpa4_virtual": {**MODELS["dpa4"], "spin": {"scheme": "deepspin", **_SPINS}},
+}
+
+
+def write_spin_data(folder: Path, nframes: int = 1, name: str = "sys") -> str:
+    """Write the frames of `write_data` with spins of oxygen, magnetic forces and virials."""
+    system = write_data(folder, nframes, name)
+    rng = np.random.default_rng(1)
+    is_oxygen = np.array(TYPES)[:, None] == 0
+    for quantity in ("spin", "force_mag"):
+        vectors = rng.standard_normal((nframes, len(TYPES), 3)) * is_oxygen
+        np.save(Path(system) / "set.000" / f"{quantity}.npy", vectors.reshape(nframes, -1))
+    np.save(Path(system) / "set.000" / "virial.npy", rng.standard_normal((nframes, 9)))
+    return system
+
+
+def spin_input(kind: str, system: str, steps: int, **training: object) -> dict[str, object]:
+    """Return an input of one of `SPIN_MODELS` with Adam and the loss of magnetic forces."""
+    model = {"type_map": TYPE_MAP, **copy.deepcopy(SPIN_MODELS[kind])}
+    loss = {"type": "ener_spin", "start_pref_v": 0.1, "limit_pref_v": 1.0}
+    return {**hosted_input("dpa4", system, steps, **training), "model": model, "loss": loss}
+
+
 def write_data(folder: Path, nframes: int = 1, name: str = "sys") -> str:
     """Write water-like frames of 12 atoms; return the system's folder."""
     rng = np.random.default_rng(0)

@@ -13,6 +13,16 @@ SE_E2_A = {
     "axis_neuron": 2,
     "seed": 1,
 }
+_CUTS = {"e_rcut": 4.0, "e_rcut_smth": 3.5, "e_sel": 20, "a_rcut": 3.0, "a_rcut_smth": 2.5}
+_WIDTHS = {"n_dim": 6, "e_dim": 5, "a_dim": 4, "nlayers": 1, "a_sel": 10}
+_ATTENTION = {"attn": 6, "attn_layer": 1, "rcut": 4.0, "axis_neuron": 2}
+_NET = {"rcut_smth": 2.0, "neuron": [4, 8], "seed": 1}
+#: A small descriptor of each kind for crystals and clusters of copper.
+COPPER_DESCRIPTORS = {
+    "se_e2_a": {"type": "se_e2_a", "sel": [44], "rcut": 4.5, "axis_neuron": 3, **_NET},
+    "dpa1": {"type": "dpa1", "sel": 30, **_ATTENTION, **_NET},
+    "dpa3": {"type": "dpa3", "repflow": {**_CUTS, **_WIDTHS}, "seed": 1},
+}
 
 
 def section_of(descriptor, fitting_net=None, type_map=("O", "H"), **section):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepmd_muon.data.frames import FRAME_PARAMETERS
+from deepmd_muon.data.frames import ATOM_PARAMETERS, FRAME_PARAMETERS
 from deepmd_muon.data.system import System
 
 MOST_BYTES = 64 << 20
@@ -69,7 +69,7 @@ def fingerprint(system: System) -> str:
         structures.box,
         system.read_label("energy", all_frames),
         *(system.read_parameter(name, all_frames) for name in FRAME_PARAMETERS),
-        system.read_parameter("aparam", both_ends),
+        *(system.read_parameter(name, both_ends) for name in ATOM_PARAMETERS),
     ]
     for array in arrays:
         if array is not None:

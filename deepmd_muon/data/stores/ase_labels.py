@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
-from deepmd_muon.data.frames import FRAME_PARAMETERS
+from deepmd_muon.data.frames import ATOM_PARAMETERS, FRAME_PARAMETERS
 from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
@@ -155,8 +155,8 @@ class Labels:
     def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
         """Return the labels that a frame has, in our units and signs.
 
-        They are "energy" (1,), "force" (3·natoms,) and, with a cell, "virial" (9,). `path` and
-        `place` name file and frame in messages.
+        They are "energy" (1,), "force" (3·natoms,), "force_mag" (3·natoms,) and, with a cell,
+        "virial" (9,). `path` and `place` name file and frame in messages.
 
         Raises
         ------
@@ -172,12 +172,13 @@ class Labels:
         energy = value("energy")
         if self.free:
             energy = values.get("free_energy", energy)
-        labels = {"energy": energy, "force": value("force")}
+        magnetic = atoms.arrays.get("force_mag")
+        labels = {"energy": energy, "force": value("force"), "force_mag": magnetic}
         if cell:
             labels["virial"] = _matrix(value("virial"))
             if labels["virial"] is None and value("stress") is not None:
                 labels["virial"] = _virial(value("stress"), atoms, path, place)
-        widths = {"energy": 1, "force": 3 * len(atoms), "virial": 9}
+        widths = {"energy": 1, "force": 3 * len(atoms), "force_mag": 3 * len(atoms), "virial": 9}
         return {
             label: _numbers(numbers, label, (widths[label],), path, place)
             for label, numbers in labels.items()
@@ -227,8 +228,9 @@ def parameters_of(
 ) -> dict[str, np.ndarray]:
     """Return the parameters that a frame has.
 
-    They are `info["fparam"]` (numb_fparam,), `info["charge_spin"]` (2,) and `arrays["aparam"]`
-    (natoms·numb_aparam,), or in place of fparam those of its header that `names` lists.
+    They are `info["fparam"]` (numb_fparam,), `info["charge_spin"]` (2,), `arrays["aparam"]`
+    (natoms·numb_aparam,) and `arrays["spin"]` (natoms·3,), or in place of fparam those of its
+    header that `names` lists.
 
     Raises
     ------
@@ -238,7 +240,7 @@ def parameters_of(
     if names:
         return _named_parameters(atoms, path, place, names) | parameters_of(atoms, path, place)
     values = {name: atoms.info.get(name) for name in FRAME_PARAMETERS}
-    values["aparam"] = atoms.arrays.get("aparam")
+    values |= {name: atoms.arrays.get(name) for name in ATOM_PARAMETERS}
     return {
         name: _numbers(numbers, name, (max(1, np.size(numbers)),), path, place)
         for name, numbers in values.items()

@@ -292,8 +292,7 @@ def _stores(
 
     Within a system, frames with the same labels are a set.
     """
-    systems: dict[_Kind, dict[_Sizes, list[Mapping[str, np.ndarray]]]] = {}
-    origins: dict[_Kind, dict[_Sizes, list[FrameOrigin]]] = {}
+    systems: dict[_Kind, dict[_Sizes, list[_Frame]]] = {}
     weights = Weights.of(frames, numbers, path, reading.config_weights)
     numbers = weights.counting
     labels = Labels.of([frames[number] for number in numbers], path, reading.keys)
@@ -308,28 +307,31 @@ def _stores(
             arrays["weight"] = np.array([weights.by_frame[number]])
         kind = _Kind(tuple(atoms.get_chemical_symbols()), pbc)
         sizes = frozenset((name, array.size) for name, array in arrays.items())
-        systems.setdefault(kind, {}).setdefault(sizes, []).append(arrays)
         origin = FrameOrigin(
             file=path,
             number=number,
             config_type=str(atoms.info.get("config_type", "")),
             words=labels.other_words(atoms),
         )
-        origins.setdefault(kind, {}).setdefault(sizes, []).append(origin)
+        systems.setdefault(kind, {}).setdefault(sizes, []).append(_Frame(arrays, origin))
 
     stores = []
     for number, (kind, sets) in enumerate(systems.items()):
         stacked = [
-            {
-                name: np.stack([arrays[name] for arrays in frames_of_set])
-                for name in frames_of_set[0]
-            }
-            for frames_of_set in sets.values()
+            {name: np.stack([frame.arrays[name] for frame in alike]) for name in alike[0].arrays}
+            for alike in sets.values()
         ]
         name = path if len(systems) == 1 else f"{path}#{number}-{_formula(kind.symbols)}"
-        of_kind = [origin for of_set in origins[kind].values() for origin in of_set]
-        stores.append(MemoryStore(name, kind.symbols, stacked, pbc=kind.pbc, origins=of_kind))
+        origins = [frame.origin for alike in sets.values() for frame in alike]
+        stores.append(MemoryStore(name, kind.symbols, stacked, pbc=kind.pbc, origins=origins))
     return stores
+
+
+class _Frame(NamedTuple):
+    """One frame."""
+
+    arrays: Mapping[str, np.ndarray]
+    origin: FrameOrigin
 
 
 class _Kind(NamedTuple):

@@ -22,6 +22,7 @@ _ARRAYS = {
     "forces": "force",
     "virials": "virial",
     "spins": "spin",
+    "force_mags": "force_mag",
 }
 _OF_CELLS = ("cells", "virials")
 # Earlier releases take Hartree in headers of extended XYZ for eV.

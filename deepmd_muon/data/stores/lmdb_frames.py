@@ -105,7 +105,8 @@ def decode_frame(system: str, where: str, raw: Raw) -> dict[str, np.ndarray]:
         del frame[name]
 
     for name, array in frame.items():
-        if name in FRAME_PARAMETERS:
+        # A single number named spin may belong to the frame.
+        if name in (*FRAME_PARAMETERS, "spin"):
             continue  # of any width
         width = width_of(name, natoms)
         if name == "aparam":

@@ -68,6 +68,20 @@ class Counted(NamedTuple):
     frames: Tensor | None = None
     weights: Tensor | None = None
 
+    @classmethod
+    def of(cls, energy: Tensor, label: Labels, atoms: ComparedAtoms) -> Counted:
+        """Return the atoms and frames of a batch with energies `(nframes,)`."""
+        per_atom: Tensor | float = 1.0 / atoms.natoms
+        if atoms.mask is not None:
+            per_atom = 1.0 / atoms.mask.sum(1).to(torch.float64).clamp(min=1.0)
+        weights = label.get("weight")
+        if weights is not None:
+            has_weight = label.get("find_weight")
+            if has_weight is not None:
+                weights = torch.where(has_weight, weights, 1.0)
+            weights = weights.reshape(energy.shape)
+        return cls(per_atom=per_atom, atoms=atoms, weights=weights)
+
     def with_label(self, frames: Tensor | None) -> Counted:
         """Return the same atoms, of these frames."""
         return self._replace(frames=frames)
@@ -241,18 +255,8 @@ class EnergyLoss:
         atoms: ComparedAtoms,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics by torch's operations."""
-        if atoms.mask is None:
-            counted = Counted(per_atom=1.0 / atoms.natoms, atoms=atoms)
-        else:
-            number = atoms.mask.sum(1).to(torch.float64).clamp(min=1.0)
-            counted = Counted(per_atom=1.0 / number, atoms=atoms)
         energy = prediction["energy"]
-        weights = label.get("weight")
-        if weights is not None:
-            has_weight = label.get("find_weight")
-            if has_weight is not None:
-                weights = torch.where(has_weight, weights, 1.0)
-            counted = counted._replace(weights=weights.reshape(energy.shape))
+        counted = Counted.of(energy, label, atoms)
         loss: Tensor | None = None
         metrics: dict[str, Tensor] = {}
         for term, compare in self._compare.items():

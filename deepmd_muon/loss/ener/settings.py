@@ -29,12 +29,14 @@ def _prefactor(default: float, *, what: str, end: str, other: str) -> Any:
     )
 
 
-def _start(default: float, term: Name, what: str) -> Any:
+def start_prefactor(default: float, term: str, what: str) -> Any:
+    """Declare the prefactor of a term at the start of training."""
     end = "at the start of training"
     return _prefactor(default, what=what, end=end, other=f"limit_pref_{term}")
 
 
-def _limit(default: float, term: Name, what: str) -> Any:
+def limit_prefactor(default: float, term: str, what: str) -> Any:
+    """Declare the prefactor of a term at the end of training."""
     end = "in the limit of a vanishing learning rate"
     return _prefactor(default, what=what, end=end, other=f"start_pref_{term}")
 
@@ -43,12 +45,12 @@ def _counts(*terms: Name) -> Needs:
     """Return the condition that one of some terms counts."""
     reads = tuple(f"{end}_pref_{term}" for term in terms for end in ("start", "limit"))
 
-    def some_term(*prefactors: float) -> bool:
+    def any_counts(*prefactors: float) -> bool:
         pairs = zip(prefactors[::2], prefactors[1::2], strict=True)
         return any(start and limit for start, limit in pairs)
 
     pairs = [f"start_pref_{term} and limit_pref_{term}" for term in terms]
-    return Needs(reads, some_term, f"{' or '.join(pairs)} above 0")
+    return Needs(reads, any_counts, f"{' or '.join(pairs)} above 0")
 
 
 def _norm_needs_mae(f_use_norm: bool, loss_func: str, use_huber: bool) -> str | None:
@@ -83,7 +85,8 @@ def _three_deltas(huber_delta: float | tuple[float, ...]) -> str | None:
     return None
 
 
-def _some_term(*prefactors: float) -> str | None:
+def some_term(*prefactors: float) -> str | None:
+    """Return what is wrong with prefactors, in pairs, of which none counts; None if one does."""
     if not any(
         start and limit for start, limit in zip(prefactors[::2], prefactors[1::2], strict=True)
     ):
@@ -102,16 +105,20 @@ class EnerLossSettings(LossSettings):
 
     type: ClassVar[str] = "ener"
 
-    start_pref_e: float = _start(0.02, "e", "energy")
-    limit_pref_e: float = _limit(1.0, "e", "energy")
-    start_pref_f: float = _start(1000.0, "f", "force")
-    limit_pref_f: float = _limit(1.0, "f", "force")
-    start_pref_v: float = _start(0.0, "v", "virial")
-    limit_pref_v: float = _limit(0.0, "v", "virial")
-    start_pref_ae: float = _start(0.0, "ae", "atomic energy (atom_ener.npy)")
-    limit_pref_ae: float = _limit(0.0, "ae", "atomic energy (atom_ener.npy)")
-    start_pref_pf: float = _start(0.0, "pf", "force with atomic prefactors (atom_pref.npy)")
-    limit_pref_pf: float = _limit(0.0, "pf", "force with atomic prefactors (atom_pref.npy)")
+    start_pref_e: float = start_prefactor(0.02, "e", "energy")
+    limit_pref_e: float = limit_prefactor(1.0, "e", "energy")
+    start_pref_f: float = start_prefactor(1000.0, "f", "force")
+    limit_pref_f: float = limit_prefactor(1.0, "f", "force")
+    start_pref_v: float = start_prefactor(0.0, "v", "virial")
+    limit_pref_v: float = limit_prefactor(0.0, "v", "virial")
+    start_pref_ae: float = start_prefactor(0.0, "ae", "atomic energy (atom_ener.npy)")
+    limit_pref_ae: float = limit_prefactor(0.0, "ae", "atomic energy (atom_ener.npy)")
+    start_pref_pf: float = start_prefactor(
+        0.0, "pf", "force with atomic prefactors (atom_pref.npy)"
+    )
+    limit_pref_pf: float = limit_prefactor(
+        0.0, "pf", "force with atomic prefactors (atom_pref.npy)"
+    )
     use_default_pf: bool = setting(
         False,
         needs=(_counts("pf"),),
@@ -175,7 +182,7 @@ class EnerLossSettings(LossSettings):
         Rule(("use_huber", "start_pref_pf", "limit_pref_pf"), _huber_without_prefactors),
         Rule(("use_huber", "relative_f"), _huber_without_relative),
         Rule(("huber_delta",), _three_deltas),
-        Rule(_PREFACTORS, _some_term),
+        Rule(_PREFACTORS, some_term),
     )
     hints: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("energy_weight", "pref_e"), "start_pref_e and limit_pref_e"),

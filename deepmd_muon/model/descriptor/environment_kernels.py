@@ -18,10 +18,28 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.reach import Reach
+from deepmd_muon.model.nn.vector_kernels import (
+    Vector,
+    cast,
+    dot,
+    load_vector,
+    minus,
+    plus,
+    scaled,
+    store_vector,
+    times,
+)
 
 BLOCK = 256
 WARPS_OF_BLOCK = 8  # a thread for each edge
 WARPS = 1  # of a program for the edges of an atom: one warp waits for no other
+
+
+class Row(NamedTuple):
+    """A row of the environment, or what multiplies one."""
+
+    radial: Any
+    vector: Any  # Vector
 
 
 class Switched(NamedTuple):
@@ -53,24 +71,26 @@ def edges_of_program(count, block: tl.constexpr):
 
 @triton.jit
 def loaded_edges(edges, neighbor, edge, real, reach):
-    """Return x, y, z of some edges.
+    """Return r_ij of some edges.
 
     Empty slots are at the cut-off, where everything vanishes.
     """
     none = tl.load(neighbor + edge, real, -1) < 0
-    x = tl.where(none, reach.rcut, tl.load(edges + edge * 3, real, 1.0))
-    y = tl.where(none, reach.rcut, tl.load(edges + edge * 3 + 1, real, 1.0))
-    z = tl.where(none, reach.rcut, tl.load(edges + edge * 3 + 2, real, 1.0))
-    return x, y, z
+    r = load_vector(edges, edge, real, 1.0)
+    return Vector(
+        tl.where(none, reach.rcut, r.x),
+        tl.where(none, reach.rcut, r.y),
+        tl.where(none, reach.rcut, r.z),
+    )
 
 
 @triton.jit
-def switched(x, y, z, reach):
+def switched(r, reach):
     """Return `Switched`: w = v³·(10 − 15v + 6v²) with v = (rcut − r)/(rcut − rcut_smth) in [0, 1].
 
     Written in v, w does not cancel near the cut-off.
     """
-    distance = tl.sqrt(x * x + y * y + z * z)
+    distance = tl.sqrt(dot(r, r))
     v = (distance - reach.rcut) / (reach.rcut_smth - reach.rcut)
     v = tl.minimum(tl.maximum(v, 0.0), 1.0)
     bump = v * (1.0 - v)
@@ -83,9 +103,9 @@ def switched(x, y, z, reach):
 
 
 @triton.jit
-def curvature(x, y, z, reach):
+def curvature(r, reach):
     """Return `Curvature`."""
-    f = switched(x, y, z, reach)
+    f = switched(r, reach)
     per_distance = 1.0 / f.distance
     isotropic = f.switch * f.t * f.t
     slope_t = f.slope * f.t
@@ -97,32 +117,28 @@ def curvature(x, y, z, reach):
 
 
 @triton.jit
-def load_three(values, edge, mask):
-    """Load three numbers of each edge, 0 where the mask is false."""
-    v0 = tl.load(values + edge * 3, mask, 0.0)
-    v1 = tl.load(values + edge * 3 + 1, mask, 0.0)
-    v2 = tl.load(values + edge * 3 + 2, mask, 0.0)
-    return v0, v1, v2
+def load_row(rows, number, mask):
+    """Load rows of a tensor (…, 4), 0 where the mask is false."""
+    at = rows + number * 4
+    radial = tl.load(at, mask, 0.0)
+    x = tl.load(at + 1, mask, 0.0)
+    y = tl.load(at + 2, mask, 0.0)
+    z = tl.load(at + 3, mask, 0.0)
+    return Row(radial, Vector(x, y, z))
 
 
 @triton.jit
-def store_three(out, edge, mask, x, y, z):
-    """Store three numbers of each edge."""
-    tl.store(out + edge * 3, x.to(out.dtype.element_ty), mask)
-    tl.store(out + edge * 3 + 1, y.to(out.dtype.element_ty), mask)
-    tl.store(out + edge * 3 + 2, z.to(out.dtype.element_ty), mask)
-
-
-@triton.jit
-def store_four(out, edge, real, a, b, c, d):
-    """Store four numbers of each edge side by side, in one vectorized store."""
+def store_row(out, number, mask, row):
+    """Store rows of a tensor (…, 4), in its dtype and in one vectorized store."""
     pair = tl.arange(0, 2)[None, :, None]
     in_pair = tl.arange(0, 2)[None, None, :]
-    values = tl.join(tl.join(a, c), tl.join(b, d))  # (edges, 2, 2): a, b, c, d in memory
+    vector = row.vector
+    # (edges, 2, 2): radial, x, y, z in memory
+    values = tl.join(tl.join(row.radial, vector.y), tl.join(vector.x, vector.z))
     tl.store(
-        out + edge[:, None, None] * 4 + pair * 2 + in_pair,
+        out + number[:, None, None] * 4 + pair * 2 + in_pair,
         values.to(out.dtype.element_ty),
-        real[:, None, None],
+        mask[:, None, None],
     )
 
 
@@ -139,19 +155,16 @@ def edge_vectors(
 ) -> Tensor:
     """Return r_ij (nreal, nnei, 3) [Å]; arguments as in `Structures`."""
     out = coord.new_empty(*neighbor.shape, 3)
-    periodic = box is not None and shift is not None
     _edge_vectors_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
         out=out,
         coord=coord.contiguous(),
-        # Dummies without a box, which the kernel does not read.
-        box=coord if box is None else box.contiguous(),
+        box=None if box is None else box.contiguous(),
         order=order,
         frame=frame,
         neighbor=neighbor.contiguous(),
-        shift=neighbor if shift is None else shift.contiguous(),
+        shift=None if shift is None else shift.contiguous(),
         count=neighbor.numel(),
         nnei=neighbor.shape[1],
-        periodic=periodic,
         block=BLOCK,
     )
     return out
@@ -161,14 +174,13 @@ def edge_vectors(
 def _edge_vectors_kernel(
     out,  # (nreal, nnei, 3), written
     coord,  # (atoms, 3)
-    box,  # (frames, 3, 3)
+    box,  # (frames, 3, 3); None without cells
     order,  # (nreal,): number of the atom
     frame,  # (nreal,)
     neighbor,  # (nreal, nnei): number of the neighbour, negative in empty slots
-    shift,  # (nreal, nnei, 3): S, in cells
+    shift,  # (nreal, nnei, 3): S, in cells; None without cells
     count,
     nnei,
-    periodic: tl.constexpr,
     block: tl.constexpr,
 ):
     """Write r_ij = coord[j] + S·box − coord[i]; arbitrary in empty slots."""
@@ -176,18 +188,16 @@ def _edge_vectors_kernel(
     i = edge // nnei
     atom_i = tl.load(order + i, real, 0)
     atom_j = tl.maximum(tl.load(neighbor + edge, real, 0), 0)
-    if periodic:
+    if box is not None:
         cell = tl.load(frame + i, real, 0) * 9
-        s0 = tl.load(shift + edge * 3, real, 0).to(tl.float64)
-        s1 = tl.load(shift + edge * 3 + 1, real, 0).to(tl.float64)
-        s2 = tl.load(shift + edge * 3 + 2, real, 0).to(tl.float64)
+        s = cast(load_vector(shift, edge, real, 0), tl.float64)
     for k in tl.static_range(3):
         x_j = tl.load(coord + atom_j * 3 + k, real, 0.0)
         x = x_j - tl.load(coord + atom_i * 3 + k, real, 0.0)
-        if periodic:
-            x += s0 * tl.load(box + cell + k, real, 0.0)
-            x += s1 * tl.load(box + cell + 3 + k, real, 0.0)
-            x += s2 * tl.load(box + cell + 6 + k, real, 0.0)
+        if box is not None:
+            x += s.x * tl.load(box + cell + k, real, 0.0)
+            x += s.y * tl.load(box + cell + 3 + k, real, 0.0)
+            x += s.z * tl.load(box + cell + 6 + k, real, 0.0)
         tl.store(out + edge * 3 + k, x, real)
 
 
@@ -232,12 +242,10 @@ def _environment_kernel(
 ):
     """Write row = w·(t, x·t², y·t², z·t²)."""
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
-    f = switched(x, y, z, reach)
+    r = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(r, reach)
     isotropic = f.switch * f.t * f.t
-    store_four(
-        rows, edge, real, a=f.switch * f.t, b=isotropic * x, c=isotropic * y, d=isotropic * z
-    )
+    store_row(rows, edge, real, Row(f.switch * f.t, scaled(isotropic, r)))
 
 
 def pull(adjoint: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, reach: Reach) -> Tensor:
@@ -268,22 +276,13 @@ def _pull_kernel(
     Here a = factor·dE/dR.
     """
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
-    j = curvature(x, y, z, reach)
-    at = factor + edge // nnei * 4
-    a0 = tl.load(adjoint + edge * 4, real, 0.0).to(tl.float64) * tl.load(at, real, 0.0)
-    a1 = tl.load(adjoint + edge * 4 + 1, real, 0.0).to(tl.float64) * tl.load(at + 1, real, 0.0)
-    a2 = tl.load(adjoint + edge * 4 + 2, real, 0.0).to(tl.float64) * tl.load(at + 2, real, 0.0)
-    a3 = tl.load(adjoint + edge * 4 + 3, real, 0.0).to(tl.float64) * tl.load(at + 3, real, 0.0)
-    scale = j.radial * a0 + j.bend * (a1 * x + a2 * y + a3 * z)
-    store_three(
-        out,
-        edge,
-        real,
-        x=j.isotropic * a1 + scale * x,
-        y=j.isotropic * a2 + scale * y,
-        z=j.isotropic * a3 + scale * z,
-    )
+    r = loaded_edges(edges, neighbor, edge, real, reach)
+    j = curvature(r, reach)
+    row_bar = load_row(adjoint, edge, real)
+    f = load_row(factor, edge // nnei, real)
+    a = times(cast(row_bar.vector, tl.float64), f.vector)
+    scale = j.radial * (row_bar.radial.to(tl.float64) * f.radial) + j.bend * dot(a, r)
+    store_vector(out, edge, real, plus(scaled(j.isotropic, a), scaled(scale, r)))
 
 
 def push(
@@ -310,21 +309,13 @@ def _push_kernel(
 ):
     """Write out = factor·(radial·(c·r_ij), isotropic·c + bend·(c·r_ij)·r_ij)."""
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
-    j = curvature(x, y, z, reach)
-    c1, c2, c3 = load_three(cotangent, edge, real)
-    along = c1 * x + c2 * y + c3 * z
-    turn = j.bend * along
-    at = factor + edge // nnei * 4
-    store_four(
-        out,
-        edge,
-        real,
-        a=j.radial * along * tl.load(at, real, 0.0),
-        b=(j.isotropic * c1 + turn * x) * tl.load(at + 1, real, 0.0),
-        c=(j.isotropic * c2 + turn * y) * tl.load(at + 2, real, 0.0),
-        d=(j.isotropic * c3 + turn * z) * tl.load(at + 3, real, 0.0),
-    )
+    r = loaded_edges(edges, neighbor, edge, real, reach)
+    j = curvature(r, reach)
+    c = load_vector(cotangent, edge, real, 0.0)
+    along = dot(c, r)
+    f = load_row(factor, edge // nnei, real)
+    vector = plus(scaled(j.isotropic, c), scaled(j.bend * along, r))
+    store_row(out, edge, real, Row(j.radial * along * f.radial, times(vector, f.vector)))
 
 
 # ----- forces and virial -------------------------------------------------------------------------
@@ -365,10 +356,9 @@ def _scatter_kernel(
         column = begin + tl.arange(0, block)
         edge = i * nnei + column
         j = tl.load(neighbor + edge, column < nnei, -1)
-        for k in tl.static_range(3):
-            component = tl.load(slope + edge * 3 + k, column < nnei, 0.0)
-            tl.atomic_add(force_i + k, tl.sum(component))
-            tl.atomic_add(force + j * 3 + k, -component, j >= 0)
+        slope_ij = load_vector(slope, edge, column < nnei, 0.0)
+        _add_vector(force_i, _sum_of(slope_ij))
+        _add_vector(force + j * 3, scaled(-1.0, slope_ij), j >= 0)
 
 
 def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
@@ -400,6 +390,7 @@ def _gather_kernel(
     edge, real = edges_of_program(count, block)
     atom_i = tl.load(order + edge // nnei, real, 0)
     j = tl.load(neighbor + edge, real, -1)
+    # Component by component: a vector at once takes 40 registers in place of 32.
     for k in tl.static_range(3):
         force_i = tl.load(force + atom_i * 3 + k, real, 0.0)
         force_j = tl.load(force + j * 3 + k, j >= 0, 0.0)
@@ -449,49 +440,45 @@ def _force_and_virial_kernel(
     force_i = force + atom * 3
     virial_i = atom_virial + atom // natoms * (9 * natoms) + atom % natoms
     zero = tl.zeros((block,), tl.float64)
-    f0 = zero
-    f1 = zero
-    f2 = zero
-    xx = zero
-    xy = zero
-    xz = zero
-    yx = zero
-    yy = zero
-    yz = zero
-    zx = zero
-    zy = zero
-    zz = zero
+    total = Vector(zero, zero, zero)
+    virial_x = total
+    virial_y = total
+    virial_z = total
     for begin in range(0, nnei, block):
         column = begin + tl.arange(0, block)
         real = column < nnei
         edge = i * nnei + column
         j = tl.load(neighbor + edge, real, -1)
-        s0, s1, s2 = load_three(slope, edge, real)
-        x, y, z = load_three(edges, edge, real)
-        f0 += s0
-        f1 += s1
-        f2 += s2
-        xx -= s0 * x
-        xy -= s0 * y
-        xz -= s0 * z
-        yx -= s1 * x
-        yy -= s1 * y
-        yz -= s1 * z
-        zx -= s2 * x
-        zy -= s2 * y
-        zz -= s2 * z
-        tl.atomic_add(force + j * 3, -s0, j >= 0)
-        tl.atomic_add(force + j * 3 + 1, -s1, j >= 0)
-        tl.atomic_add(force + j * 3 + 2, -s2, j >= 0)
-    tl.atomic_add(force_i, tl.sum(f0))
-    tl.atomic_add(force_i + 1, tl.sum(f1))
-    tl.atomic_add(force_i + 2, tl.sum(f2))
-    tl.store(virial_i, tl.sum(xx))
-    tl.store(virial_i + natoms, tl.sum(xy))
-    tl.store(virial_i + 2 * natoms, tl.sum(xz))
-    tl.store(virial_i + 3 * natoms, tl.sum(yx))
-    tl.store(virial_i + 4 * natoms, tl.sum(yy))
-    tl.store(virial_i + 5 * natoms, tl.sum(yz))
-    tl.store(virial_i + 6 * natoms, tl.sum(zx))
-    tl.store(virial_i + 7 * natoms, tl.sum(zy))
-    tl.store(virial_i + 8 * natoms, tl.sum(zz))
+        slope_ij = load_vector(slope, edge, real, 0.0)
+        r = load_vector(edges, edge, real, 0.0)
+        total = plus(total, slope_ij)
+        virial_x = minus(virial_x, scaled(slope_ij.x, r))
+        virial_y = minus(virial_y, scaled(slope_ij.y, r))
+        virial_z = minus(virial_z, scaled(slope_ij.z, r))
+        _add_vector(force + j * 3, scaled(-1.0, slope_ij), j >= 0)
+    _add_vector(force_i, _sum_of(total))
+    _store_columns(virial_i, natoms, _sum_of(virial_x))
+    _store_columns(virial_i + 3 * natoms, natoms, _sum_of(virial_y))
+    _store_columns(virial_i + 6 * natoms, natoms, _sum_of(virial_z))
+
+
+@triton.jit
+def _sum_of(a):
+    """Return the sum over the edges of a program."""
+    return Vector(tl.sum(a.x), tl.sum(a.y), tl.sum(a.z))
+
+
+@triton.jit
+def _add_vector(out, a, mask=None):
+    """Add a vector to three numbers in memory, atomically."""
+    tl.atomic_add(out, a.x, mask)
+    tl.atomic_add(out + 1, a.y, mask)
+    tl.atomic_add(out + 2, a.z, mask)
+
+
+@triton.jit
+def _store_columns(out, stride, a):
+    """Store a vector in three numbers that are `stride` apart."""
+    tl.store(out, a.x)
+    tl.store(out + stride, a.y)
+    tl.store(out + 2 * stride, a.z)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.environment import Environment
 from deepmd_muon.model.descriptor.pieces import Pieces
 from deepmd_muon.model.structures import Structures
 
-Pullback = Callable[[torch.Tensor], torch.Tensor]
+Pullback = Callable[[Tensor], Tensor]
 """Maps dE/dD `(nreal, dim_out)` to dE/dr_ij `(nreal, nnei, 3)` [eV/Å]; differentiable once."""
 
 
@@ -37,7 +38,7 @@ class Described(NamedTuple):
         See `Pullback`; None if the call asked for no forces.
     """
 
-    descriptor: torch.Tensor
+    descriptor: Tensor
     pullback: Pullback | None
 
 
@@ -52,7 +53,7 @@ class Descriptor(Protocol):
     dim_out: int
     """Length of the descriptor of one atom."""
 
-    def __call__(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> Described:
+    def __call__(self, structures: Structures, edges: Tensor, *, force: bool) -> Described:
         """Describe every atom from its edge vectors `(nreal, nnei, 3)` [Å], float64.
 
         `structures` has the neighbour list that the settings request. A slot without a neighbour
@@ -67,16 +68,16 @@ class Standardised(Protocol):
 
     needs_statistics: bool
 
-    def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
+    def environment(self, structures: Structures, edges: Tensor) -> Environment:
         """Return the rows of every edge before standardisation."""
 
-    def used_slots(self, structures: Structures) -> torch.Tensor | None:
+    def used_slots(self, structures: Structures) -> Tensor | None:
         """Return which slots count in the statistics `(nreal, nnei)`, the others as zero.
 
         None means that all do.
         """
 
-    def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
+    def set_statistics(self, mean: Tensor, stddev: Tensor) -> None:
         """Take mean and deviation of the rows per centre type `(ntypes, 4)`."""
 
 
@@ -87,7 +88,7 @@ class Interpolated(Protocol):
     pieces: Pieces
     """How the interval of a network's argument is cut; no pieces evaluate the networks."""
 
-    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> Pieces:
+    def pieces_for(self, structures: Structures, edges: Tensor) -> Pieces:
         """Return the pieces that the present weights need on such a batch.
 
         They stay the same as long as they suffice. None are returned if interpolation is too
@@ -110,7 +111,7 @@ class Tabulated(Protocol):
     table: Any
     """Used where no gradient is wanted; None evaluates the networks."""
 
-    def tabulate(self, structures: Structures, edges: torch.Tensor, nearest: float) -> Table | None:
+    def tabulate(self, structures: Structures, edges: Tensor, nearest: float) -> Table | None:
         """Return a table for the present weights and batches like this one.
 
         Atoms may also come as near as `nearest` [Å]. None is returned if a table would be too
@@ -142,18 +143,18 @@ class _Seed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cotangent: tuple[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, cotangent: tuple[Tensor]) -> Tensor:
         # The cotangent comes in a tuple, because autograd must not go up its graph.
         ctx.cotangent = cotangent
         return tensor.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, _: Tensor) -> Any:
         return ctx.cotangent[0], None
 
 
 def describe_by_autograd(
-    function: Callable[[torch.Tensor], torch.Tensor], edges: torch.Tensor, *, force: bool
+    function: Callable[[Tensor], Tensor], edges: Tensor, *, force: bool
 ) -> Described:
     """Describe atoms with autograd's pullback, for descriptors without a written-out one.
 
@@ -174,7 +175,7 @@ def describe_by_autograd(
         leaf = edges.detach().requires_grad_()
         descriptor = function(leaf)
 
-    def pullback(adjoint: torch.Tensor) -> torch.Tensor:
+    def pullback(adjoint: Tensor) -> Tensor:
         if leaf.device.type == "cpu":
             with torch.enable_grad():
                 seed = _Seed.apply(descriptor, (adjoint,))

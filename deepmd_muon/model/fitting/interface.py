@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
+from torch import Tensor
 
 from deepmd_muon.model.structures import Structures
 
@@ -17,8 +17,8 @@ class Fitting(Protocol):
     """
 
     def __call__(
-        self, descriptor: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, descriptor: Tensor, type_counts: tuple[int, ...], *, force: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return atomic energies `(nreal,)` [eV], float64, and dE/dD like `descriptor`.
 
         dE/dD is None without `force`. Atoms are sorted by type; `type_counts` says how many there
@@ -33,7 +33,7 @@ class Conditioned(Protocol):
     Its call takes the result of `parameters_of` as `parameters`, unless that is None.
     """
 
-    def parameters_of(self, structures: Structures) -> torch.Tensor | None:
+    def parameters_of(self, structures: Structures) -> Tensor | None:
         """Return the parameters of every sorted atom `(nreal, number)`; None without any.
 
         Raises
@@ -42,7 +42,5 @@ class Conditioned(Protocol):
             If the batch lacks parameters that the net reads.
         """
 
-    def set_parameter_statistics(
-        self, name: str, mean: torch.Tensor, deviation: torch.Tensor
-    ) -> None:
+    def set_parameter_statistics(self, name: str, mean: Tensor, deviation: Tensor) -> None:
         """Standardise the parameters "fparam" or "aparam" by these values `(number of them,)`."""

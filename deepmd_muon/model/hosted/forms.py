@@ -24,17 +24,26 @@ class Form(Protocol):
         It is differentiable twice with respect to `layout.edges`, and 0 for padding.
         """
 
+    #: Whether a virtual atom is a neighbour though its atom is beyond the cut-off.
+    reaches_beyond: bool
+
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which energies and their first derivatives are computed."""
 
 
 def form_of(module: Any) -> Form:
     """Return the form of a model of deepmd-kit."""
-    return EdgeForm(module) if hasattr(module, "core_compute") else NeighborListForm(module)
+    if hasattr(module, "core_compute"):
+        return EdgeForm(module)
+    if hasattr(module, "backbone_model"):
+        return FormattedListForm(module.backbone_model)
+    return NeighborListForm(module)
 
 
 class EdgeForm:
     """DPA-4: a list of edges with a mask."""
+
+    reaches_beyond = False
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -71,6 +80,7 @@ class EdgeForm:
             fparam=layout.fparam,
             aparam=layout.aparam,
             charge_spin=conditions,
+            **({} if layout.spin is None else {"spin": layout.spin}),
             # Forces follow from edges here, without the virials of atoms.
             atomic_output_only=True,
         )
@@ -84,6 +94,8 @@ class NeighborListForm:
     Every neighbour is a ghost atom of its own, at r_ij from its centre. All centres are at the
     origin: nothing reads the distance of two centres.
     """
+
+    reaches_beyond = True
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -114,10 +126,11 @@ class NeighborListForm:
         coord = torch.nn.functional.pad(
             layout.edges.reshape(nframes, natoms * nnei, 3), (0, 0, natoms, 0)
         )
+        atype = layout.atype.gather(1, mapping)
         output = self._module.atomic_model.forward_common_atomic(
             coord,
-            layout.atype.gather(1, mapping),
-            self._full_width(nlist, layout.sections),
+            atype,
+            self._list(coord, atype, nlist, layout.sections),
             mapping=mapping,
             fparam=layout.fparam,
             aparam=layout.aparam,
@@ -126,7 +139,9 @@ class NeighborListForm:
         energy: Tensor = output["energy"].double().flatten()
         return energy
 
-    def _full_width(self, nlist: Tensor, sections: tuple[int, ...]) -> Tensor:
+    def _list(
+        self, coord: Tensor, atype: Tensor, nlist: Tensor, sections: tuple[int, ...]
+    ) -> Tensor:
         """Return the list with as many slots as `sel`, in each section."""
         limits = self._sel if self._by_type else [sum(self._sel)]
         parts = nlist.split(list(sections), dim=2)
@@ -135,3 +150,16 @@ class NeighborListForm:
             for part, limit in zip(parts, limits, strict=True)
         ]
         return torch.cat(padded, dim=2) if len(padded) > 1 else padded[0]
+
+
+class FormattedListForm(NeighborListForm):
+    """Models with virtual atoms: deepmd-kit chooses the nearest neighbours of each type itself."""
+
+    def _list(
+        self, coord: Tensor, atype: Tensor, nlist: Tensor, sections: tuple[int, ...]
+    ) -> Tensor:
+        """Return the list with the `sel` nearest neighbours."""
+        nearest: Tensor = self._module.format_nlist(
+            coord, atype, nlist, extra_nlist_sort=self._sort
+        )
+        return nearest

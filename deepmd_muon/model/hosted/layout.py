@@ -28,8 +28,9 @@ class Layout(NamedTuple):
         r_ij, like `neighbor`, `(nframes · natoms, nnei, 3)` [Å], float64.
     sections
         Widths of the column groups of `neighbor`.
-    fparam, charge_spin, aparam
-        Parameters of frames, their charge and spin, and parameters of atoms; None without.
+    fparam, charge_spin, aparam, spin
+        Parameters of frames, their charge and spin, parameters of atoms and their spins; None
+        without.
     place
         Where the sorted atoms of `Structures` are `(nreal,)`; None if they are all atoms, in order.
     slots
@@ -44,6 +45,7 @@ class Layout(NamedTuple):
     fparam: Tensor | None
     charge_spin: Tensor | None
     aparam: Tensor | None
+    spin: Tensor | None
     place: Tensor | None
     slots: Tensor | None
 
@@ -52,7 +54,7 @@ class Layout(NamedTuple):
         return values if self.place is None else values.index_select(0, self.place)
 
 
-def lay_out(structures: Structures, edges: Tensor, numb_fparam: int) -> Layout:
+def lay_out(structures: Structures, edges: Tensor, *, numb_fparam: int, numb_aparam: int) -> Layout:
     """Return a batch in deepmd-kit's layout.
 
     Parameters
@@ -63,14 +65,17 @@ def lay_out(structures: Structures, edges: Tensor, numb_fparam: int) -> Layout:
         Its edge vectors `(nreal, nnei, 3)`.
     numb_fparam
         How many of its frame parameters come before charge and spin.
+    numb_aparam
+        How many of its atomic parameters come before the spins.
     """
     if structures.fparam is None:
-        return _single_frame(structures, edges)
+        return _single_frame(structures, edges, numb_aparam)
     order = structures.order
     fparam, charge_spin = structures.fparam.tensor_split([numb_fparam], dim=1)
     n_places = structures.atype.numel()
     neighbor = order.new_full((n_places, structures.neighbor.shape[1]), -1)
     all_edges = edges.new_zeros(n_places, *edges.shape[1:])
+    aparam, spin = _split(structures.aparam, numb_aparam)
     return Layout(
         atype=structures.atype,
         neighbor=neighbor.index_copy(0, order, structures.neighbor),
@@ -78,22 +83,32 @@ def lay_out(structures: Structures, edges: Tensor, numb_fparam: int) -> Layout:
         sections=structures.sections,
         fparam=fparam if fparam.shape[1] else None,
         charge_spin=charge_spin if charge_spin.shape[1] else None,
-        aparam=structures.aparam,
+        aparam=aparam,
+        spin=spin,
         place=order,
         slots=_used_slots(structures, order),
     )
 
 
-def _single_frame(structures: Structures, edges: Tensor) -> Layout:
+def _split(of_atoms: Tensor | None, numb_aparam: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return parameters of atoms and their spins; None without."""
+    if of_atoms is None:
+        return None, None
+    aparam, spin = of_atoms.tensor_split([numb_aparam], dim=2)
+    return (aparam if aparam.shape[2] else None), (spin if spin.shape[2] else None)
+
+
+def _single_frame(structures: Structures, edges: Tensor, numb_aparam: int) -> Layout:
     order = structures.order
     # Atoms are numbered by frame and place; here they have their rank in the sorted list.
     rank = order.new_zeros(structures.atype.numel())
     rank = rank.index_copy(0, order, torch.arange(len(order), device=order.device))
     neighbor = structures.neighbor
     in_list = rank.index_select(0, neighbor.clamp(min=0).view(-1)).view_as(neighbor)
-    aparam = structures.aparam
-    if aparam is not None:
-        aparam = aparam.flatten(0, 1).index_select(0, order).unsqueeze(0)
+    of_atoms = structures.aparam
+    if of_atoms is not None:
+        of_atoms = of_atoms.flatten(0, 1).index_select(0, order).unsqueeze(0)
+    aparam, spin = _split(of_atoms, numb_aparam)
     return Layout(
         atype=structures.sorted_type.unsqueeze(0),
         neighbor=torch.where(neighbor >= 0, in_list, neighbor),
@@ -102,6 +117,7 @@ def _single_frame(structures: Structures, edges: Tensor) -> Layout:
         fparam=None,
         charge_spin=None,
         aparam=aparam,
+        spin=spin,
         place=None,
         slots=_used_slots(structures),
     )

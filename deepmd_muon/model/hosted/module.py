@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.hosted.adapt import make_capturable
 from deepmd_muon.model.hosted.forms import EdgeForm, form_of
 from deepmd_muon.model.hosted.kit import has_operators, import_deepmd_kit
-from deepmd_muon.model.hosted.layout import lay_out
+from deepmd_muon.model.hosted.layout import Layout, lay_out, nearest_first
+from deepmd_muon.model.hosted.spins import spin_types, with_virtual_atoms
 from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
 from deepmd_muon.model.settings import HostedSettings
@@ -48,6 +50,10 @@ class HostedModel(EnergyModel):
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
     hosted: Any
+    #: Whether atoms of a type have a magnetic force `(ntypes,)`; None for a model without spins.
+    magnetic: Tensor | None
+    #: Distance of a virtual atom for a spin of length 1 `(ntypes,)` [Å]; None without virtual atoms.
+    virtual_scale: Tensor | None
 
     def __init__(self, settings: HostedSettings, seed: int | Sequence[int] | None = None) -> None:
         super().__init__()
@@ -69,7 +75,23 @@ class HostedModel(EnergyModel):
         self.asks_for_compiler = bool(settings.section.get("use_compile"))
         self.adamw_substrings = _declared_adamw(module)
         self._form = form_of(module)
+        self._register_spins(module)
         self.neighbors = _neighbors(module, self._form)
+        if self.lists_depend_on_spins:
+            # deepmd-kit selects the neighbours itself once there are virtual atoms.
+            self.neighbors = dataclasses.replace(
+                self.neighbors, sel=(MOST_NEIGHBORS,), by_type=False
+            )
+
+    def _register_spins(self, module: Any) -> None:
+        spins = spin_types(module)
+        magnetic = scale = None
+        if spins is not None:
+            magnetic = torch.tensor(spins.magnetic)
+            if spins.scale is not None:
+                scale = torch.tensor(spins.scale, dtype=torch.float64)
+        self.register_buffer("magnetic", magnetic, persistent=False)
+        self.register_buffer("virtual_scale", scale, persistent=False)
 
     def train(self, mode: bool = True) -> HostedModel:
         """Set the mode of the module, too; see `torch.nn.Module.train`."""
@@ -84,13 +106,20 @@ class HostedModel(EnergyModel):
         self.check_batch(structures)
         training = torch.is_grad_enabled()
         edges = edge_vectors(structures)
-        slope = None
+        slope = magnetic_slope = None
         with torch.set_grad_enabled(training or force), self.precision():
             leaf = edges.detach().requires_grad_(force)
-            layout = lay_out(structures, leaf, self.hosted.get_dim_fparam())
-            energy = layout.sorted_values(self._form.energies(layout))
+            leaves = [leaf]
+            if self.magnetic is not None:
+                aparam, spin = _split_spins(structures)
+                spin = spin.detach().requires_grad_(force)
+                leaves.append(spin)
+                of_atoms = torch.cat([aparam, spin], dim=2)
+                structures = dataclasses.replace(structures, aparam=of_atoms)
+            energy = self._energies(structures, leaf)
             if force:
-                (slope,) = torch.autograd.grad(energy.sum(), leaf, create_graph=training)
+                slope, *rest = torch.autograd.grad(energy.sum(), leaves, create_graph=training)
+                magnetic_slope = rest[0] if rest else None
         if not training:
             energy = energy.detach()
         shape = structures.atype.shape
@@ -100,7 +129,52 @@ class HostedModel(EnergyModel):
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
         if slope is not None:
             out.update(force_and_virial(structures, edges, slope, virial=virial))
+        if magnetic_slope is not None:
+            is_magnetic = self._is_magnetic(structures)
+            out["force_mag"] = torch.where(is_magnetic.unsqueeze(2), -magnetic_slope, 0.0)
+            out["mask_mag"] = is_magnetic
         return out
+
+    def _energies(self, structures: Structures, edges: Tensor) -> Tensor:
+        """Return the energy of every sorted atom `(nreal,)` [eV]."""
+        layout = lay_out(
+            structures,
+            edges,
+            numb_fparam=self.hosted.get_dim_fparam(),
+            numb_aparam=self.hosted.get_dim_aparam(),
+        )
+        if self.virtual_scale is None:
+            return layout.sorted_values(self._form.energies(layout))
+        energies = self._form.energies(self._with_virtual_atoms(layout, self.virtual_scale))
+        # Virtual atoms have none.
+        of_atoms = energies.view(len(layout.atype), 2, -1)[:, 0]
+        return layout.sorted_values(of_atoms.flatten())
+
+    def _with_virtual_atoms(self, layout: Layout, scale: Tensor) -> Layout:
+        if self._form.reaches_beyond:
+            return with_virtual_atoms(layout, scale, nearest=0.0)
+        layout = nearest_first(layout, self.hosted.get_rcut(), sort=False)
+        return with_virtual_atoms(layout, scale, nearest=_LEAST_EDGE)
+
+    def _is_magnetic(self, structures: Structures) -> Tensor:
+        """Return which atoms have a magnetic force `(nframes, natoms)`."""
+        assert self.magnetic is not None
+        is_magnetic: Tensor = self.magnetic[structures.atype.clamp(min=0)]
+        return is_magnetic & (structures.atype >= 0)
+
+    @property
+    def lists_depend_on_spins(self) -> bool:
+        """Whether neighbour lists have to reach virtual atoms; see `EnergyModel`."""
+        return self.virtual_scale is not None and self._form.reaches_beyond
+
+    def reach_spins(self, longest: float) -> None:
+        """Widen the neighbour lists for virtual atoms of spins up to a length; see `EnergyModel`."""
+        if self.virtual_scale is None or not self._form.reaches_beyond:
+            return
+        # Both atoms of a pair may have a virtual atom.
+        reach = 2.0 * longest * float(self.virtual_scale.max())
+        rcut = max(self.rcut, float(self.hosted.get_rcut()) + reach)
+        self.neighbors = dataclasses.replace(self.neighbors, rcut=rcut)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Return the module's own context; see `EnergyModel`."""
@@ -120,7 +194,7 @@ class HostedModel(EnergyModel):
     def out_bias(self) -> Tensor:
         """Energy that is added to each atom of a type `(1, ntypes, 1)` [eV]."""
         bias: Tensor = self.hosted.get_out_bias()
-        return bias
+        return bias[:, : self.ntypes]  # without virtual atoms
 
     @property
     def why_not_frozen(self) -> str | None:
@@ -161,6 +235,9 @@ _BUILD_ERRORS = (
     AssertionError,
 )
 _LONGEST_REASON = 200
+_SPIN_WIDTH = 3
+# deepmd-kit's DPA-4 leaves out shorter edges, which have no direction [Å].
+_LEAST_EDGE = 1e-5
 
 
 def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
@@ -205,6 +282,21 @@ def _declared_adamw(module: Any) -> tuple[str, ...]:
     return () if declared is None else tuple(declared([module]))
 
 
+def _split_spins(structures: Structures) -> tuple[Tensor, Tensor]:
+    """Return the parameters and the spins of atoms.
+
+    Raises
+    ------
+    ModelError
+        If the batch has no spins.
+    """
+    of_atoms = structures.aparam
+    if of_atoms is None or of_atoms.shape[2] < _SPIN_WIDTH:
+        raise ModelError("the model reads the spin of each atom (spin.npy); the batch has none")
+    aparam, spin = of_atoms.tensor_split([of_atoms.shape[2] - _SPIN_WIDTH], dim=2)
+    return aparam, spin
+
+
 def _subsections_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptors and fitting nets of a model section."""
     subsections: list[dict[str, Any]] = []
@@ -234,7 +326,9 @@ def _neighbors(module: Any, form: Any) -> NeighborRequest:
 
 def _counted(module: Any, ntypes: int) -> Tensor | None:
     """Return 1 for types whose atoms have an energy, 0 for others; None if all have one."""
-    excluded = list(getattr(module.atomic_model, "atom_exclude_types", ()))
+    excluded = [
+        kind for kind in getattr(module.atomic_model, "atom_exclude_types", ()) if kind < ntypes
+    ]
     if not excluded:
         return None
     counted = torch.ones(ntypes, dtype=torch.float64)

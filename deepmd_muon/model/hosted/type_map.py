@@ -32,6 +32,11 @@ def with_type_map(
         If deepmd-kit cannot change the types of the model.
     """
     assert isinstance(model, HostedModel)
+    if model.magnetic is not None:
+        raise ModelError(
+            "model/type_map: the types of a model that reads spins cannot change; keep the type_map "
+            f"of the checkpoint, {list(saved_map)}"
+        )
     former = HostedModel(dataclasses.replace(model.settings, type_map=tuple(saved_map)))
     former.load_state_dict(dict(saved), strict=False)
     try:

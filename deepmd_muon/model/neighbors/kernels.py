@@ -52,6 +52,14 @@ from deepmd_muon.model.neighbors.atoms import (
     Cells,
     Sections,
 )
+from deepmd_muon.model.nn.vector_kernels import (
+    Vector,
+    cast,
+    dot,
+    load_vector,
+    minus,
+    store_vector,
+)
 
 BLOCK = 256  # images that a program compares at a time
 
@@ -104,29 +112,21 @@ class ProgramAtom(NamedTuple):
     exists: Any
     frame: Any  # of its structure
     place: Any
-    x: Any
-    y: Any
-    z: Any
+    position: Any  # Vector
 
 
-class ImageVectors(NamedTuple):
-    """Vectors from atom i to images of atoms j, (block,) each."""
+class Images(NamedTuple):
+    """Images of atoms j, (block,) each."""
 
-    dx: Any
-    dy: Any
-    dz: Any
-    s0: Any  # S; float64
-    s1: Any
-    s2: Any
+    r: Any  # Vector from atom i
+    s: Any  # Vector: S, float64
 
 
 class Compared(NamedTuple):
     """Comparisons of atom i with images of atoms j, (block,) each."""
 
     place: Any  # of atom j
-    s0: Any
-    s1: Any
-    s2: Any
+    s: Any  # Vector: S, float64
     squared: Any  # |r|²
     is_image: Any  # false for numbers k that do not exist, and for the atom itself
 
@@ -332,10 +332,7 @@ def _program_atom(rows, coord, nframes):
     exists = frame < nframes
     frame = tl.where(exists, frame, 0)
     place = tl.where(exists, tl.load(rows.order + row), 0)
-    x = tl.load(coord + place * 3)
-    y = tl.load(coord + place * 3 + 1)
-    z = tl.load(coord + place * 3 + 2)
-    return ProgramAtom(row, exists, frame, place, x=x, y=y, z=z)
+    return ProgramAtom(row, exists, frame, place, position=load_vector(coord, place))
 
 
 @triton.jit
@@ -348,46 +345,44 @@ def _images_per_atom(cells, frame):
 
 
 @triton.jit
-def _translation(cells, frame, axis: tl.constexpr, dx, dy, dz, code):
+def _translation(cells, frame, axis: tl.constexpr, r, code):
     """Return S_a = ⌈−reach_a − u_a⌉ + code_a of vectors x_j − x_i; the margin is for rounding."""
     column = cells.inverse + frame * 9 + axis
-    fraction = dx * tl.load(column) + dy * tl.load(column + 3) + dz * tl.load(column + 6)
+    inverse = Vector(tl.load(column), tl.load(column + 3), tl.load(column + 6))
+    fraction = dot(r, inverse)
     return tl.ceil(-tl.load(cells.reach + frame * 3 + axis) - fraction - _MARGIN) + code
 
 
 @triton.jit
-def _translate(box, frame, dx, dy, dz, s0, s1, s2):
-    """Return (dx, dy, dz) + S·box."""
+def _translate(box, frame, r, s):
+    """Return r + S·box."""
     at = box + frame * 9
-    dx += s0 * tl.load(at) + s1 * tl.load(at + 3) + s2 * tl.load(at + 6)
-    dy += s0 * tl.load(at + 1) + s1 * tl.load(at + 4) + s2 * tl.load(at + 7)
-    dz += s0 * tl.load(at + 2) + s1 * tl.load(at + 5) + s2 * tl.load(at + 8)
-    return dx, dy, dz
+    return Vector(
+        r.x + (s.x * tl.load(at) + s.y * tl.load(at + 3) + s.z * tl.load(at + 6)),
+        r.y + (s.x * tl.load(at + 1) + s.y * tl.load(at + 4) + s.z * tl.load(at + 7)),
+        r.z + (s.x * tl.load(at + 2) + s.y * tl.load(at + 5) + s.z * tl.load(at + 8)),
+    )
 
 
 @triton.jit
 def _images_of(place, code, atom, coord, cells):
-    """Return r and S from atom i to images `code` of atoms j at `place`, (block,) each."""
-    dx = tl.load(coord + place * 3) - atom.x
-    dy = tl.load(coord + place * 3 + 1) - atom.y
-    dz = tl.load(coord + place * 3 + 2) - atom.z
+    """Return images `code` of atoms j at `place`, (block,) each."""
+    r = minus(load_vector(coord, place), atom.position)
     frame = atom.frame
     if cells is not None:
         # code = (code_0 · images_1 + code_1) · images_2 + code_2
         images_1 = tl.load(cells.images + frame * 3 + 1)
         images_2 = tl.load(cells.images + frame * 3 + 2)
-        code_0 = code // (images_1 * images_2)
-        code_1 = code // images_2 % images_1
-        code_2 = code % images_2
-        s0 = _translation(cells, frame, 0, dx=dx, dy=dy, dz=dz, code=code_0)
-        s1 = _translation(cells, frame, 1, dx=dx, dy=dy, dz=dz, code=code_1)
-        s2 = _translation(cells, frame, 2, dx=dx, dy=dy, dz=dz, code=code_2)
-        dx, dy, dz = _translate(cells.box, frame, dx=dx, dy=dy, dz=dz, s0=s0, s1=s1, s2=s2)
+        s = Vector(
+            _translation(cells, frame, 0, r, code=code // (images_1 * images_2)),
+            _translation(cells, frame, 1, r, code=code // images_2 % images_1),
+            _translation(cells, frame, 2, r, code=code % images_2),
+        )
+        r = _translate(cells.box, frame, r, s)
     else:
-        s0 = dx * 0.0
-        s1 = dx * 0.0
-        s2 = dx * 0.0
-    return ImageVectors(dx, dy, dz, s0=s0, s1=s1, s2=s2)
+        zero = r.x * 0.0
+        s = Vector(zero, zero, zero)
+    return Images(r, s)
 
 
 @triton.jit
@@ -401,13 +396,13 @@ def _compare(k, n_comparisons, n_images, atom, atoms, natoms):
     """Compare atom i with the images k (block,)."""
     exists = k < n_comparisons
     place = atom.frame * natoms + tl.where(exists, k // n_images, 0)
-    image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
-    not_moved = (image.s0 == 0.0) & (image.s1 == 0.0) & (image.s2 == 0.0)
-    is_itself = (place == atom.place) & not_moved
-    squared = image.dx * image.dx + image.dy * image.dy + image.dz * image.dz
+    images = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
+    s = images.s
+    is_itself = (place == atom.place) & (s.x == 0.0) & (s.y == 0.0) & (s.z == 0.0)
+    squared = dot(images.r, images.r)
     # A mask, not an infinite distance: that costs `search_kernel` 13 registers (sm_90).
     is_image = exists & (is_itself == 0)
-    return Compared(place, image.s0, image.s1, image.s2, squared=squared, is_image=is_image)
+    return Compared(place, s, squared=squared, is_image=is_image)
 
 
 @triton.jit
@@ -424,23 +419,6 @@ def _sort_key(squared, number):
 def _number_of(key):
     """Return the number in a key."""
     return key & 0xFFFFFFFF
-
-
-@triton.jit
-def _store_translation(pointer, at, s0, s1, s2, mask):
-    """Write S as int32 at entries of a tensor (entries, 3)."""
-    tl.store(pointer + at * 3, s0.to(tl.int32), mask)
-    tl.store(pointer + at * 3 + 1, s1.to(tl.int32), mask)
-    tl.store(pointer + at * 3 + 2, s2.to(tl.int32), mask)
-
-
-@triton.jit
-def _load_translation(pointer, at, mask):
-    """Return S from entries of a tensor (entries, 3) int32."""
-    s0 = tl.load(pointer + at * 3, mask, 0)
-    s1 = tl.load(pointer + at * 3 + 1, mask, 0)
-    s2 = tl.load(pointer + at * 3 + 2, mask, 0)
-    return s0, s1, s2
 
 
 @triton.jit
@@ -469,9 +447,7 @@ def _write_sections(
     needed_widths,  # (n_sections,) int32, raised if `counting`
     row,
     place,  # (capacity,) places of neighbours, the nearest first
-    s0,  # (capacity,) each: their S
-    s1,
-    s2,
+    s,  # Vector (capacity,): their S; None without cells
     is_neighbor,  # (capacity,): which lanes hold one
     kind,  # (capacity,) its type
     form,
@@ -495,7 +471,7 @@ def _write_sections(
         at = row * form.nnei + tl.load(form.starts + section) + column
         tl.store(neighbor + at, place, fits)
         if shift is not None:
-            _store_translation(shift, at, s0, s1, s2, mask=fits)
+            store_vector(shift, at, fits, s)
 
 
 # ----- lists from positions ----------------------------------------------------------------------
@@ -540,16 +516,14 @@ def search_kernel(
     k = tl.where(is_neighbor, _number_of(keys), 0).to(tl.int32)
     place = atom.frame * natoms + k // n_images
     # Translations are computed again: this is cheaper than to keep them with the keys.
-    image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
+    images = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
     _write_sections(
         neighbor=neighbor,
         shift=shift,
         needed_widths=None,
         row=row,
         place=place,
-        s0=image.s0,
-        s1=image.s1,
-        s2=image.s2,
+        s=images.s,
         is_neighbor=is_neighbor,
         kind=tl.load(atoms.atype + place, is_neighbor, -1),
         form=form,
@@ -688,7 +662,7 @@ def renew_kernel(
         fits = near & (column < room)
         tl.store(place + at, compared.place.to(tl.int32), fits)
         if translation is not None:
-            _store_translation(translation, at, compared.s0, compared.s1, compared.s2, mask=fits)
+            store_vector(translation, at, fits, compared.s)
         total += tl.sum(near.to(tl.int32))
     tl.store(number + atom.row, total, renewed)
     tl.atomic_max(needed + _ROOM, total, renewed & (total > room))
@@ -727,18 +701,11 @@ def lay_out_kernel(
     at = row * room + lane
     # Empty lanes read the first atom.
     candidate = tl.load(place + at, has_candidate, 0).to(tl.int64)
-    dx = tl.load(atoms.coord + candidate * 3) - atom.x
-    dy = tl.load(atoms.coord + candidate * 3 + 1) - atom.y
-    dz = tl.load(atoms.coord + candidate * 3 + 2) - atom.z
+    r = minus(load_vector(atoms.coord, candidate), atom.position)
     if translation is not None:
-        s0, s1, s2 = _load_translation(translation, at, has_candidate)
-        s0 = s0.to(tl.float64)
-        s1 = s1.to(tl.float64)
-        s2 = s2.to(tl.float64)
-        dx, dy, dz = _translate(
-            atoms.cells.box, atom.frame, dx=dx, dy=dy, dz=dz, s0=s0, s1=s1, s2=s2
-        )
-    squared = dx * dx + dy * dy + dz * dz
+        s = cast(load_vector(translation, at, has_candidate, 0), tl.float64)
+        r = _translate(atoms.cells.box, atom.frame, r, s)
+    squared = dot(r, r)
     near = has_candidate & (squared < form.rcut_squared)
     total = tl.sum(near.to(tl.int32))
 
@@ -762,20 +729,16 @@ def lay_out_kernel(
     is_neighbor = (lane < total) & (lane < form.n_nearest)  # lanes are ranks from here on
     at = row * room + tl.where(is_neighbor, _number_of(keys), 0)
     neighbor_place = tl.load(place + at, is_neighbor, 0).to(tl.int64)
-    s0 = None
-    s1 = None
-    s2 = None
+    neighbor_s = None
     if translation is not None:
-        s0, s1, s2 = _load_translation(translation, at, is_neighbor)
+        neighbor_s = load_vector(translation, at, is_neighbor, 0)
     _write_sections(
         neighbor=neighbor,
         shift=shift,
         needed_widths=needed + _FIRST_WIDTH,
         row=row,
         place=neighbor_place,
-        s0=s0,
-        s1=s1,
-        s2=s2,
+        s=neighbor_s,
         is_neighbor=is_neighbor,
         kind=tl.load(atoms.atype + neighbor_place, is_neighbor, -1),
         form=form,

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.errors import ModelError
 
@@ -115,12 +116,12 @@ def _hash(number: int) -> int:
 class LayerTensors(NamedTuple):
     """The tensors of one layer, y = activation(x·matrix + bias)·idt + copies of x."""
 
-    matrix: torch.Tensor
-    bias: torch.Tensor
-    idt: torch.Tensor | None
+    matrix: Tensor
+    bias: Tensor
+    idt: Tensor | None
 
 
-def unflatten(flat: Sequence[torch.Tensor | None], networks: int = 1) -> list[list[LayerTensors]]:
+def unflatten(flat: Sequence[Tensor | None], networks: int = 1) -> list[list[LayerTensors]]:
     """Return the layers of several equal networks from their `Network.flat` in a row."""
     layers = [
         LayerTensors(*flat[i : i + 3])  # type: ignore[arg-type]  # idt may be None
@@ -220,7 +221,7 @@ class Network(torch.nn.Module):
         return tuple(layer.tensors for layer in self.layers)  # type: ignore[misc]
 
     @property
-    def flat(self) -> list[torch.Tensor | None]:
+    def flat(self) -> list[Tensor | None]:
         """Matrix, bias and idt of every layer one after another."""
         return [tensor for layer in self.tensors for tensor in layer]
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +66,14 @@ class Branches:
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def lend(self, number: int, *tensors: torch.Tensor | None) -> None:
+    def lend(self, number: int, *tensors: Tensor | None) -> None:
         """Declare that a chain, or its backward, reads tensors from before the context."""
         number %= len(self._streams) + 1
         for tensor in tensors:
             if number and tensor is not None:
                 tensor.record_stream(self._streams[number - 1])
 
-    def take(self, *tensors: torch.Tensor | None) -> None:
+    def take(self, *tensors: Tensor | None) -> None:
         """Declare that the current stream reads tensors from a chain."""
         for tensor in tensors:
             if self._streams and tensor is not None:

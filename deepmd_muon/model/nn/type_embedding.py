@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.nn.layers import linear
 from deepmd_muon.model.nn.networks import Layer, SeedPath
@@ -13,7 +14,7 @@ from deepmd_muon.model.nn.networks import Layer, SeedPath
 TABLE = "embedding.embedding_net.layers.0.matrix"
 
 
-def identity(matrix: torch.Tensor) -> torch.Tensor:
+def identity(matrix: Tensor) -> Tensor:
     """Return what the residual connection adds to the matrix: one identity, two, or zeros."""
     ntypes, width = matrix.shape
     copies = width // ntypes if width in (ntypes, 2 * ntypes) else 0
@@ -53,10 +54,10 @@ class TypeEmbedding(torch.nn.Module):
         self.embedding.embedding_net.layers = torch.nn.ModuleList([layer])
         self._layer = (layer,)  # a tuple, so that torch does not register the layer a second time
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """Return the vectors of all types `(ntypes, width)`."""
         layer = self._layer[0]
-        table: torch.Tensor = layer.matrix if layer.bias is None else layer.matrix + layer.bias
+        table: Tensor = layer.matrix if layer.bias is None else layer.matrix + layer.bias
         if self.width in (self.ntypes, 2 * self.ntypes):
             table = table + identity(layer.matrix)
         return table
@@ -66,17 +67,17 @@ class TypeEmbedding(torch.nn.Module):
 _MOST_ROWS = 64
 
 
-def _rows(table: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+def _rows(table: Tensor, index: Tensor, count: int) -> Tensor:
     return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
 
 
-def _sums(values: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+def _sums(values: Tensor, index: Tensor, count: int) -> Tensor:
     """Return the sum of the values of each of `count` rows."""
     one_hot = torch.arange(count, device=index.device).unsqueeze(1) == index.reshape(-1)
     return one_hot.to(values.dtype) @ values.reshape(-1, values.shape[-1])
 
 
-def rows_of(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
     """Return rows `(*index.shape, width)` of a small table, such as one with a row for each type.
 
     The gradient is a matrix product: torch's own adds thousands of rows to the same few, one after

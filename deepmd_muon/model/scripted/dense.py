@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.nn.activation import (
     GELU_CUBIC,
@@ -33,9 +34,9 @@ class Act(NamedTuple):
 class Dense(NamedTuple):
     """One layer, y = f(x·matrix + bias)·idt + copies of x."""
 
-    matrix: torch.Tensor
-    bias: torch.Tensor
-    idt: torch.Tensor | None
+    matrix: Tensor
+    bias: Tensor
+    idt: Tensor | None
     copies: int
 
 
@@ -78,9 +79,7 @@ def _silut_start(threshold: float) -> tuple[float, float]:
     return threshold * sigmoid, sigmoid + threshold * sigmoid * (1.0 - sigmoid)
 
 
-def _slope_of_gelu(
-    h: torch.Tensor, scale: float = GELU_SCALE, cubic: float = GELU_CUBIC
-) -> torch.Tensor:
+def _slope_of_gelu(h: Tensor, scale: float = GELU_SCALE, cubic: float = GELU_CUBIC) -> Tensor:
     """Return the derivative of the tanh form of GELU.
 
     TorchScript sees constants of modules only as defaults of arguments.
@@ -91,7 +90,7 @@ def _slope_of_gelu(
     return 0.5 * (1.0 + t) + 0.5 * h * (1.0 - t * t) * inner
 
 
-def value_of(act: Act, h: torch.Tensor) -> torch.Tensor:
+def value_of(act: Act, h: Tensor) -> Tensor:
     """Return f(h) in a new tensor."""
     if act.kind == "tanh":
         if h.is_cuda or h.requires_grad:
@@ -121,8 +120,8 @@ def value_of(act: Act, h: torch.Tensor) -> torch.Tensor:
 
 
 def slope_of(
-    act: Act, h: torch.Tensor, value: torch.Tensor, linear_above: float = SOFTPLUS_LINEAR_ABOVE
-) -> torch.Tensor:
+    act: Act, h: Tensor, value: Tensor, linear_above: float = SOFTPLUS_LINEAR_ABOVE
+) -> Tensor:
     """Return f′(h), with f(h) known, in a new tensor."""
     if act.kind == "tanh":
         return 1.0 - value * value
@@ -146,14 +145,14 @@ def slope_of(
     return torch.ones_like(h)
 
 
-def _halves(x: torch.Tensor) -> torch.Tensor:
+def _halves(x: Tensor) -> Tensor:
     """Return the rows of x `(rows, n)` in two batches, padded with a row of zeros if odd."""
     if x.shape[0] % 2 == 1:
         x = torch.nn.functional.pad(x, [0, 0, 0, 1])
     return x.reshape([2, x.shape[0] // 2, x.shape[1]])
 
 
-def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def product(x: Tensor, matrix: Tensor) -> Tensor:
     """Return x·matrix, from x `(rows, n)` and matrix `(n, M)`.
 
     On CPUs in two batches: LAMMPS exports its own `dgemm_`, without vector instructions, and the
@@ -166,7 +165,7 @@ def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return result.flatten(0, 1)[: x.shape[0]]
 
 
-def add_product(other: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def add_product(other: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """Return other + x·matrix, from other `(M,)` or `(rows, M)`; see `product`."""
     if x.is_cuda:
         return torch.addmm(other, x, matrix)
@@ -175,7 +174,7 @@ def add_product(other: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> t
     return result.flatten(0, 1)[: x.shape[0]]
 
 
-def accumulate_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
+def accumulate_product(total: Tensor, x: Tensor, matrix: Tensor) -> None:
     """Add x·matrix to total `(rows, M)`, which is contiguous; see `product`."""
     if x.is_cuda:
         torch.addmm(total, x, matrix, out=total)
@@ -186,7 +185,7 @@ def accumulate_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tenso
         torch.baddbmm(halves, _halves(x), matrix.expand([2, -1, -1]), out=halves)
 
 
-def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def output_of(layer: Dense, x: Tensor, value: Tensor) -> Tensor:
     """Return y `(rows, n_out)` = f(h)·idt + copies of x, from f(h) and x `(rows, n_in)`."""
     idt = layer.idt
     out = value if idt is None else value * idt
@@ -197,7 +196,7 @@ def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     return out
 
 
-def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
+def embed_rows(act: Act, layers: list[Dense], x: Tensor) -> Tensor:
     """Return a net's output and its derivative by column 0 of x `(rows, n)`: `(2, rows, M)`."""
     nrows = x.shape[0]
     x_dot = torch.zeros_like(x)
@@ -227,14 +226,14 @@ def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
     return stack
 
 
-def forward_layer(act: Act, layer: Dense, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_layer(act: Act, layer: Dense, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return y `(rows, n_out)` and dy/dh without idt, from x `(rows, n_in)`."""
     h = add_product(layer.bias, x, layer.matrix)
     value = value_of(act, h)
     return output_of(layer, x, value), slope_of(act, h, value)
 
 
-def adjoint_layer(layer: Dense, slope: torch.Tensor, y_bar: torch.Tensor) -> torch.Tensor:
+def adjoint_layer(layer: Dense, slope: Tensor, y_bar: Tensor) -> Tensor:
     """Return dE/dx from dE/dy and the slope that `forward_layer` returned."""
     idt = layer.idt
     h_bar = slope * y_bar if idt is None else slope * y_bar * idt
@@ -247,11 +246,9 @@ def adjoint_layer(layer: Dense, slope: torch.Tensor, y_bar: torch.Tensor) -> tor
     return x_bar
 
 
-def energy_and_slope(
-    act: Act, layers: list[Dense], x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def energy_and_slope(act: Act, layers: list[Dense], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E `(rows, 1)` of a network whose last layer is linear, and dE/dx like x."""
-    slopes: list[torch.Tensor] = []
+    slopes: list[Tensor] = []
     last = layers[-1]
     for layer in layers[:-1]:
         x, slope = forward_layer(act, layer, x)

@@ -1,6 +1,7 @@
 """Features of ghost neighbours: gathered from their originals, or exchanged between ranks."""
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.scripted.near import Near
 
@@ -37,7 +38,7 @@ def declare_operators(*schemas: str) -> None:
         _libraries.append(library)
 
 
-def neighbor_rows(rows: torch.Tensor, near: Near) -> torch.Tensor:
+def neighbor_rows(rows: Tensor, near: Near) -> Tensor:
     """Return rows of neighbours `(ncentre, nnei, n)` from rows of centres `(ncentre, n)`.
 
     Rows of empty slots are arbitrary.
@@ -61,5 +62,5 @@ def neighbor_rows(rows: torch.Tensor, near: Near) -> torch.Tensor:
         torch.tensor(nlocal, dtype=torch.int32),
         torch.tensor(natoms - nlocal, dtype=torch.int32),
     )[0]
-    neighbor_features: torch.Tensor = all_rows[neighbor]
+    neighbor_features: Tensor = all_rows[neighbor]
     return neighbor_features

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Near(NamedTuple):
@@ -38,17 +39,17 @@ class Near(NamedTuple):
         Arguments of `deepmd::border_op`, or nothing.
     """
 
-    centre: torch.Tensor
-    kind: torch.Tensor
+    centre: Tensor
+    kind: Tensor
     counts: list[int]
-    neighbor: torch.Tensor
+    neighbor: Tensor
     sections: list[int]
-    vectors: torch.Tensor
-    types: torch.Tensor
-    first_type: torch.Tensor
-    place: torch.Tensor
+    vectors: Tensor
+    types: Tensor
+    first_type: Tensor
+    place: Tensor
     nlocal: int
-    comm: dict[str, torch.Tensor]
+    comm: dict[str, Tensor]
 
 
 class Request(NamedTuple):
@@ -77,7 +78,7 @@ class Request(NamedTuple):
     ntypes: int
 
 
-def sort_by_type(kind: torch.Tensor, crowd: torch.Tensor) -> torch.Tensor:
+def sort_by_type(kind: Tensor, crowd: Tensor) -> Tensor:
     """Return the order of atoms `(nreal,)` by type, then by number of neighbours.
 
     Atoms of negative type are left out.
@@ -88,12 +89,12 @@ def sort_by_type(kind: torch.Tensor, crowd: torch.Tensor) -> torch.Tensor:
 
 
 def neighbors_within(
-    coord: torch.Tensor,
-    types: torch.Tensor,
-    centre: torch.Tensor,
-    listed: torch.Tensor,
+    coord: Tensor,
+    types: Tensor,
+    centre: Tensor,
+    listed: Tensor,
     request: Request,
-) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+) -> tuple[Tensor, list[int], Tensor]:
     """Select the neighbours that a descriptor reads from a longer, unordered list.
 
     Parameters
@@ -131,7 +132,7 @@ def neighbors_within(
         is_nearest = torch.zeros_like(within, dtype=torch.int64)
         is_nearest.scatter_add_(1, nearest.clamp(min=0), (nearest >= 0).long())
         within = is_nearest > 0
-    columns: list[torch.Tensor] = []
+    columns: list[Tensor] = []
     sections: list[int] = []
     for group in range(len(request.sel)):
         inside = within & (kind == group) if request.by_type else within
@@ -147,7 +148,7 @@ def neighbors_within(
     return neighbor, sections, vectors
 
 
-def _columns(inside: torch.Tensor) -> torch.Tensor:
+def _columns(inside: Tensor) -> Tensor:
     """Return the columns of the True entries of each row in order, then −1 `(rows, n)`."""
     rank = inside.cumsum(1)
     width = 0 if inside.numel() == 0 else int(rank[:, -1].max())
@@ -156,7 +157,7 @@ def _columns(inside: torch.Tensor) -> torch.Tensor:
     return out.index_put_((row, rank[row, column] - 1), column)
 
 
-def _nearest_columns(inside: torch.Tensor, square: torch.Tensor, limit: int) -> torch.Tensor:
+def _nearest_columns(inside: Tensor, square: Tensor, limit: int) -> Tensor:
     """Return the columns of at most `limit` True entries of each row, nearest first, then −1."""
     distance, column = torch.where(inside, square, torch.inf).sort(dim=1, stable=True)
     width = 0 if inside.numel() == 0 else min(limit, int(inside.sum(1).max()))

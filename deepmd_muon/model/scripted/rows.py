@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
-def quintic(u: torch.Tensor) -> torch.Tensor:
+def quintic(u: Tensor) -> Tensor:
     """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
 
     1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the
@@ -29,15 +30,15 @@ class Rows(NamedTuple):
         `(ncentre, nnei)` [1/Å³, 1/Å², 1/Å⁴].
     """
 
-    edges: torch.Tensor
-    rows: torch.Tensor
-    radial: torch.Tensor
-    isotropic: torch.Tensor
-    bend: torch.Tensor
+    edges: Tensor
+    rows: Tensor
+    radial: Tensor
+    isotropic: Tensor
+    bend: Tensor
 
 
 def environment_rows(
-    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float
+    edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, protection: float
 ) -> Rows:
     """Compute the rows; see `environment` for the arguments."""
     edges = edges.masked_fill(empty.unsqueeze(-1), rcut)
@@ -56,19 +57,19 @@ def environment_rows(
 
 
 def rows_pullback(
-    adjoint: torch.Tensor,
-    edges: torch.Tensor,
-    radial: torch.Tensor,
-    isotropic: torch.Tensor,
-    bend: torch.Tensor,
-) -> torch.Tensor:
+    adjoint: Tensor,
+    edges: Tensor,
+    radial: Tensor,
+    isotropic: Tensor,
+    bend: Tensor,
+) -> Tensor:
     """Return dE/dr_ij `(ncentre, nnei, 3)` [eV/Å] from dE/drow `(ncentre, nnei, 4)`; see `Rows`."""
     along = (adjoint[..., 1:] * edges).sum(-1)
     scale = torch.addcmul(radial * adjoint[..., 0], bend, along)
     return torch.addcmul(isotropic.unsqueeze(-1) * adjoint[..., 1:], scale.unsqueeze(-1), edges)
 
 
-def sums_pullback(adjoint: torch.Tensor, a: torch.Tensor, axis: int, slots: int) -> torch.Tensor:
+def sums_pullback(adjoint: Tensor, a: Tensor, axis: int, slots: int) -> Tensor:
     """Return dE/d(slots·A) like A `(ncentre, 4, M)` from dE/dD; D begins with AᵀA_axis."""
     width = a.shape[2]
     d_bar = adjoint[:, : width * axis].reshape(-1, width, axis)

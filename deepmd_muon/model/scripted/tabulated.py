@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.scripted.dense import Dense, product
@@ -45,7 +46,7 @@ MOST_BYTES = 2**28
 # ----- splines ------------------------------------------------------------------------------------
 
 
-def spline_matrix() -> torch.Tensor:
+def spline_matrix() -> Tensor:
     """Return the coefficients of u⁰ … u⁵ of the six b on an interval, a row for each `(6, 6)`."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     # b^n_k(u) = ((u + n − k) b^(n−1)_(k−1) + (k + 1 − u) b^(n−1)_k) / n
@@ -62,9 +63,7 @@ def spline_matrix() -> torch.Tensor:
     return matrix
 
 
-def spline_coefficients(
-    features: Callable[[torch.Tensor], torch.Tensor], step: float, pieces: int
-) -> torch.Tensor:
+def spline_coefficients(features: Callable[[Tensor], Tensor], step: float, pieces: int) -> Tensor:
     """Return C `(pieces + 5, M)`, float64, of features `(n, M)` on [0, pieces·step].
 
     A spline that passes through samples on an infinite grid is their convolution with the inverse
@@ -78,7 +77,7 @@ def spline_coefficients(
     inverse = torch.linalg.inv(system)[2 * MARGIN, MARGIN : size - MARGIN]
     knots = torch.arange(pieces + 5 + 2 * MARGIN, dtype=torch.float64) - 2 - MARGIN
     samples = features(knots * step)
-    coefficients: torch.Tensor = samples.unfold(0, 2 * MARGIN + 1, 1) @ inverse
+    coefficients: Tensor = samples.unfold(0, 2 * MARGIN + 1, 1) @ inverse
     return coefficients
 
 
@@ -112,13 +111,13 @@ class Geometry(NamedTuple):
         Its derivative by r, divided by r `(nedges,)`.
     """
 
-    vectors: torch.Tensor
-    s: torch.Tensor
-    isotropic: torch.Tensor
-    radial: torch.Tensor
-    bend: torch.Tensor
-    switch: torch.Tensor
-    switch_slope: torch.Tensor
+    vectors: Tensor
+    s: Tensor
+    isotropic: Tensor
+    radial: Tensor
+    bend: Tensor
+    switch: Tensor
+    switch_slope: Tensor
 
 
 class Basis(NamedTuple):
@@ -134,10 +133,10 @@ class Basis(NamedTuple):
         Whether the edge is beyond the table `(nedges,)`.
     """
 
-    values: torch.Tensor
-    slopes: torch.Tensor
-    cell: torch.Tensor
-    beyond: torch.Tensor
+    values: Tensor
+    slopes: Tensor
+    cell: Tensor
+    beyond: Tensor
 
 
 class Tape(NamedTuple):
@@ -164,16 +163,16 @@ class Tape(NamedTuple):
 
     geometry: Geometry
     basis: Basis
-    rows: torch.Tensor
-    scale: torch.Tensor
-    switch: torch.Tensor
-    place: torch.Tensor
-    beyond: torch.Tensor
-    exact: torch.Tensor
+    rows: Tensor
+    scale: Tensor
+    switch: Tensor
+    place: Tensor
+    beyond: Tensor
+    exact: Tensor
     kinds: list[int]
     counts: list[int]
     terms: int
-    a: torch.Tensor
+    a: Tensor
 
 
 # ----- the descriptor -----------------------------------------------------------------------------
@@ -214,16 +213,14 @@ class Tabulated(torch.nn.Module):
     fills: bool
     excludes: bool
     warned: bool
-    scale: torch.Tensor
-    empty_row: torch.Tensor
-    seen: torch.Tensor
-    table: torch.Tensor
-    basis: torch.Tensor
-    type_rows: torch.Tensor
+    scale: Tensor
+    empty_row: Tensor
+    seen: Tensor
+    table: Tensor
+    basis: Tensor
+    type_rows: Tensor
 
-    def __init__(
-        self, scripted: Any, empty_row: torch.Tensor, *, step: float, nearest: float
-    ) -> None:
+    def __init__(self, scripted: Any, empty_row: Tensor, *, step: float, nearest: float) -> None:
         super().__init__()
         self.request = scripted.request
         self.rcut = scripted.rcut
@@ -269,13 +266,13 @@ class Tabulated(torch.nn.Module):
             )
 
     @torch.no_grad()
-    def _coefficients(self, scripted: Any, centre: int, neighbor_kind: int) -> torch.Tensor:
+    def _coefficients(self, scripted: Any, centre: int, neighbor_kind: int) -> Tensor:
         """Return the tables of a pair of types `(channels, pieces + 5, M)`."""
         scale = self.scale[centre, 0].double()
         shift = self.empty_row[centre, 0].double()
         features = self.features_of(scripted, centre, neighbor_kind)
 
-        def features_of_s(s: torch.Tensor) -> torch.Tensor:
+        def features_of_s(s: Tensor) -> Tensor:
             return features(s * scale + shift)
 
         all_channels = spline_coefficients(features_of_s, self.step, self.pieces)
@@ -287,15 +284,11 @@ class Tabulated(torch.nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def features_of(
-        scripted: Any, centre: int, neighbor_kind: int
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def features_of(scripted: Any, centre: int, neighbor_kind: int) -> Callable[[Tensor], Tensor]:
         """Return a function of R₀: features of a pair of types `(n, channels·M)`, float64."""
         raise NotImplementedError
 
-    def embed_exactly(
-        self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
-    ) -> torch.Tensor:
+    def embed_exactly(self, x: Tensor, pair: Tensor, switch: Tensor) -> Tensor:
         """Return G, dG/dR₀ and, with two channels, dG/dswitch `(2 or 3, n, M)`.
 
         Parameters
@@ -309,7 +302,7 @@ class Tabulated(torch.nn.Module):
         """
         raise NotImplementedError
 
-    def fill(self, near: Near, neighbor_kind: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def fill(self, near: Near, neighbor_kind: Tensor, real: Tensor) -> Tensor:
         """Return the part of empty slots in A `(ncentre, 4, M)`.
 
         Parameters
@@ -324,7 +317,7 @@ class Tabulated(torch.nn.Module):
         raise NotImplementedError
 
     @torch.jit.export
-    def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
+    def describe(self, near: Near) -> tuple[Tensor, Tape]:
         """Return D `(ncentre, dim_out)` and the tape."""
         ncentre, nnei = near.neighbor.shape
         dtype = self.table.dtype
@@ -396,7 +389,7 @@ class Tabulated(torch.nn.Module):
         )
         return d, tape
 
-    def _geometry(self, vectors: torch.Tensor, real: torch.Tensor) -> Geometry:
+    def _geometry(self, vectors: Tensor, real: Tensor) -> Geometry:
         """Return the geometry of r_ij `(ncentre, nnei, 3)`; everything vanishes in empty slots."""
         vectors = vectors.masked_fill(~real.unsqueeze(2), self.rcut).view(-1, 3).t().contiguous()
         distance = (vectors * vectors).sum(0).sqrt_()
@@ -416,7 +409,7 @@ class Tabulated(torch.nn.Module):
             switch_slope=slope / distance,
         )
 
-    def _basis(self, s: torch.Tensor) -> Basis:
+    def _basis(self, s: Tensor) -> Basis:
         """Return the splines at each s."""
         place = (s / self.step).clamp_(max=float(self.pieces))
         cell = place.floor().clamp_(0.0, float(self.pieces - 1))
@@ -447,13 +440,13 @@ class Tabulated(torch.nn.Module):
 
     def _spread(
         self,
-        rows: torch.Tensor,
-        values: torch.Tensor,
-        switch: torch.Tensor,
-        place: torch.Tensor,
+        rows: Tensor,
+        values: Tensor,
+        switch: Tensor,
+        place: Tensor,
         groups: int,
         terms: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return B `(groups, 4, channels·terms)`: Σ rows·values, and Σ switch·rows·values."""
         out = torch.zeros(
             [groups * 4 * self.channels * terms], dtype=rows.dtype, device=rows.device
@@ -468,7 +461,7 @@ class Tabulated(torch.nn.Module):
                     out.index_add_(0, place + (start + k), products[k])
         return out.view(groups, 4, self.channels * terms)
 
-    def _contract(self, b: torch.Tensor, kinds: list[int], near: Near) -> torch.Tensor:
+    def _contract(self, b: Tensor, kinds: list[int], near: Near) -> Tensor:
         """Return A `(ncentre, 4, M)`, without empty slots and edges beyond the table."""
         ncentre = near.kind.shape[0]
         width = b.shape[2]
@@ -483,13 +476,13 @@ class Tabulated(torch.nn.Module):
                 start = stop
         return a.view(ncentre, 4, self.width)
 
-    def _rows_of(self, centre: int, neighbor_kind: int, terms: int) -> torch.Tensor:
+    def _rows_of(self, centre: int, neighbor_kind: int, terms: int) -> Tensor:
         """Return the first rows of the tables of a pair of types `(channels·terms, M)`."""
         pair = centre * self.request.ntypes + neighbor_kind
         return self.table[pair, :, :terms].reshape(-1, self.width)
 
     @torch.jit.export
-    def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
+    def pullback(self, adjoint: Tensor, tape: Tape) -> Tensor:
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
         a_bar = sums_pullback(adjoint, tape.a, self.axis, self.slots)
         rows_bar, s_bar, switch_bar = self._evaluate(self._products(a_bar, tape), tape)
@@ -505,7 +498,7 @@ class Tabulated(torch.nn.Module):
         out = geometry.isotropic * rows_bar[1:] + radial * geometry.vectors
         return out.t().reshape(tape.a.shape[0], -1, 3)
 
-    def _products(self, a_bar: torch.Tensor, tape: Tape) -> torch.Tensor:
+    def _products(self, a_bar: Tensor, tape: Tape) -> Tensor:
         """Return P, flat, in the order of B."""
         flat = a_bar.view(-1, self.width)
         out = torch.empty(
@@ -522,9 +515,7 @@ class Tabulated(torch.nn.Module):
                 start = stop
         return out.view(-1)
 
-    def _evaluate(
-        self, p: torch.Tensor, tape: Tape
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _evaluate(self, p: Tensor, tape: Tape) -> tuple[Tensor, Tensor, Tensor]:
         """Return dE/dR `(4, nedges)`, dE/ds through b `(nedges,)`, and dE/dswitch."""
         rows_bar = torch.zeros_like(tape.rows)
         s_bar = torch.zeros_like(tape.rows[0])
@@ -547,7 +538,7 @@ class Tabulated(torch.nn.Module):
         return rows_bar, s_bar, switch_bar
 
     def _replace_beyond(
-        self, a_bar: torch.Tensor, tape: Tape, rows_bar: torch.Tensor, switch_bar: torch.Tensor
+        self, a_bar: Tensor, tape: Tape, rows_bar: Tensor, switch_bar: Tensor
     ) -> None:
         """Write dE/dR, and dE/dswitch, of the edges beyond the table from the net's values."""
         nnei = tape.place.shape[0] // a_bar.shape[0]

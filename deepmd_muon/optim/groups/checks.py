@@ -15,7 +15,7 @@ from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError, 
 from deepmd_muon.optim.groups.group_settings import PATTERNS, arguments_of, as_tuple, unfolded
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name, unnamed
-from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
+from deepmd_muon.optim.routing.views import FusedSplit, Shape, effective_shape
 from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.setting import idle_settings
 
@@ -205,9 +205,7 @@ def _given_patterns(group: Mapping[str, Any]) -> Iterator[_Pattern]:
                 yield _Pattern(setting, text)
 
 
-def _names_open_to(
-    group: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, set[str]]:
+def _names_open_to(group: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, set[str]]:
     """Return, by setting, the names that its patterns may decide, given the settings before it."""
     names = set(shapes)
     by_muon = _names_matching(names, group["muon_patterns"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,8 +24,15 @@ if TYPE_CHECKING:
 Logits = Mapping[str, Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
+class _Weight(NamedTuple):
+    """A parameter, its route, and the ranks with copies of it; None for a DTensor or a local one."""
+
+    p: Tensor
+    entry: RouteEntry
+    replicas: Replicas | None
+
+
+class _Target(NamedTuple):
     """One parameter, the dimension that is scaled, and the factor of each index along it."""
 
     p: Tensor
@@ -72,14 +78,12 @@ class Clipper:
 
     def __init__(self, clip: QKClip, groups: Sequence[Group], replicas: Replicas | None) -> None:
         self._clip = clip
-        by_name = {entry.name: (p, entry) for group in groups for p, entry in group.routed}
-        local_names = {
-            entry.name
-            for group in groups
-            for _, entry in group.routed
-            if is_local(entry.name, group.settings)
-        }
-        scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
+        by_name: dict[str, _Weight] = {}
+        for group in groups:
+            for p, entry in group.routed:
+                local = is_local(entry.name, group.settings)
+                by_name[entry.name] = _Weight(p, entry, None if local else replicas)
+        scaled = rows_by_parameter(clip, {name: weight.entry for name, weight in by_name.items()})
         self._first_head: dict[str, int] = {}  # by layer
         self._first_key: dict[str, int] = {}  # by layer
         key_of_head: list[int] = []
@@ -99,32 +103,52 @@ class Clipper:
         self._place_of_one = 2 * n_heads + n_keys
         self._key_of_head = torch.tensor(key_of_head, device="cpu")
         self._targets = [
-            self._target(*by_name[name], rows)
+            self._target(by_name[name], rows)
             for name, rows in sorted(scaled.items())
-            if by_name[name][0].numel()
+            if by_name[name].p.numel()
         ]
-        self._reductions = _reductions(
-            clip, scaled, by_name, self._first_head, replicas=replicas, local_names=local_names
+        self._reductions = self._find_reductions(
+            {x.layer.name: by_name[name] for name, rows in scaled.items() for x in rows}
         )
         self._reduced_heads: dict[torch.device, list[Tensor]] = {}
 
-    def _target(self, p: Tensor, entry: RouteEntry, scaled: Sequence[LayerRows]) -> _Target:
+    def _target(self, weight: _Weight, scaled: Sequence[LayerRows]) -> _Target:
         """Return a parameter with the place of each row's factor in the table."""
+        p, entry, _ = weight
         is_bias = len(entry.shape) == 1
         dim = 0 if is_bias or scaled[0].layer.axis == "rows" else 1
         places = torch.full((entry.shape[dim],), self._place_of_one, device="cpu")
         for layer, rows in scaled:
             firsts = self._first_key if rows.factor == "key" else self._first_head
-            first_place = self._starts[rows.factor] + firsts[layer.name] + rows.offset
-            for i in range(rows.heads):
-                start = rows.start + i * rows.stride
-                places[start : start + rows.size] = first_place + i * rows.step
-        if hasattr(p, "device_mesh"):
+            in_table = self._starts[rows.factor] + firsts[layer.name] + rows.heads
+            places = torch.where(rows.heads >= 0, in_table, places)
+        if spec_of(p) is not None:
             from deepmd_muon.optim.sharded.params import local_runs  # needs torch.distributed
 
             runs = [places[start:stop] for start, stop in local_runs(p, dim)]
             places = torch.cat([places[:0], *runs])
         return _Target(p, dim, places.to(local_of(p).device))
+
+    def _find_reductions(self, weights: Mapping[str, _Weight]) -> list[_Reduction]:
+        """Return the ranks that reduce the logits of heads, in the same order on all ranks.
+
+        `weights` has one weight of each layer.
+        """
+        if all(x.replicas is None and spec_of(x.p) is None for x in weights.values()):
+            return []
+        from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed
+
+        heads: dict[tuple[int, ...], list[int]] = {}
+        for layer in self._clip.layers:
+            weight = weights[layer.name]
+            layout = layout_of(weight.p, weight.replicas)
+            if layout is not None and len(layout.ranks) > 1:
+                start = self._first_head[layer.name]
+                heads.setdefault(layout.sorted_ranks, []).extend(range(start, start + layer.heads))
+        return [
+            _Reduction(ranks, torch.tensor(numbers, device="cpu"))
+            for ranks, numbers in heads.items()
+        ]
 
     def checked(self, logits: Logits) -> dict[str, Tensor]:
         """Return logits by the routing's names.
@@ -254,35 +278,3 @@ def _held_heads(value: Tensor) -> Sequence[tuple[int, int]]:
     from deepmd_muon.optim.sharded.params import local_runs  # needs torch.distributed
 
     return local_runs(value, 0)
-
-
-def _reductions(
-    clip: QKClip,
-    scaled: Mapping[str, Sequence[LayerRows]],
-    by_name: Mapping[str, tuple[Tensor, RouteEntry]],
-    first_head: Mapping[str, int],
-    *,
-    replicas: Replicas | None,
-    local_names: Container[str],
-) -> list[_Reduction]:
-    """Return the ranks that reduce the logits of heads, in the same order on all ranks."""
-    params = {
-        layer_rows.layer.name: by_name[name]
-        for name, rows_of_layers in scaled.items()
-        for layer_rows in rows_of_layers
-    }
-    if replicas is None and not any(hasattr(p, "device_mesh") for p, _ in params.values()):
-        return []
-    from deepmd_muon.optim.sharded.params import layout_of  # needs torch.distributed
-
-    heads: dict[tuple[int, ...], list[int]] = {}
-    for layer in clip.layers:
-        p, entry = params[layer.name]
-        layout = layout_of(p, None if entry.name in local_names else replicas)
-        if layout is not None and len(layout.ranks) > 1:
-            start = first_head[layer.name]
-            ranks = tuple(sorted(layout.ranks))
-            heads.setdefault(ranks, []).extend(range(start, start + layer.heads))
-    return [
-        _Reduction(ranks, torch.tensor(numbers, device="cpu")) for ranks, numbers in heads.items()
-    ]

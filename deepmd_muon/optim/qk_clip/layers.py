@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.routing.routes import RouteEntry, canonical_name
 
@@ -24,20 +27,14 @@ _NORM = re.compile(
 
 
 class HeadRows(NamedTuple):
-    """Rows of one weight that belong to `heads` heads.
+    """Rows of one weight, or columns, that one factor of their head scales.
 
-    The i-th of these heads is number ``offset + i · step`` of its layer. It has `size` rows, from
-    ``start + i · stride`` on.
+    `heads` has the head of each row, or the key head, int64 (rows,); −1 for other rows.
     """
 
     parameter: str
     factor: Factor
-    heads: int
-    size: int
-    start: int
-    stride: int
-    offset: int = 0
-    step: int = 1
+    heads: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +66,18 @@ class SeparateQK:
     key_heads: int | None = None
     axis: Axis = "rows"
 
-    def rows(
-        self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
-    ) -> list[HeadRows]:
+    def rows(self, routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
         """Return the rows of both weights."""
         key_heads = self.key_heads or self.heads
-        query_length = _length(self, self.query, shapes)
-        key_length = _length(self, self.key, shapes)
+        query_length = _length(self, self.query, routes)
+        key_length = _length(self, self.key, routes)
         size = _per_head(self, self.query, query_length, self.heads)
         if key_length != key_heads * size:
             problem = f"{self.key!r} has {key_length} {self.axis}, not {key_heads} x {size}"
             raise QKClipError([f"{self.name}: {problem}"])
         return [
-            HeadRows(self.query, "query", heads=self.heads, size=size, start=0, stride=size),
-            HeadRows(self.key, "key", heads=key_heads, size=size, start=0, stride=size),
+            HeadRows(self.query, "query", _numbers(self.heads, size)),
+            HeadRows(self.key, "key", _numbers(key_heads, size)),
         ]
 
 
@@ -111,52 +106,29 @@ class FusedQKV:
     interleaved: bool = False
     axis: Axis = "rows"
 
-    def rows(
-        self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
-    ) -> list[HeadRows]:
+    def rows(self, routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
         """Return the rows of queries and keys."""
         key_heads = self.key_heads or self.heads
-        length = _length(self, self.weight, shapes)
+        length = _length(self, self.weight, routes)
         view = routes[self.weight].view
         sizes = view.storage_sizes if view is not None and view.axis == self.axis else ()
-        if self.interleaved:
-            return self._interleaved_rows(length, sizes, key_heads)
-        size = self._head_size(length, sizes, self.heads, key_heads)
-        keys_start = self.heads * size
-        return [
-            HeadRows(self.weight, "query", heads=self.heads, size=size, start=0, stride=size),
-            HeadRows(self.weight, "key", heads=key_heads, size=size, start=keys_start, stride=size),
-        ]
-
-    def _interleaved_rows(
-        self, length: int, sizes: tuple[int, ...], key_heads: int
-    ) -> list[HeadRows]:
-        """Return the rows of a weight with queries | key | value of each key head in turn."""
-        queries_per_key = self.heads // key_heads
-        parts_per_key = sizes[: len(sizes) // key_heads]
-        if parts_per_key * key_heads != sizes:
+        # Queries | keys | values, for all key heads or for each in turn.
+        n_blocks = key_heads if self.interleaved else 1
+        parts = sizes[: len(sizes) // n_blocks]
+        if parts * n_blocks != sizes:
             raise self._error_of_parts(sizes, f"which does not repeat for {key_heads} key heads")
-        stride = _per_head(self, self.weight, length, key_heads)
-        size = self._head_size(stride, parts_per_key, queries_per_key, 1)
-        # The i-th query head of each key head.
-        queries = [
-            HeadRows(
-                self.weight,
-                "query",
-                heads=key_heads,
-                size=size,
-                start=i * size,
-                stride=stride,
-                offset=i,
-                step=queries_per_key,
-            )
-            for i in range(queries_per_key)
+        stride = _per_head(self, self.weight, length, n_blocks)
+        size = self._head_size(stride, parts, self.heads // n_blocks, key_heads // n_blocks)
+        n_queries = size * self.heads // n_blocks
+        n_keys = size * key_heads // n_blocks
+        queries = _none_of(n_blocks, stride)
+        queries[:, :n_queries] = _numbers(self.heads, size).view(n_blocks, n_queries)
+        keys = _none_of(n_blocks, stride)
+        keys[:, n_queries : n_queries + n_keys] = _numbers(key_heads, size).view(n_blocks, n_keys)
+        return [
+            HeadRows(self.weight, "query", queries.flatten()),
+            HeadRows(self.weight, "key", keys.flatten()),
         ]
-        keys_start = queries_per_key * size
-        keys = HeadRows(
-            self.weight, "key", heads=key_heads, size=size, start=keys_start, stride=stride
-        )
-        return [*queries, keys]
 
     def _head_size(
         self, length: int, part_sizes: tuple[int, ...], heads: int, key_heads: int
@@ -189,12 +161,8 @@ class FusedQKV:
                     separator="; ",
                 )
         if query_size != key_size:
-            raise QKClipError(
-                [
-                    f"{self.name}: {self.weight!r} has {query_size} {self.axis} a query head and "
-                    f"{key_size} a key head"
-                ]
-            )
+            problem = f"has {query_size} {self.axis} a query head and {key_size} a key head"
+            raise QKClipError([f"{self.name}: {self.weight!r} {problem}"])
         return query_size
 
     def _error_of_parts(
@@ -241,33 +209,31 @@ class LatentQK:
         """The number of heads: each has its own key."""
         return self.heads
 
-    def rows(
-        self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
-    ) -> list[HeadRows]:
+    def rows(self, routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
         """Return the rows of the queries' two parts, and of the keys without position."""
         sizes = {
             self.query: self.nope_dim + self.rope_dim,
             self.key_value: self.nope_dim + self.value_dim,
         }
+        lengths = {parameter: _length(self, parameter, routes) for parameter in sizes}
         problems = [
-            f"{self.name}: {parameter!r} has {_length(self, parameter, shapes)} {self.axis}, not "
-            f"{self.heads} x {size}"
+            f"{self.name}: {parameter!r} has {lengths[parameter]} {self.axis}, not {self.heads} x "
+            f"{size}"
             for parameter, size in sizes.items()
-            if _length(self, parameter, shapes) != self.heads * size
+            if lengths[parameter] != self.heads * size
         ]
         if problems:
             raise QKClipError(problems)
 
-        def rows_of(parameter: str, factor: Factor, size: int, start: int) -> HeadRows:
-            stride = sizes[parameter]
-            return HeadRows(
-                parameter, factor, heads=self.heads, size=size, start=start, stride=stride
-            )
+        def rows_of(parameter: str, factor: Factor, part: slice) -> HeadRows:
+            heads = _none_of(self.heads, sizes[parameter])
+            heads[:, part] = torch.arange(self.heads, device="cpu").unsqueeze(1)
+            return HeadRows(parameter, factor, heads.flatten())
 
         return [
-            rows_of(self.query, "query", size=self.nope_dim, start=0),
-            rows_of(self.query, "rotary", size=self.rope_dim, start=self.nope_dim),
-            rows_of(self.key_value, "key", size=self.nope_dim, start=0),
+            rows_of(self.query, "query", slice(self.nope_dim)),
+            rows_of(self.query, "rotary", slice(self.nope_dim, None)),
+            rows_of(self.key_value, "key", slice(self.nope_dim)),
         ]
 
 
@@ -361,33 +327,23 @@ def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[st
     Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises
     queries or keys.
     """
-    shapes = {name: entry.shape for name, entry in routes.items()}
     scaled: dict[str, list[LayerRows]] = {}
     problems: list[str] = []
     for layer in clip.layers:
         problems += normalizations(layer.name, routes)
-        for rows in _rows_of(layer, shapes, routes, problems):
-            scaled.setdefault(rows.parameter, []).append(LayerRows(layer, rows))
+        try:
+            rows_of_layer = layer.rows(routes)
+        except QKClipError as error:
+            problems += error.problems
+            continue
+        for rows in rows_of_layer:
             bias = _WEIGHT.sub("bias", rows.parameter)
-            if bias != rows.parameter and bias in routes:
-                scaled.setdefault(bias, []).append(LayerRows(layer, rows))
+            for parameter in dict.fromkeys([rows.parameter, bias]):
+                if parameter in routes:
+                    scaled.setdefault(parameter, []).append(LayerRows(layer, rows))
     if problems:
         raise QKClipError(problems)
     return scaled
-
-
-def _rows_of(
-    layer: Layer,
-    shapes: Mapping[str, tuple[int, ...]],
-    routes: Mapping[str, RouteEntry],
-    problems: list[str],
-) -> list[HeadRows]:
-    """Return the rows of a layer; add its problems."""
-    try:
-        return layer.rows(shapes, routes)
-    except QKClipError as error:
-        problems += error.problems
-        return []
 
 
 def normalizations(layer: str, names: Iterable[str]) -> list[str]:
@@ -402,11 +358,11 @@ def normalizations(layer: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def _length(layer: Layer, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _length(layer: Layer, parameter: str, routes: Mapping[str, RouteEntry]) -> int:
     """Return the number of rows (or columns) of a weight."""
-    if parameter not in shapes:
+    if parameter not in routes:
         raise QKClipError([f"{layer.name}: the optimizer has no parameter {parameter!r}"])
-    shape = shapes[parameter]
+    shape = routes[parameter].shape
     if len(shape) != 2:
         raise QKClipError([f"{layer.name}: {parameter!r} of shape {shape} is not a matrix"])
     return shape[0 if layer.axis == "rows" else 1]
@@ -415,10 +371,16 @@ def _length(layer: Layer, parameter: str, shapes: Mapping[str, tuple[int, ...]])
 def _per_head(layer: Layer, parameter: str, length: int, heads: int) -> int:
     """Return how many rows each head has."""
     if length % heads:
-        raise QKClipError(
-            [
-                f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} "
-                "heads"
-            ]
-        )
+        problem = f"{length} {layer.axis} of {parameter!r} do not divide among {heads} heads"
+        raise QKClipError([f"{layer.name}: {problem}"])
     return length // heads
+
+
+def _numbers(heads: int, size: int) -> Tensor:
+    """Return the head of each row of heads with `size` rows each."""
+    return torch.arange(heads, device="cpu").repeat_interleave(size)
+
+
+def _none_of(blocks: int, size: int) -> Tensor:
+    """Return a table of rows, (blocks, size), that belong to no head."""
+    return torch.full((blocks, size), -1, device="cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -186,12 +186,8 @@ class LogitRecorder:
         """Include one call of attention in the maxima; the arguments are those of `max_logits`."""
         largest = max_logits(query, key, attn_mask, block=self._block, **options)
         if len(largest) != self._heads[name]:
-            raise QKClipError(
-                [
-                    f"{name}: its attention has {len(largest)} heads, declared are "
-                    f"{self._heads[name]}"
-                ]
-            )
+            problem = f"its attention has {len(largest)} heads, declared are {self._heads[name]}"
+            raise QKClipError([f"{name}: {problem}"])
         if name in self._largest:
             largest = torch.maximum(self._largest[name], largest)
         self._largest[name] = largest
@@ -219,15 +215,18 @@ class LogitRecorder:
                 [f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"]
             )
         arguments = _MHA.bind(module, *args, **kwargs).arguments
-        weights = _projections(module)
-        query = _batch_first(module, arguments["query"])
-        key = _batch_first(module, arguments["key"])
-        # (batch, heads, length, head_dim)
-        q = F.linear(query, weights.query, weights.query_bias)
-        q = q.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3)
-        k = F.linear(key, weights.key, weights.key_bias)
-        k = k.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3)
-        self._record(name, q, k, _mask(module, arguments, q.shape[0]))
+        weights: Sequence[Tensor] = (module.q_proj_weight, module.k_proj_weight)
+        if module.in_proj_weight is not None:
+            weights = module.in_proj_weight.chunk(3)[:2]
+        biases: Sequence[Tensor | None] = (None, None)
+        if module.in_proj_bias is not None:
+            biases = module.in_proj_bias.chunk(3)[:2]
+        heads = []  # of queries and keys, (batch, heads, length, head_dim)
+        for kind, weight, bias in zip(("query", "key"), weights, biases, strict=True):
+            x = F.linear(_batch_first(module, arguments[kind]), weight, bias)
+            heads.append(x.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3))
+        query, key = heads
+        self._record(name, query, key, _mask(module, arguments, len(query)))
 
 
 class _SeenAttention(TorchFunctionMode):
@@ -267,27 +266,6 @@ def _attention_arguments(
         "scale": scale,
         "enable_gqa": enable_gqa,
     }
-
-
-class _Projections(NamedTuple):
-    """The weights and biases that make queries and keys."""
-
-    query: Tensor
-    key: Tensor
-    query_bias: Tensor | None
-    key_bias: Tensor | None
-
-
-def _projections(module: nn.MultiheadAttention) -> _Projections:
-    if module.in_proj_weight is not None:
-        query, key, _ = module.in_proj_weight.chunk(3)
-    else:
-        query = module.q_proj_weight
-        key = module.k_proj_weight
-    if module.in_proj_bias is None:
-        return _Projections(query, key, None, None)
-    query_bias, key_bias, _ = module.in_proj_bias.chunk(3)
-    return _Projections(query, key, query_bias, key_bias)
 
 
 def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:

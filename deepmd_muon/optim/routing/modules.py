@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.routing.routes import Route, canonical_name, leaf_name
-from deepmd_muon.optim.routing.views import effective_shape
+from deepmd_muon.optim.routing.views import Shape, effective_shape
 
 # Of the weight that makes q, k and v in torch.nn.MultiheadAttention.
 ATTENTION_SPLIT = "rows 3"
@@ -202,7 +202,7 @@ def stacked_matrices(model: nn.Module) -> dict[str, str]:
     return stacks
 
 
-def shapes_of_tables(model: nn.Module) -> set[tuple[int, ...]]:
+def shapes_of_tables(model: nn.Module) -> set[Shape]:
     """Return the shapes of tables, found by module or by name; positions and tokens are none."""
     reasons = tables_and_heads(model)
     names = {name for name, reason in reasons.items() if reason.startswith("table of ")}

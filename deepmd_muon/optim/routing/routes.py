@@ -13,7 +13,13 @@ from typing import Any, Literal, NamedTuple, cast
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, matrix_view
+from deepmd_muon.optim.routing.views import (
+    FusedSplit,
+    MatrixView,
+    Shape,
+    effective_shape,
+    matrix_view,
+)
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -77,7 +83,7 @@ class RouteEntry:
     """The route of one parameter, and the reason for it, which comparisons ignore."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     view: MatrixView | None
     route: Route
     reason: str = dataclasses.field(compare=False)
@@ -232,7 +238,7 @@ def leaf_name(name: str) -> str:
 
 
 def choose_route(
-    name: str | None, shape: tuple[int, ...], rules: RoutingRules, *, trainable: bool = True
+    name: str | None, shape: Shape, rules: RoutingRules, *, trainable: bool = True
 ) -> RouteEntry:
     """Route one parameter by its full name (None disables all rules on names) and its global shape.
 
@@ -255,7 +261,7 @@ class _Decision(NamedTuple):
     view: MatrixView | None = None
 
 
-def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> _Decision:
+def _decide(name: str, shape: Shape, rules: RoutingRules) -> _Decision:
     """Apply the rules in DeePMD's order; the user's own patterns come first."""
     forced = _matching(name, rules.muon_patterns)
     if forced is None:
@@ -301,7 +307,7 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> _Decision
     return _Decision("muon", reason, view)
 
 
-def _kernel_view(shape: tuple[int, ...]) -> MatrixView | None:
+def _kernel_view(shape: Shape) -> MatrixView | None:
     """Return the view of a convolution kernel (out, in, …): one matrix (out, in · …)."""
     rows = shape[0]
     columns = math.prod(shape[1:])

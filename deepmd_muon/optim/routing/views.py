@@ -15,6 +15,7 @@ from deepmd_muon.optim.config import SPLIT_PATTERN, SPLIT_SYNTAX, MuonMode
 from deepmd_muon.optim.errors import InvalidShapeError
 
 Axis = Literal["rows", "columns"]
+Shape = tuple[int, ...]
 
 _REST = -1
 _VIEW_FORM = re.compile(
@@ -130,7 +131,7 @@ class MatrixView:
         """Return the number of blocks that a row, or a column, of a matrix crosses."""
         return len(self.sizes) if self.axis and self.axis != of else 1
 
-    def axes(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def axes(self, shape: Shape) -> tuple[int, int]:
         """Return (i, j): dimensions before i are the batch, i … j the rows, from j on the columns.
 
         Raises ValueError when the dimensions of this shape cannot be folded to the view.
@@ -144,7 +145,7 @@ class MatrixView:
                     return i, j
         raise ValueError(f"view {self} does not fold whole dimensions of shape {shape}")
 
-    def dims_of(self, shape: tuple[int, ...], of: Axis) -> tuple[int, ...]:
+    def dims_of(self, shape: Shape, of: Axis) -> tuple[int, ...]:
         """Return the dimensions of the parameter that form the batch and the rows (or columns)."""
         i, j = self.axes(shape)
         return tuple(range(j)) if of == "rows" else (*range(i), *range(j, len(shape)))
@@ -235,12 +236,12 @@ class FusedSplit:
         return dataclasses.replace(view, axis=self.axis, sizes=sizes, groups=self.groups)
 
 
-def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def effective_shape(shape: Shape) -> Shape:
     """Drop the dimensions of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
-def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
+def matrix_view(shape: Shape, mode: MuonMode) -> MatrixView | None:
     """Return the matrix view of a shape, or None when the mode defines none.
 
     '2d' accepts only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes

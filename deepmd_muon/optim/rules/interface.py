@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.routing.views import Axis, MatrixView
+from deepmd_muon.optim.routing.views import Axis, MatrixView, Shape
 
 Rule = TypeVar("Rule", bound="MatrixRule")
 
@@ -78,7 +78,7 @@ class StateTensor:
             return parameter
         return torch.promote_types(parameter, torch.float32)
 
-    def shape_for(self, shape: tuple[int, ...], view: MatrixView | None) -> tuple[int, ...]:
+    def shape_for(self, shape: Shape, view: MatrixView | None) -> Shape:
         """Return the shape of this tensor for a parameter of the given shape and view."""
         if self.extent == "parameter":
             return shape

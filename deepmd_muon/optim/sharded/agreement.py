@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.groups.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.groups.param_groups import Group
+from deepmd_muon.optim.sharded.layout import RankSet
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import (
     RankGroup,
@@ -136,14 +137,14 @@ def _checksum(x: Tensor) -> Tensor:
 class SettingsEntry(NamedTuple):
     """The settings of one group, on the ranks that share some of its parameters."""
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     label: str  # with the name of the first such parameter
     group: int
 
 
 def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
     """Return an entry for each group and each set of ranks that hold some of its parameters."""
-    entries: dict[tuple[tuple[int, ...], int], SettingsEntry] = {}
+    entries: dict[tuple[RankSet, int], SettingsEntry] = {}
     for param in params:
         ranks = param.layout.sorted_ranks
         entry = SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
@@ -151,25 +152,11 @@ def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
     return list(entries.values())
 
 
-class GroupColumns:
-    """Settings of groups, as columns of the small all-reduce that a step needs anyway.
-
-    `entries` are those of the compared parameters, `groups` the present groups.
-    """
-
-    def __init__(self, params: Sequence[ShardedParameter]) -> None:
-        self.entries = settings_entries(params)
-        self.groups: Sequence[Group] = ()
-
-    def numbers(self) -> Mapping[int, list[float]]:
-        """Return the settings `KEYS` of each compared group as numbers."""
-        numbers = {}
-        for number in {entry.group for entry in self.entries}:
-            group = self.groups[number]
-            values = [_lr_on_host(group), group.values["maximize"]]
-            values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
-            numbers[number] = [_as_number(value) for value in values]
-        return numbers
+def _numbers_of(group: Group) -> list[float]:
+    """Return the settings `KEYS` of a group as numbers."""
+    values = [_lr_on_host(group), group.values["maximize"]]
+    values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
+    return [_as_number(value) for value in values]
 
 
 def _lr_on_host(group: Group) -> float:
@@ -195,16 +182,15 @@ class ComparedParameter(NamedTuple):
 
     p: Tensor
     name: str
-    ranks: tuple[int, ...]
+    ranks: RankSet
 
 
-@dataclasses.dataclass
 class _Comparison:
     """What one group of ranks compares in a step: numbers, float32 (2, columns), reduced by MAX.
 
     A column has a number that must be the same on all ranks that have it: 1 for a parameter with a
     gradient and 0 without, or a setting. The second row has the negative number, so that the
-    maxima over ranks give the largest and the smallest number.
+    maxima over ranks give the largest and the smallest number. The constructor compares names.
 
     Attributes
     ----------
@@ -214,40 +200,52 @@ class _Comparison:
         Names of the parameters of all ranks, one for each of the first columns.
     labels
         Groups of parameters of all ranks: each has `len(KEYS)` of the columns that follow.
-    params, groups
-        This rank's parameters, and numbers of its groups.
-    columns
-        Their columns, int64.
-    result
-        The last reduced table, in host memory.
     table
         This rank's table on the device, (2 · columns,).
-    numbers
-        The numbers in it.
+    result
+        The last reduced table, in host memory.
     """
 
-    process_group: dist.ProcessGroup
-    names: list[str]
-    labels: list[str]
-    params: list[Tensor]
-    groups: list[int]
-    columns: Tensor
-    result: Tensor
-    table: Tensor | None = None
-    numbers: list[float] | None = None
+    table: Tensor
 
-    def update(self, settings: Mapping[int, list[float]], device: torch.device) -> None:
+    def __init__(
+        self,
+        among: RankGroup,
+        params: Sequence[ComparedParameter],
+        entries: Sequence[SettingsEntry],
+    ) -> None:
+        names = [Statement(param.ranks, param.name) for param in params]
+        labels = [Statement(entry.ranks, entry.label) for entry in entries]
+        number_of_name = check_statements(names, among)
+        number_of_label = check_statements(labels, among)
+        self.process_group = among.process_group
+        self.names = [statement.text for statement in number_of_name]
+        self.labels = [statement.text for statement in number_of_label]
+        self._params = [param.p for param in params]
+        self._groups = [entry.group for entry in entries]
+        self._numbers: list[float] | None = None  # of this rank, in the table
+        columns = [number_of_name[name] for name in names]
+        for label in labels:
+            start = len(self.names) + len(KEYS) * number_of_label[label]
+            columns += range(start, start + len(KEYS))
+        self._columns = torch.tensor(columns, dtype=torch.int64, device="cpu")  # of these numbers
+        n_columns = len(self.names) + len(KEYS) * len(self.labels)
+        # Pinned, so that copies from a GPU are asynchronous.
+        on_gpu = among.device.type == "cuda"
+        self.result = torch.zeros(2, n_columns, device="cpu", pin_memory=on_gpu)
+
+    def update(self, groups: Sequence[Group], device: torch.device) -> None:
         """Update the table if this rank's gradients or settings have changed."""
-        numbers = [float(p.grad is not None) for p in self.params]
-        for group in self.groups:
-            numbers += settings[group]
-        if numbers == self.numbers:
+        numbers = [float(p.grad is not None) for p in self._params]
+        for group in self._groups:
+            numbers += _numbers_of(groups[group])
+        if numbers == self._numbers:
             return
-        self.numbers = numbers
+        self._numbers = numbers
         # Below the numbers of the ranks that have a column.
         table = torch.full(self.result.shape, -torch.inf, device="cpu")
         local = torch.tensor(numbers, device="cpu")
-        table[:, self.columns] = torch.stack([local, -local])
+        table[:, self._columns] = torch.stack([local, -local])
         self.table = table.view(-1).to(device)
 
     def differing(self) -> list[int]:
@@ -284,7 +282,7 @@ class GradientPresence:
         The device of the tables that are reduced.
     late
         Whether to read results late; None: on a GPU.
-    columns
+    entries
         Settings of groups that the same collective carries. If there is none, every hundredth step
         has one for them.
 
@@ -297,40 +295,42 @@ class GradientPresence:
     def __init__(
         self,
         compared: Sequence[ComparedParameter],
-        ranks: Sequence[tuple[int, ...]],
+        ranks: Sequence[RankSet],
         device: torch.device,
         *,
         late: bool | None = None,
-        columns: GroupColumns | None = None,
+        entries: Sequence[SettingsEntry] = (),
     ) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
         self._late = on_gpu if late is None else late
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._columns = columns or GroupColumns([])
         self._n_steps = 0
         rank_groups = largest_groups(ranks, device)
         # Replicas on one rank cannot differ.
         compared = [param for param in compared if len(param.ranks) > 1]
-        self._comparisons = []
-        for among in rank_groups:
-            group_params = [
-                param for param in compared if _first_with(rank_groups, param.ranks) is among
-            ]
-            group_entries = [
-                entry
-                for entry in self._columns.entries
-                if _first_with(rank_groups, entry.ranks) is among
-            ]
-            self._comparisons.append(_comparison(among, group_params, group_entries))
+        self._comparisons = [
+            _Comparison(
+                among,
+                [x for x in compared if _first_with(rank_groups, x.ranks) is among],
+                [x for x in entries if _first_with(rank_groups, x.ranks) is among],
+            )
+            for among in rank_groups
+        ]
         self._pending = False  # whether a result has not been read yet
 
-    def compare(self, flags: Tensor | None = None, *, only_flags: bool = False) -> Tensor | None:
+    def compare(
+        self,
+        flags: Tensor | None = None,
+        groups: Sequence[Group] = (),
+        *,
+        only_flags: bool = False,
+    ) -> Tensor | None:
         """Raise the error of the previous comparison, and start a comparison of the gradients.
 
         `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their
-        maximum over ranks. With `only_flags`, and during the capture of a CUDA graph, only they are
-        reduced: replays use the same gradients.
+        maximum over ranks. `groups` are the present groups. With `only_flags`, and during the
+        capture of a CUDA graph, only flags are reduced: replays use the same gradients.
 
         Raises
         ------
@@ -342,9 +342,8 @@ class GradientPresence:
         if not capturing:
             self.raise_deferred()
         if with_tables:
-            settings = self._columns.numbers()
             for comparison in self._comparisons:
-                comparison.update(settings, self._device)
+                comparison.update(groups, self._device)
         compare_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         self._n_steps += 1
         for comparison in self._comparisons:
@@ -399,34 +398,9 @@ class GradientPresence:
             raise PlanMismatchError(f"{prefix}{settings[0]}; give all ranks the same settings")
 
 
-def _first_with(rank_groups: Sequence[RankGroup], ranks: tuple[int, ...]) -> RankGroup | None:
+def _first_with(rank_groups: Sequence[RankGroup], ranks: RankSet) -> RankGroup | None:
     """Return the first group that has all of these ranks."""
     for among in rank_groups:
         if set(ranks) <= set(among.ranks):
             return among
     return None
-
-
-def _comparison(
-    among: RankGroup, params: Sequence[ComparedParameter], entries: Sequence[SettingsEntry]
-) -> _Comparison:
-    """Return what one group of ranks compares, after a comparison of names."""
-    names = [Statement(param.ranks, param.name) for param in params]
-    labels = [Statement(entry.ranks, entry.label) for entry in entries]
-    number_of_name = check_statements(names, among)
-    number_of_label = check_statements(labels, among)
-    columns = [number_of_name[name] for name in names]
-    for label in labels:
-        start = len(number_of_name) + len(KEYS) * number_of_label[label]
-        columns += range(start, start + len(KEYS))
-    n_columns = len(number_of_name) + len(KEYS) * len(number_of_label)
-    return _Comparison(
-        process_group=among.process_group,
-        names=[statement.text for statement in number_of_name],
-        labels=[statement.text for statement in number_of_label],
-        params=[param.p for param in params],
-        groups=[entry.group for entry in entries],
-        columns=torch.tensor(columns, dtype=torch.int64, device="cpu"),
-        # Pinned, so that copies from a GPU are asynchronous.
-        result=torch.zeros(2, n_columns, device="cpu", pin_memory=among.device.type == "cuda"),
-    )

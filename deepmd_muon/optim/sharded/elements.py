@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import Route
+from deepmd_muon.optim.sharded.layout import RankSet
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.schema import State, StateHolder
+from deepmd_muon.optim.state.schema import StateHolder
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.waves import Wave, step_elements, waves_of
+from deepmd_muon.optim.waves import StepContext, Wave, step_elements, waves_of
 
 # torch 2.13 deprecates the second name; torch 2.11 lacks the first.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,9 +39,7 @@ class ElementwiseStep:
             [(param.p, param.sharding) for param in sharded_params], collectives
         )
 
-    def compile(
-        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int
-    ) -> None:
+    def compile(self, context: StepContext) -> None:
         """Divide the parameters that have a gradient into waves; create missing state."""
         members: dict[tuple[int, Route], list[tuple[Tensor, StateHolder]]] = defaultdict(list)
         for param in self._sharded_params:
@@ -50,9 +47,7 @@ class ElementwiseStep:
                 members[param.group, param.entry.route].append((param.elements(), param))
         self.waves = []
         for (number, route), params in members.items():
-            self.waves += waves_of(
-                groups[number], route, params, state, memory=memory, workspace=workspace
-            )
+            self.waves += waves_of(context, number, route, params)
 
     def step(
         self, control: StepControl, moments: Iterator[list[Tensor]] | None
@@ -86,7 +81,7 @@ def gathered_parts(
     collectives, keep
         See `GatheredParts`.
     """
-    by_kind: dict[tuple[tuple[int, ...], torch.dtype], list[ReplicatedParameter]]
+    by_kind: dict[tuple[RankSet, torch.dtype], list[ReplicatedParameter]]
     by_kind = defaultdict(list)
     for p, sharding in params:
         if sharding is not None and len(sharding.layout.ranks) > 1:

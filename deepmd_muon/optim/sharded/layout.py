@@ -15,9 +15,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deepmd_muon.optim.routing.views import Axis, MatrixView
+from deepmd_muon.optim.routing.views import Axis, MatrixView, Shape
 from deepmd_muon.optim.rules.interface import Extent
 
+RankSet = tuple[int, ...]
+"""Global ranks."""
 Run = tuple[int, int]
 """First index, and the index after the last one."""
 Runs = tuple[Run, ...]
@@ -54,7 +56,7 @@ class Layout:
     """
 
     mesh: tuple[int, ...]
-    ranks: tuple[int, ...]
+    ranks: RankSet
     placements: tuple[ShardPlacement | None, ...]
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class Layout:
         return f"mesh {size}: {', '.join(str(p or 'Replicate') for p in self.placements)}"
 
     @property
-    def sorted_ranks(self) -> tuple[int, ...]:
+    def sorted_ranks(self) -> RankSet:
         """Global ranks, ascending."""
         return tuple(sorted(self.ranks))
 
@@ -71,7 +73,7 @@ class Layout:
         coordinates = itertools.product(*map(range, self.mesh))
         return dict(zip(self.ranks, coordinates, strict=True))
 
-    def replicas(self) -> tuple[tuple[int, ...], ...]:
+    def replicas(self) -> tuple[RankSet, ...]:
         """Return the ranks of each complete copy, with shards in the same order in every copy."""
         copies: dict[tuple[int, ...], list[int]] = {}
         for rank, place in self.places().items():
@@ -222,10 +224,25 @@ class Region(NamedTuple):
         return total(self.batch), total(self.rows), total(self.columns)
 
 
+@dataclasses.dataclass(frozen=True)
+class MatrixLayout:
+    """A parameter that is read as matrices, and how ranks hold it, its state or its updates."""
+
+    shape: Shape
+    view: MatrixView
+    layout: Layout
+
+    def on(self, layout: Layout) -> MatrixLayout:
+        """Return the same parameter in another layout."""
+        return dataclasses.replace(self, layout=layout)
+
+
 @functools.lru_cache(maxsize=1024)
-def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Region]:
+def regions_by_rank(matrices: MatrixLayout) -> dict[int, Region]:
     """Return each rank's region of the view, in the order of `layout.ranks`."""
-    i, j = view.axes(shape)
+    shape = matrices.shape
+    layout = matrices.layout
+    i, j = matrices.view.axes(shape)
     regions = {}
     for rank, place in layout.places().items():
         dims = [(held_runs(size, dim, layout, place), size) for dim, size in enumerate(shape)]
@@ -272,47 +289,47 @@ def block_bounds(view: MatrixView) -> tuple[BlockBounds, ...]:
 # ----- state of rules ----------------------------------------------------------------------------
 
 
-def rule_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, extent: Extent) -> Layout:
+def rule_layout(matrices: MatrixLayout, extent: Extent) -> Layout:
     """Return the layout of a rule's state tensor with this extent.
 
-    `layout` is the layout of the parameter's state.
+    `matrices` have the layout of the parameter's state.
     """
     if extent not in ("rows", "columns"):
-        return score_layout(shape, view, layout)
-    dims = view.dims_of(shape, extent)
-    lines = lines_layout(shape, view, layout, extent)
+        return score_layout(matrices)
+    dims = matrices.view.dims_of(matrices.shape, extent)
     placements = tuple(
-        None if p is None else ShardPlacement(dims.index(p.dim), p.stride) for p in lines.placements
+        None if p is None else ShardPlacement(dims.index(p.dim), p.stride)
+        for p in with_whole_lines(matrices, extent).layout.placements
     )
-    return dataclasses.replace(layout, placements=placements)
+    return dataclasses.replace(matrices.layout, placements=placements)
+
+
+def with_whole_lines(matrices: MatrixLayout, of: Axis) -> MatrixLayout:
+    """Return the layout that shards the rows, or columns, alike and keeps each of them whole."""
+    dims = matrices.view.dims_of(matrices.shape, of)
+    placements = tuple(
+        p if p is not None and p.dim in dims else None for p in matrices.layout.placements
+    )
+    return matrices.on(dataclasses.replace(matrices.layout, placements=placements))
 
 
 @functools.lru_cache(maxsize=1024)
-def lines_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, of: Axis) -> Layout:
-    """Return the layout that shards the rows, or columns, as `layout` does.
-
-    It keeps each of them whole.
-    """
-    dims = view.dims_of(shape, of)
-    placements = tuple(p if p is not None and p.dim in dims else None for p in layout.placements)
-    return dataclasses.replace(layout, placements=placements)
-
-
-@functools.lru_cache(maxsize=1024)
-def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
+def score_layout(matrices: MatrixLayout) -> Layout:
     """Return the layout of the scores, one per block.
 
     Mesh axes that shard the leading batch dimension also shard the scores, if every rank then gets
     the scores of its blocks. With uneven shards and several blocks per index it does not; all ranks
     then keep all scores.
     """
-    i, _ = view.axes(shape)
+    view = matrices.view
+    layout = matrices.layout
+    i, _ = view.axes(matrices.shape)
     placements = tuple(
         p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements
     )
     sharded = dataclasses.replace(layout, placements=placements)
     n_parts = max(1, len(view.sizes))
-    regions = regions_by_rank(shape, view, layout)
+    regions = regions_by_rank(matrices)
     for rank, place in layout.places().items():
         blocks = tuple((start * n_parts, stop * n_parts) for start, stop in regions[rank].batch)
         if held_runs(view.blocks, 0, sharded, place) != blocks:
@@ -321,9 +338,8 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
 
 
 @functools.lru_cache(maxsize=1024)
-def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
+def score_runs_by_rank(matrices: MatrixLayout) -> dict[int, Runs]:
     """Return, by rank, the numbers of the blocks that this rank keeps the scores of."""
-    scores = score_layout(shape, view, layout)
-    return {
-        rank: held_runs(view.blocks, 0, scores, place) for rank, place in scores.places().items()
-    }
+    scores = score_layout(matrices)
+    blocks = matrices.view.blocks
+    return {rank: held_runs(blocks, 0, scores, place) for rank, place in scores.places().items()}

@@ -1,75 +1,82 @@
-"""One rank's part of a plan: the pieces in each message that it sends and receives.
+"""One rank's part of an exchange: its jobs, its pieces of blocks, and their places in messages.
 
-There is no communication.
+There is no communication. A message is a row of 8-byte words:
+
+    header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
+
+A header has whether the piece has a gradient, the rules' state per block and, in the gather, their
+sums. Lines are the rules' state per row or column. Elements are in the wire type, all planes of a
+piece one after the other, padded at the end to whole words. Buffers are float64 tensors, and
+elements are views of them, so that one collective carries everything.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
 
 from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
+    MatrixLayout,
     Overlap,
-    Region,
+    RankSet,
+    Runs,
     block_bounds,
-    lines_layout,
     overlap,
     regions_by_rank,
+    with_whole_lines,
 )
-from deepmd_muon.optim.sharded.plan import LEGS, Domain, Job, Leg, Plan, PlannedParameter
+from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
 
-# ----- messages ----------------------------------------------------------------------------------
+_FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
+_NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Message(NamedTuple):
-    """One rank's pieces in one message, of `words` words.
-
-    For each piece: the position of its job in the exchange's jobs, the number of rules' values for
-    all its lines together, and the number of elements.
-    """
-
-    jobs: tuple[int, ...]
-    line_values: tuple[int, ...]
-    elements: tuple[int, ...]
-    words: int
+# ----- jobs --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class RankMessages:
-    """One rank's messages in one exchange of one domain."""
+class RankJobs:
+    """The jobs of one bucket, or portion, in which a rank takes part."""
 
-    # Ascending: all ranks of the domain, itself included, or of a portion only itself.
-    peers: tuple[int, ...]
-    jobs: tuple[Job, ...]  # in which the rank takes part
-    owned: tuple[int, ...]  # positions in `jobs` of the jobs that it owns
-    sent: dict[Leg, list[Message]]  # to every peer
-    received: dict[Leg, list[Message]]  # from every peer
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
-
-    group: int
-    shape: tuple[int, int]
-    jobs: tuple[int, ...]  # positions in the exchange's jobs
+    plan: Plan
+    domain: Domain
+    bucket: int | None  # its number; None for a portion
+    jobs: tuple[Job, ...]
+    rank: int
 
     @property
-    def elements(self) -> int:
-        """Number of elements of all matrices."""
-        rows, columns = self.shape
-        return len(self.jobs) * rows * columns
+    def peers(self) -> RankSet:
+        """The ranks at the other end of its messages, ascending; itself included."""
+        return (self.rank,) if self.bucket is None else self.domain.ranks
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Element type of matrices and updates outside messages."""
+        return _FULL_PRECISION[self.domain.itemsize]
 
 
-def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
-    """Return a rank's messages to itself: the jobs that stay on it, in portions.
+def travelling_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
+    """Return a rank's jobs of every bucket of its domain; it takes part with none, too."""
+    jobs_of_bucket: list[list[Job]] = [[] for _ in range(domain.n_buckets)]
+    for job in domain.jobs:
+        takes_part = rank == job.owner or rank in job.sources or rank in job.destinations
+        if job.bucket is not None and takes_part:
+            jobs_of_bucket[job.bucket].append(job)
+    return [
+        RankJobs(plan, domain, number, tuple(jobs), rank)
+        for number, jobs in enumerate(jobs_of_bucket)
+    ]
 
-    A portion has at most the size of a bucket.
-    """
+
+def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
+    """Return the jobs that stay on a rank, in portions of at most the size of a bucket."""
     portions: list[list[Job]] = []
     room = 0
     for job in domain.jobs:
@@ -80,40 +87,140 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
                 room = plan.settings.bucket_bytes
             portions[-1].append(job)
             room -= size
-    return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
+    return [RankJobs(plan, domain, None, tuple(portion), rank) for portion in portions]
 
 
-def rank_messages(
-    plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int
-) -> RankMessages:
-    """Sort the pieces of these jobs into messages, in the same order for sender and receiver."""
-    jobs_of_owner: dict[int, list[int]] = defaultdict(list)
-    for number, job in enumerate(jobs):
-        jobs_of_owner[job.owner].append(number)
+class Stack(NamedTuple):
+    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
 
-    def message(leg: Leg, *, holder: int, owner: int) -> Message:
-        """Return the message between a holder and an owner, in either direction."""
-        numbers = [i for i in jobs_of_owner[owner] if holder in jobs[i].holders(leg)]
-        line_values = tuple(jobs[i].line_values.get(holder, 0) for i in numbers)
-        elements = tuple(jobs[i].holders(leg)[holder] for i in numbers)
-        words = domain.message_words(
-            leg,
-            pieces=len(numbers),
-            line_values=sum(line_values),
-            elements=sum(elements),
-            settings=plan.settings,
-        )
-        return Message(tuple(numbers), line_values, elements, words)
+    group: int
+    shape: tuple[int, int]
+    jobs: list[int]  # positions in `RankJobs.jobs`
 
-    as_holder = {leg: [message(leg, holder=rank, owner=peer) for peer in peers] for leg in LEGS}
-    as_owner = {leg: [message(leg, holder=peer, owner=rank) for peer in peers] for leg in LEGS}
-    return RankMessages(
-        peers=peers,
-        jobs=tuple(jobs),
-        owned=tuple(jobs_of_owner[rank]),
-        sent={"gather": as_holder["gather"], "return": as_owner["return"]},
-        received={"gather": as_owner["gather"], "return": as_holder["return"]},
-    )
+    @property
+    def elements(self) -> int:
+        """Number of elements of all matrices."""
+        rows, columns = self.shape
+        return len(self.jobs) * rows * columns
+
+
+def stacks_of(rank_jobs: RankJobs, groups: Mapping[int, int]) -> list[Stack]:
+    """Return the stacks that a rank owns.
+
+    `groups` has the number of the parameter group of each parameter, by position in the plan.
+    """
+    stacks: dict[tuple[int, tuple[int, int]], Stack] = {}
+    for number, job in enumerate(rank_jobs.jobs):
+        if job.owner == rank_jobs.rank:
+            group = groups[job.parameter]
+            shapes = rank_jobs.plan.parameters[job.parameter].view.block_shapes
+            shape = shapes[job.block % len(shapes)]  # the parts of all matrices are alike
+            stacks.setdefault((group, shape), Stack(group, shape, [])).jobs.append(number)
+    return list(stacks.values())
+
+
+def index_of(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
+    """Return an index of some of `count` rows; a slice, which needs no gather, if it is all."""
+    if len(positions) == count:
+        return slice(None)
+    return torch.tensor(positions, dtype=torch.int64, device=device)
+
+
+# ----- messages ----------------------------------------------------------------------------------
+
+
+class MessagePiece(NamedTuple):
+    """A piece in a message, and its place in the buffer."""
+
+    job: int  # position in `RankJobs.jobs`
+    piece: Piece
+    lines: int  # first word of its lines
+    elements: int  # first element, in elements of the wire type; its planes follow each other
+
+
+class Side:
+    """The sending or the receiving side of one leg: where everything is in this rank's messages.
+
+    With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them.
+
+    Attributes
+    ----------
+    wire_dtype
+        Element type on the wire: full precision unless the settings name a narrower one.
+    planes
+        Number of planes: directions, then the inputs that rules request.
+    pieces
+        The pieces in the order of the messages, which is the same for sender and receiver.
+    splits
+        Words of the message to or from each of `RankJobs.peers`, as `all_to_all_single` takes them.
+        The message of this rank to itself is among them, although it does not leave the rank.
+    words
+        Words of all messages.
+    headers
+        The positions of the words of all headers, int64 (pieces, words of a header): an index into
+        the buffer.
+    buffer
+        The messages, float64 (words,); set by `bind`.
+    """
+
+    buffer: Tensor
+
+    def __init__(self, rank_jobs: RankJobs, leg: Leg, device: torch.device, *, owns: bool) -> None:
+        plan = rank_jobs.plan
+        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.wire_dtype = _NARROW_DTYPES.get(dtype_name, rank_jobs.full_dtype)
+        itemsize = self.wire_dtype.itemsize
+        self.planes = rank_jobs.domain.planes(leg)
+        self.pieces: list[MessagePiece] = []
+        self.splits: list[int] = []
+        header_words = rank_jobs.domain.header_words(leg)
+        header_positions: list[int] = []
+        message_start = 0
+        for peer in rank_jobs.peers:
+            holder, owner = (peer, rank_jobs.rank) if owns else (rank_jobs.rank, peer)
+            jobs = {
+                number: job
+                for number, job in enumerate(rank_jobs.jobs)
+                if job.owner == owner and holder in job.holders(leg)
+            }
+            word = message_start + len(jobs) * header_words
+            header_positions += range(message_start, word)
+            line_values = (job.line_values.get(holder, 0) for job in jobs.values())
+            *line_starts, word = itertools.accumulate(line_values, initial=word)
+            element = word * WORD // itemsize
+            for (number, job), line_start in zip(jobs.items(), line_starts, strict=True):
+                piece = piece_of(plan, job.parameter, job.block, holder, leg)
+                self.pieces.append(MessagePiece(number, piece, line_start, element))
+                element += self.planes * piece.elements
+            message_end = -(-element * itemsize // WORD)  # rounded up
+            self.splits.append(message_end - message_start)
+            message_start = message_end
+        self.words = message_start
+        positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
+        self.headers = positions.view(-1, header_words)
+
+    def bind(self, buffer: Tensor) -> None:
+        """Use the begin of a buffer of at least `words`."""
+        self.buffer = buffer[: self.words]
+
+    def read_headers(self) -> Tensor:
+        """Return a copy of the headers, (pieces, words of a header)."""
+        return self.buffer[self.headers]
+
+    def write_headers(self, headers: Tensor) -> None:
+        """Write the headers of all pieces."""
+        self.buffer[self.headers] = headers
+
+    def element_views(self, plane: int = 0) -> list[Tensor]:
+        """Return every piece's elements of one plane as a view of the buffer, (rows, columns)."""
+        flat = self.buffer.view(self.wire_dtype)
+        views = []
+        for message_piece in self.pieces:
+            piece = message_piece.piece
+            start = message_piece.elements + plane * piece.elements
+            view = flat[start : start + piece.elements]
+            views.append(view.view(piece.rows.size, piece.columns.size) if piece.elements else view)
+        return views
 
 
 # ----- pieces ------------------------------------------------------------------------------------
@@ -124,6 +231,7 @@ class Piece(NamedTuple):
 
     parameter: int  # position in the plan
     block: int
+    rank: int  # that holds the piece
     batch: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
     rows: Overlap  # in the local view, and in the block
     columns: Overlap
@@ -143,19 +251,21 @@ class Piece(NamedTuple):
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
     """Return a rank's piece of a block's momentum, for the gather, or of its update."""
-    p = plan.parameters[parameter]
-    return _piece_in(regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank], p, parameter, block)
+    matrices = plan.parameters[parameter].matrices(leg)
+    return _piece_in(matrices, parameter, block, rank)
 
 
-def _piece_in(region: Region, p: PlannedParameter, parameter: int, block: int) -> Piece:
-    """Return the piece of a block that a rank with this region of the parameter has."""
-    bounds_of_parts = block_bounds(p.view)
+def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
+    """Return the piece of a block that a rank has in this layout of the parameter."""
+    region = regions_by_rank(matrices)[rank]
+    bounds_of_parts = block_bounds(matrices.view)
     matrix, part_number = divmod(block, len(bounds_of_parts))
     bounds = bounds_of_parts[part_number]
     in_batch = overlap(region.batch, matrix, matrix + 1)
     return Piece(
         parameter=parameter,
         block=block,
+        rank=rank,
         batch=in_batch.start if in_batch.size else -1,
         rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
         columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
@@ -169,33 +279,27 @@ class Rectangle(NamedTuple):
     in_block: tuple[slice, slice]
 
 
-def rectangles(piece: Piece) -> list[Rectangle]:
-    """Return the rectangles of a piece.
+def rectangles(piece: Piece) -> Iterator[Rectangle]:
+    """Yield the rectangles of a piece; strided shards and folded dimensions give several."""
+    if not piece.elements:
+        return
+    for rows_in_piece, rows_in_block in run_slices(piece.rows.runs):
+        for columns_in_piece, columns_in_block in run_slices(piece.columns.runs):
+            yield Rectangle((rows_in_piece, columns_in_piece), (rows_in_block, columns_in_block))
 
-    Strided shards and folded dimensions give several.
-    """
-    rectangles_of_piece = []
-    row = 0
-    for row_start, row_stop in piece.rows.runs:
-        next_row = row + row_stop - row_start
-        column = 0
-        for column_start, column_stop in piece.columns.runs:
-            next_column = column + column_stop - column_start
-            rectangles_of_piece.append(
-                Rectangle(
-                    in_piece=(slice(row, next_row), slice(column, next_column)),
-                    in_block=(slice(row_start, row_stop), slice(column_start, column_stop)),
-                )
-            )
-            column = next_column
-        row = next_row
-    return rectangles_of_piece
+
+def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
+    """Yield each run as a slice of all runs together, and of the block that they are part of."""
+    position = 0
+    for start, stop in runs:
+        end = position + stop - start
+        yield slice(position, end), slice(start, stop)
+        position = end
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
     """Return the shape (batch, rows, columns) of a rank's local momentum, or of its elements."""
-    p = plan.parameters[parameter]
-    return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
+    return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
@@ -235,21 +339,19 @@ class Lines(NamedTuple):
         return self.inside.size * self.values if self.batch >= 0 else 0
 
 
-def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTensor) -> Lines:
-    """Return the rows or columns of a block that a rank keeps the values of."""
-    p = plan.parameters[parameter]
+def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
+    """Return the rows or columns of a piece's block that its rank keeps the values of."""
     of = cast("Axis", tensor.extent)
-    layout = lines_layout(p.shape, p.view, p.layout_of("gather"), of)
-    region = regions_by_rank(p.shape, p.view, layout)[rank]
-    piece = _piece_in(region, p, parameter, block)
-    batch, rows, columns = region.shape
-    blocks_per_line = p.view.repeats(of)
-    lengths = tensor.lengths(p.view)
-    part_number = block % len(lengths)
+    matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), of)
+    line_piece = _piece_in(matrices, piece.parameter, piece.block, piece.rank)
+    batch, rows, columns = regions_by_rank(matrices)[piece.rank].shape
+    blocks_per_line = matrices.view.repeats(of)
+    lengths = tensor.lengths(matrices.view)
+    part_number = piece.block % len(lengths)
     return Lines(
         shape=(batch, rows if of == "rows" else columns, blocks_per_line, max(lengths)),
-        batch=piece.batch,
-        inside=piece.rows if of == "rows" else piece.columns,
+        batch=line_piece.batch,
+        inside=line_piece.rows if of == "rows" else line_piece.columns,
         part_number=part_number if blocks_per_line > 1 else 0,
         values=lengths[part_number],
     )

@@ -11,20 +11,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from deepmd_muon.optim.routing.views import Axis, MatrixView
+from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
-    Layout,
+    MatrixLayout,
+    RankSet,
     Runs,
     block_bounds,
-    lines_layout,
     overlap,
     regions_by_rank,
     score_layout,
     score_runs_by_rank,
+    with_whole_lines,
 )
 
-OwnerSet = tuple[int, ...]
+OwnerSet = RankSet
 """Ranks that would do the same work, one per replica; one rank if replicas share the work."""
 
 
@@ -91,7 +92,7 @@ class BlockHolders:
         For each rank, the number of values of rules' state per row or column that it keeps.
     """
 
-    replicas: tuple[tuple[int, ...], ...]
+    replicas: tuple[RankSet, ...]
     copies: tuple[Mapping[int, int], ...]
     destinations: tuple[Mapping[int, int], ...]
     line_values: Mapping[int, int]
@@ -163,7 +164,7 @@ class _Holdings(NamedTuple):
     """
 
     sizes: list[dict[int, tuple[int, int]]]
-    ranks: list[tuple[int, ...]]
+    ranks: list[RankSet]
 
     def elements(self, matrix: int, part: int) -> dict[int, int]:
         """Return the ranks that hold elements of a block, and how many."""
@@ -192,11 +193,9 @@ class _LineKeepers(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def holders_of_blocks(
-    shape: tuple[int, ...],
-    view: MatrixView,
-    layout: Layout,
-    state_layout: Layout,
-    update_layout: Layout,
+    elements: MatrixLayout,
+    state: MatrixLayout,
+    updates: MatrixLayout,
     *,
     scored: bool,
     line_tensors: tuple[StateTensor, ...] = (),
@@ -207,10 +206,8 @@ def holders_of_blocks(
 
     Parameters
     ----------
-    shape, view, layout
-        Of the parameter.
-    state_layout, update_layout
-        Of its momentum, and of its updates.
+    elements, state, updates
+        The layouts of the parameter, of its momentum, and of its updates.
     scored
         Whether ranks that keep a block's score need the result even if they hold no elements of the
         block.
@@ -218,22 +215,23 @@ def holders_of_blocks(
         The state tensors with values for each row or column; the ranks that keep these values need
         the result, too.
     """
-    state = _holdings(shape, view, state_layout)
-    updates = _holdings(shape, view, update_layout)
+    view = elements.view
+    in_state = _holdings(state)
+    in_updates = _holdings(updates)
     keepers_by_rule = []
     for tensor in line_tensors:
         of = cast("Axis", tensor.extent)
-        holdings = _holdings(shape, view, lines_layout(shape, view, state_layout, of))
+        holdings = _holdings(with_whole_lines(state, of))
         axis = 0 if of == "rows" else 1
         keepers_by_rule.append(_LineKeepers(axis, tensor.lengths(view), holdings))
-    ranks_of_scores: Sequence[tuple[int, ...]] = [()] * view.blocks
-    if scored and any(score_layout(shape, view, layout).placements):
-        ranks_of_scores = _ranks_by_index(view.blocks, score_runs_by_rank(shape, view, layout))
+    ranks_of_scores: Sequence[RankSet] = [()] * view.blocks
+    if scored and any(score_layout(elements).placements):
+        ranks_of_scores = _ranks_by_index(view.blocks, score_runs_by_rank(elements))
     elif scored:
-        ranks_of_scores = [layout.ranks] * view.blocks
+        ranks_of_scores = [elements.layout.ranks] * view.blocks
 
-    state_replicas = state_layout.replicas()
-    replicas = layout.replicas()
+    state_replicas = state.layout.replicas()
+    replicas = elements.layout.replicas()
     by_kind: dict[tuple[object, ...], BlockHolders] = {}
     holders = []
     n_parts = len(view.block_shapes)
@@ -241,22 +239,21 @@ def holders_of_blocks(
         matrix, part_number = divmod(block, n_parts)
         kind = (
             part_number,
-            updates.ranks[matrix],
-            state.ranks[matrix],
+            in_updates.ranks[matrix],
+            in_state.ranks[matrix],
             ranks_of_score,
             *(keepers.holdings.ranks[matrix] for keepers in keepers_by_rule),
         )
         if kind not in by_kind:
-            in_state = state.elements(matrix, part_number)
             n_values: Counter[int] = Counter()
             for keepers in keepers_by_rule:
                 n_values.update(keepers.values(matrix, part_number))
             # Ranks with rules' state only need no elements.
             needed = dict.fromkeys((*ranks_of_score, *n_values), 0)
-            needed.update(updates.elements(matrix, part_number))
+            needed.update(in_updates.elements(matrix, part_number))
             by_kind[kind] = BlockHolders(
                 replicas=state_replicas,
-                copies=_by_replica(in_state, state_replicas),
+                copies=_by_replica(in_state.elements(matrix, part_number), state_replicas),
                 destinations=_by_replica(needed, replicas),
                 line_values=n_values,
             )
@@ -272,8 +269,9 @@ def _by_replica(
     )
 
 
-def _holdings(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> _Holdings:
-    regions = regions_by_rank(shape, view, layout)
+def _holdings(matrices: MatrixLayout) -> _Holdings:
+    view = matrices.view
+    regions = regions_by_rank(matrices)
     sizes = [
         {
             rank: (
@@ -288,7 +286,7 @@ def _holdings(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> _Hold
     return _Holdings(sizes, _ranks_by_index(view.batch, batches))
 
 
-def _ranks_by_index(count: int, runs: Mapping[int, Runs]) -> list[tuple[int, ...]]:
+def _ranks_by_index(count: int, runs: Mapping[int, Runs]) -> list[RankSet]:
     """Return for each of `count` indices the ranks with runs that contain it."""
     ranks: list[list[int]] = [[] for _ in range(count)]
     for rank, rank_runs in runs.items():

@@ -24,6 +24,7 @@ from deepmd_muon.optim.rules.interface import Extent, StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Interval,
     Layout,
+    MatrixLayout,
     Runs,
     ShardPlacement,
     held_interval,
@@ -172,7 +173,7 @@ class ShardedParameter(StateHolder):
         # The scores of replicated parameters are replicated, even if their moments are sharded.
         if self.sharding is not None and extent != "blocks":
             layout = self.sharding.layout
-        layout = rule_layout(self.entry.shape, self.entry.view, layout, extent)
+        layout = rule_layout(MatrixLayout(self.entry.shape, self.entry.view, layout), extent)
         if not is_dtensor and not any(layout.placements):
             return full_tensor(value)
         if isinstance(self.p, DTensor):

@@ -41,7 +41,6 @@ gradient or none: the owner asks one of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -51,24 +50,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.rules.interface import MatrixRule, Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, OwnedBlocks
+from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, MomentumGroup, OwnedBlocks
 from deepmd_muon.optim.sharded.elements import gathered_parts
 from deepmd_muon.optim.sharded.messages import (
-    RankMessages,
-    local_messages,
     local_parts,
     local_shape,
     piece_of,
-    rank_messages,
+    staying_jobs,
+    travelling_jobs,
 )
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Domain, Plan, carried
-from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch, moments_of
+from deepmd_muon.optim.sharded.plan import Plan, carried
+from deepmd_muon.optim.sharded.transport import CollectiveStream
+from deepmd_muon.optim.state.host_memory import TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
@@ -78,113 +75,13 @@ from deepmd_muon.optim.update.muon import (
     effective_lr,
     update_blocks,
 )
-
-_FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
-_WORKSPACE_WORD = 8  # bytes of an element of the workspace, float64
+from deepmd_muon.optim.waves import StepContext
 
 Wait = Callable[[], Any]
 """Makes the current stream wait until a collective has arrived."""
 
 
 # ----- what is compiled once from the plan -------------------------------------------------------
-
-
-@dataclasses.dataclass
-class MomentumGroup:
-    """Momenta of one parameter group and dtype that advance together.
-
-    Attributes
-    ----------
-    group
-        Number of the parameter group.
-    parameters
-        Positions in the plan.
-    shapes
-        Shapes of the local momenta, (batch, rows, columns).
-    part_slices
-        For each parameter, the rows and columns of each part of its matrix: several in a fused
-        weight.
-    """
-
-    group: int
-    parameters: list[int]
-    shapes: list[tuple[int, int, int]]
-    part_slices: list[list[tuple[slice, slice]]]
-
-
-class MomentumUpdate:
-    """The momenta to advance before a bucket is packed: those that no earlier bucket has advanced.
-
-    Attributes
-    ----------
-    measuring, asked
-        Rules with statistics in the bucket's headers, and inputs that rules request besides
-        directions.
-    momentum_groups
-        The momenta, in lists that advance together.
-    order
-        Positions in the plan of the parameters that advance here, in the order of
-        `momentum_groups`.
-    first_row
-        By position in the plan: the parameter's first row in this update's table of statistics.
-    n_rows
-        Rows of this table.
-    buffers
-        The local momenta, in `order`; set by `Pipeline.bind`.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        sharded_params: Mapping[int, ShardedParameter],
-        bucket: Bucket,
-        rank: int,
-    ) -> None:
-        self.measuring = bucket.measuring
-        self.asked = bucket.asked
-        self.momentum_groups = [
-            MomentumGroup(
-                group=group,
-                parameters=positions,
-                shapes=[local_shape(plan, i, rank, "gather") for i in positions],
-                part_slices=[local_parts(plan, i, rank) for i in positions],
-            )
-            for group, positions in _by_group_and_dtype(sharded_params, bucket.fresh)
-        ]
-        self.order = [i for momenta in self.momentum_groups for i in momenta.parameters]
-        self.first_row: dict[int, int] = {}
-        self.n_rows = 0
-        for momenta in self.momentum_groups:
-            for i, shape, slices in zip(
-                momenta.parameters, momenta.shapes, momenta.part_slices, strict=True
-            ):
-                if carried(plan.parameters[i].rules).sums:
-                    self.first_row[i] = self.n_rows
-                    self.n_rows += shape[0] * len(slices)  # one row for each part of each matrix
-        self.buffers: list[Tensor] = []
-
-
-def _by_group_and_dtype(
-    sharded_params: Mapping[int, ShardedParameter], positions: Sequence[int]
-) -> list[tuple[int, list[int]]]:
-    """Return pairs of a group's number and positions in the plan of parameters of one dtype."""
-    by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
-    for i in positions:
-        param = sharded_params[i]
-        by_kind.setdefault((param.group, param.p.dtype), []).append(i)
-    return [(group, members) for (group, _dtype), members in by_kind.items()]
-
-
-class BufferSlot(NamedTuple):
-    """Buffers that several buckets use in turn, float64, as long as the longest of them needs.
-
-    Pieces of this rank's own parameters are in `holders`, those of the blocks that it owns in
-    `owners`; each bucket uses both from its gather until its updates have been applied.
-    """
-
-    holders: Tensor
-    owners: Tensor
-    buckets: list[Bucket]
 
 
 class Pipeline:
@@ -202,8 +99,6 @@ class Pipeline:
         constructor of `PipelineStep` packs them, before the portions.
     packing_order
         All of these in the order in which they are packed.
-    momentum_updates
-        For each of them, the momenta to advance before.
     last_reader
         By position in the plan: the last bucket that reads the parameter's direction.
     idle
@@ -211,9 +106,8 @@ class Pipeline:
     master_gathers
         All-gathers after the step of 16-bit parameters of which each rank updates the part that it
         has master weights of.
-    table_sources
-        For each bucket, the numbers of the momentum updates with the tables of statistics that it
-        reads; set by `bind`.
+    momenta
+        By position in the plan: the local momentum; set by `bind`.
     """
 
     def __init__(
@@ -228,13 +122,18 @@ class Pipeline:
         self.rank = dist.get_rank()
         self.device = local_of(next(iter(sharded_params.values())).p).device
         self.collectives = collectives
+        self.momenta: dict[int, Tensor] = {}
 
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
+        groups = {i: param.group for i, param in sharded_params.items()}
         for domain, process_group in zip(plan.domains, process_groups, strict=True):
-            if not domain.gathered_bytes:
-                self.travelling += self._travelling_buckets(domain, process_group)
-                self.staying += self._staying_buckets(domain)
+            if domain.gathered_bytes:
+                continue
+            for jobs in travelling_jobs(plan, domain, self.rank):
+                self.travelling.append(Bucket(jobs, groups, process_group, self.device))
+            for jobs in staying_jobs(plan, domain, self.rank):
+                self.staying.append(Bucket(jobs, groups, None, self.device))
 
         # The first gathers start before local blocks are computed, to overlap with them. As many
         # start as `PipelineStep._start_gathers` finds room for when nothing is in flight.
@@ -246,154 +145,98 @@ class Pipeline:
             *self.travelling[self.n_first :],
         ]
         self.last_reader = {i: bucket for bucket in self.packing_order for i in bucket.parameters}
-        advanced = self._assign_momenta()
-        self.momentum_updates = [
-            MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.packing_order
-        ]
-        self.idle = [param for i, param in sharded_params.items() if i not in advanced]
+        self._first_row: dict[int, int] = {}  # in the table of statistics
+        self._n_rows = 0
+        self._assign_momenta()
+        self.idle = [param for i, param in sharded_params.items() if i not in self._first_row]
         with_masters = [
             (param.p, param.sharding)
             for i, param in sharded_params.items()
             if plan.parameters[i].masters
         ]
         self.master_gathers = gathered_parts(with_masters, collectives, keep=False)
-        self._slots = self._allocate_slots()
-        self._workspace = self._allocate_workspace()
-        self.table_sources: list[list[int]] = []
+        self._allocate()
 
-    def _travelling_buckets(
-        self, domain: Domain, process_group: dist.ProcessGroup | None
-    ) -> list[Bucket]:
-        buckets = []
-        for number in range(domain.n_buckets):
-            # Each rank takes part in every exchange of its domain, with empty messages if need be.
-            jobs = [
-                job
-                for job in domain.jobs
-                if job.bucket == number
-                and (
-                    job.owner == self.rank
-                    or self.rank in job.sources
-                    or self.rank in job.destinations
-                )
-            ]
-            messages = rank_messages(self.plan, domain, jobs, domain.ranks, self.rank)
-            buckets.append(self._bucket(domain, messages, number, process_group))
-        return buckets
-
-    def _staying_buckets(self, domain: Domain) -> list[Bucket]:
-        return [
-            self._bucket(domain, messages, number=None, process_group=None)
-            for messages in local_messages(self.plan, domain, self.rank)
-        ]
-
-    def _bucket(
-        self,
-        domain: Domain,
-        messages: RankMessages,
-        number: int | None,
-        process_group: dist.ProcessGroup | None,
-    ) -> Bucket:
-        exchange = Exchange(
-            plan=self.plan,
-            domain=domain,
-            messages=messages,
-            bucket=number,
-            group=process_group,
-            full_dtype=_FULL_PRECISION[domain.itemsize],
-            device=self.device,
-        )
-        return Bucket(
-            plan=self.plan,
-            domain=domain,
-            exchange=exchange,
-            groups={i: param.group for i, param in self.sharded_params.items()},
-            rank=self.rank,
-            device=self.device,
-        )
-
-    def _assign_momenta(self) -> set[int]:
-        """Let the first bucket that reads a parameter advance its momentum.
-
-        Return the positions that some bucket reads.
-        """
-        advanced: set[int] = set()
+    def _assign_momenta(self) -> None:
+        """Let the first bucket that reads a parameter advance its momentum, and lay out statistics."""
         for bucket in self.packing_order:
-            bucket.fresh = tuple(i for i in bucket.parameters if i not in advanced)
-            advanced.update(bucket.fresh)
-        return advanced
+            first_row = self._n_rows
+            by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
+            for i in bucket.parameters:
+                if i not in self._first_row:
+                    param = self.sharded_params[i]
+                    by_kind.setdefault((param.group, param.p.dtype), []).append(i)
+            for (group, _dtype), positions in by_kind.items():
+                momenta = MomentumGroup(
+                    group=group,
+                    parameters=positions,
+                    shapes=[local_shape(self.plan, i, self.rank, "gather") for i in positions],
+                    part_slices=[local_parts(self.plan, i, self.rank) for i in positions],
+                )
+                bucket.momentum_groups.append(momenta)
+                for i, shape, slices in zip(
+                    positions, momenta.shapes, momenta.part_slices, strict=True
+                ):
+                    self._first_row[i] = self._n_rows
+                    if carried(self.plan.parameters[i].rules).sums:
+                        # One row for each part of each matrix.
+                        self._n_rows += shape[0] * len(slices)
+            bucket.rows = slice(first_row, self._n_rows)
 
-    def _allocate_slots(self) -> list[BufferSlot]:
-        """Share buffers: travelling buckets take turns; portions, one at a time, have their own.
+    def _allocate(self) -> None:
+        """Allocate buffers, which several buckets share, and memory for matrices, all float64.
 
-        Buckets start and end in one order. So when fewer than `n_slots` are in flight, the buffers
-        of the next one are free: bucket k has those of bucket k − `n_slots`.
+        Travelling buckets take turns; portions, one at a time, have their own buffers. Buckets
+        start and end in one order. So when fewer than `n_slots` are in flight, the buffers of the
+        next one are free: bucket k has those of bucket k − `n_slots`. Only one bucket at a time is
+        orthogonalized.
         """
+
+        def memory(words: Iterator[int]) -> Tensor:
+            size = max(words, default=0)
+            return torch.empty(size, dtype=torch.float64, device=self.device)
+
+        workspace = memory(bucket.workspace_words for bucket in self.packing_order)
         in_turns = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
-        slots = []
         for buckets in (*in_turns, self.staying):
-            if buckets:
-                holder_words, owner_words = zip(
-                    *(bucket.exchange.buffer_words for bucket in buckets), strict=True
-                )
-                slots.append(
-                    BufferSlot(
-                        holders=self._float64(max(holder_words)),
-                        owners=self._float64(max(owner_words)),
-                        buckets=buckets,
-                    )
-                )
-        return slots
+            holder_buffer = memory(bucket.exchange.holder_words for bucket in buckets)
+            owner_buffer = memory(bucket.exchange.owner_words for bucket in buckets)
+            for bucket in buckets:
+                bucket.allocate(holder_buffer, owner_buffer, workspace)
 
-    def _allocate_workspace(self) -> Tensor:
-        """Return memory for the matrices of one bucket; only one is orthogonalized at a time."""
-        words = [
-            bucket.elements * bucket.exchange.full_dtype.itemsize // _WORKSPACE_WORD + 1
-            for bucket in self.packing_order
-        ]
-        return self._float64(max(words, default=0))
+    def statistics(self) -> Tensor:
+        """Return a new table of the rules' statistics of this rank's momenta, (rows, sums)."""
+        n_sums = max((bucket.n_sums for bucket in self.packing_order), default=0)
+        return torch.empty(self._n_rows, n_sums, dtype=torch.float64, device=self.device)
 
-    def _float64(self, words: int) -> Tensor:
-        return torch.empty(words, dtype=torch.float64, device=self.device)
-
-    def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
+    def bind(self, context: StepContext) -> None:
         """Create missing state, and all views of buffers, parameters and state.
 
         There is no communication.
         """
-        self._complete_state(groups, state, memory)
-        local_params = self._local_parameters(state)
-        momenta = {
+        self._complete_state(context)
+        state = context.state
+        self.momenta = {
             i: local_of(state[param.p]["momentum_buffer"])
             for i, param in self.sharded_params.items()
         }
-        table_rows = self._locate_statistics()
-        for slot in self._slots:
-            for bucket in slot.buckets:
-                bucket.bind(
-                    buffers=(slot.holders, slot.owners),
-                    workspace=self._workspace,
-                    local_params=local_params,
-                    momenta=momenta,
-                    rows=table_rows[self.packing_order.index(bucket)],
-                )
-        for update in self.momentum_updates:
-            update.buffers = [momenta[i] for i in update.order]
+        local_params = self._local_parameters(state)
+        for bucket in self.packing_order:
+            bucket.bind(local_params)
 
-    def _complete_state(
-        self, groups: Sequence[Group], state: State, memory: HostMemory | None
-    ) -> None:
+    def _complete_state(self, context: StepContext) -> None:
         """Create the state tensors that are missing.
 
         Every rank has all state tensors in the same order, even without local elements: code that
         gathers a state dict tensor by tensor relies on it.
         """
+        groups, state, memory, _ = context
         for param in self.sharded_params.values():
             state.setdefault(param.p, {})
         all_positions = list(self.sharded_params)
         # By bucket, so that no more than one bucket's momenta are on the device before they are
         # offloaded.
-        for positions in (*(update.order for update in self.momentum_updates), all_positions):
+        for positions in (*(bucket.advanced for bucket in self.packing_order), all_positions):
             params = [self.sharded_params[i] for i in positions]
             for param in params:
                 param.complete(state[param.p], matrix_rules(groups[param.group].settings))
@@ -411,52 +254,24 @@ class Pipeline:
             rule_keys = tensors_of(self.plan.parameters[i].rules).keys() & param_state.keys()
             local_params[i] = LocalParameter(
                 p=masters[param.p] if param.p in masters else local_of(param.p).detach(),
+                momentum=self.momenta[i],
                 state={key: local_of(param_state[key]) for key in rule_keys},
                 group=param.group,
+                first_row=self._first_row.get(i, 0),
             )
         return local_params
 
-    def _locate_statistics(self) -> list[dict[int, int]]:
-        """Set `table_sources`.
-
-        Return for each bucket the first row of each parameter in these tables, concatenated.
-        """
-        made_by = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
-        self.table_sources = []
-        rows_of_buckets = []
-        for bucket in self.packing_order:
-            sources = sorted({made_by[i] for i in bucket.parameters})
-            table_start = {}
-            n_rows = 0
-            for k in sources:
-                table_start[k] = n_rows
-                n_rows += self.momentum_updates[k].n_rows
-            rows_of_buckets.append(
-                {
-                    i: table_start[made_by[i]]
-                    + self.momentum_updates[made_by[i]].first_row.get(i, 0)
-                    for i in bucket.parameters
-                }
-            )
-            self.table_sources.append(sources)
-        return rows_of_buckets
-
     def transfer_batches(
-        self, state: State, memory: HostMemory
-    ) -> tuple[list[TransferBatch], list[TransferBatch]]:
-        """Return the transfer batches of offloaded momenta, in the order in which they are used.
-
-        The first list is for the buckets packed before the element-wise routes take their step, the
-        second for those packed after it.
-        """
-        before: list[TransferBatch] = []
-        after: list[TransferBatch] = []
-        for number, update in enumerate(self.momentum_updates):
-            momenta = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
+        self, context: StepContext, buckets: Sequence[Bucket]
+    ) -> list[TransferBatch]:
+        """Return the transfer batches of the offloaded momenta that these buckets advance."""
+        assert context.memory is not None
+        batches = []
+        for bucket in buckets:
+            momenta = [(self.sharded_params[i].p, "momentum_buffer") for i in bucket.advanced]
             if momenta:
-                batches = before if number < self.n_first else after
-                batches.append(memory.transfer_batch(state, momenta))
-        return before, after
+                batches.append(context.memory.transfer_batch(context.state, momenta))
+        return batches
 
 
 # ----- one step ----------------------------------------------------------------------------------
@@ -483,28 +298,25 @@ class PipelineStep:
     def __init__(
         self,
         pipeline: Pipeline,
-        groups: Sequence[Group],
-        state: State,
-        memory: HostMemory | None,
+        context: StepContext,
         control: StepControl,
         moments: Iterator[list[Tensor]] | None,
     ) -> None:
         self._pipeline = pipeline
-        self._groups = groups
-        self._state = state
-        self._memory = memory
+        self._context = context
+        self._groups = context.groups
         self._control = control.on(pipeline.device)
         self._moments = moments
         # What buckets pack, by kind and position in the plan; kept until the last reader has packed
         # it.
         self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
-        self._tables: dict[int, Tensor] = {}  # statistics, by number of the momentum update
+        self._statistics = pipeline.statistics()
         # Advanced copies of momenta without a gradient on this rank, by position in the plan; and
         # for each of their blocks that is updated here, by (position, block), whether any rank has
         # a gradient.
         self._tentative: dict[int, Tensor] = {}
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
-        self._n_packed = 0
+        self._packing_order = iter(pipeline.packing_order)
         self._waiting = deque(pipeline.travelling)
         self._gathering: deque[InFlight] = deque()
         self._returning: deque[InFlight] = deque()
@@ -564,38 +376,28 @@ class PipelineStep:
     def _pack(self, bucket: Bucket) -> Wait:
         """Advance the bucket's momenta, pack its pieces, and start its gather."""
         pipeline = self._pipeline
-        number = self._n_packed
         # In another order this would take another bucket's offloaded momenta, and start collectives
         # that other ranks do not start.
-        assert pipeline.packing_order[number] is bucket
-        self._n_packed += 1
-
-        update = pipeline.momentum_updates[number]
-        buffers = update.buffers
-        if self._moments is not None and update.order:
+        expected_bucket = next(self._packing_order)
+        assert expected_bucket is bucket
+        if self._moments is not None and bucket.momentum_groups:
             buffers = next(self._moments)
-        self._tables[number] = self._advance(update, buffers)
-
-        tables = [self._tables[k] for k in pipeline.table_sources[number]]
-        statistics = None
-        if bucket.measuring and tables:
-            statistics = tables[0] if len(tables) == 1 else torch.cat(tables)
+        else:
+            buffers = [pipeline.momenta[i] for i in bucket.advanced]
+        self._advance(bucket, buffers)
         planes = [self._planes[kind] for kind in ("direction", *bucket.asked)]
-        bucket.pack(planes, statistics, self._tentative)
+        bucket.pack(planes, self._statistics, self._tentative)
         for i in bucket.parameters:
             if pipeline.last_reader[i] is bucket:
                 for plane in self._planes.values():
                     plane.pop(i, None)  # frees the memory
         return bucket.exchange.start("gather", pipeline.collectives)
 
-    def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
-        """Advance momenta.
-
-        Return the rules' statistics of this rank's parts, float64 (`n_rows`, sums).
-        """
+    def _advance(self, bucket: Bucket, buffers: Sequence[Tensor]) -> None:
+        """Advance the momenta that are this bucket's to advance, and write their statistics."""
         remaining = iter(buffers)
         pairs: list[Pieces] = []
-        for momentum_group in update.momentum_groups:
+        for momentum_group in bucket.momentum_groups:
             positions = momentum_group.parameters
             params = [self._pipeline.sharded_params[i] for i in positions]
             settings = self._groups[momentum_group.group].settings
@@ -623,7 +425,7 @@ class PipelineStep:
                 # their memory.
                 directions = [direction.clone() for direction in directions]
             self._planes["direction"].update(zip(positions, directions, strict=True))
-            if update.asked:
+            if bucket.asked:
                 weights = [param.elements() for param in params]
                 self._planes["gradient"].update(zip(positions, grads, strict=True))
                 self._planes["weight"].update(zip(positions, weights, strict=True))
@@ -632,10 +434,9 @@ class PipelineStep:
             if self._pipeline.plan.settings.free_gradients:
                 for param in params:
                     param.p.grad = None
-        tables = [rule.measure(pairs, self._pipeline.device) for rule in update.measuring]
-        if not tables:
-            return torch.empty(0, 0, device=self._pipeline.device)
-        return torch.cat(tables, dim=1)
+        tables = [rule.measure(pairs, self._pipeline.device) for rule in bucket.measuring]
+        if tables:
+            torch.cat(tables, dim=1, out=self._statistics[bucket.rows, : bucket.n_sums])
 
     # ----- stages 3 and 4: orthogonalize and return ----------------------------------------------
 
@@ -697,23 +498,17 @@ class PipelineStep:
         returning.wait()
         bucket.take_state()
         # Pieces without a local gradient: whether any rank has one is known only now, on the
-        # device.
-        undecided = {
+        # device. Undo without a read on the host: keep the old values, and choose with `where`.
+        undecided = [
             k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative
-        }
-        # Undo without a read on the host: keep the old values, and choose with `where` on the
-        # device.
-        before: dict[int, list[Tensor]] = {}
+        ]
+        old_values: dict[int, list[Tensor]] = {}
         if undecided:
-            present = bucket.returned_headers()[:, 0] > 0
+            present = bucket.exchange.applying.read_headers()[:, 0] > 0
             for k in undecided:
                 piece = bucket.applying[k]
                 self._has_gradient[piece.parameter, piece.block] = present[k]
-            before = {
-                k: [x.clone() for x in changed]
-                for k, changed in bucket.changed_by_updates()
-                if k in undecided
-            }
+                old_values[k] = [x.clone() for x in bucket.changed.get(k, ())]
         for group_number, update_list in bucket.update_lists:
             group = self._groups[group_number]
             apply_updates(
@@ -724,24 +519,21 @@ class PipelineStep:
                 rules=matrix_rules(group.settings),
                 masters=update_list.masters or None,
             )
-        if not before:
-            return
-        for k, changed in bucket.changed_by_updates():
-            if k in before:
-                piece = bucket.applying[k]
-                has_gradient = self._has_gradient[piece.parameter, piece.block]
-                for x, old in zip(changed, before[k], strict=True):
-                    x.copy_(torch.where(has_gradient.to(x.device), x, old))
+        for k, old_tensors in old_values.items():
+            piece = bucket.applying[k]
+            has_gradient = self._has_gradient[piece.parameter, piece.block]
+            for x, old in zip(bucket.changed.get(k, ()), old_tensors, strict=True):
+                x.copy_(torch.where(has_gradient.to(x.device), x, old))
 
     def _settle_tentative_momenta(self) -> None:
         """Write the advanced copies of blocks back if another rank has a gradient."""
         pipeline = self._pipeline
         plan = pipeline.plan
-        if self._tentative and self._memory is not None:
-            self._memory.wait()  # for the copies to the host that may still write these momenta
+        if self._tentative and self._context.memory is not None:
+            self._context.memory.wait()  # for the copies to the host that may still write these momenta
         for i, advanced in self._tentative.items():
             param = pipeline.sharded_params[i]
-            momentum = local_of(self._state[param.p]["momentum_buffer"])
+            momentum = local_of(self._context.state[param.p]["momentum_buffer"])
             shape = local_shape(plan, i, pipeline.rank, "gather")
             for block in range(plan.parameters[i].view.blocks):
                 piece = piece_of(plan, i, block, pipeline.rank, "gather")

@@ -38,10 +38,16 @@ from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.routes import RouteEntry
-from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.routing.views import MatrixView, Shape
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.layout import Layout, held_interval, replicated
+from deepmd_muon.optim.sharded.layout import (
+    Layout,
+    MatrixLayout,
+    RankSet,
+    held_interval,
+    replicated,
+)
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.update.adam import moment_dtype
 
@@ -82,7 +88,7 @@ class PlannedParameter:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     view: MatrixView
     layout: Layout
     itemsize: int = 4
@@ -117,14 +123,15 @@ class PlannedParameter:
             masters=state_layout is not None and settings.master_weights and is_narrow,
         )
 
-    def layout_of(self, leg: Leg) -> Layout:
-        """Return the layout of a leg's pieces.
+    def matrices(self, leg: Leg | None = None) -> MatrixLayout:
+        """Return the layout of a leg's pieces; without a leg that of the elements.
 
         Momenta are gathered, and updates return to elements or master weights.
         """
-        if self.state_layout is not None and (leg == "gather" or self.masters):
-            return self.state_layout
-        return self.layout
+        layout = self.layout
+        if self.state_layout is not None and (leg == "gather" or (leg and self.masters)):
+            layout = self.state_layout
+        return MatrixLayout(self.shape, self.view, layout)
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
@@ -241,7 +248,7 @@ class Domain:
         step (see `RepeatedMuon`); else 0.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     parameters: tuple[int, ...]
     itemsize: int
     rules: tuple[MatrixRule, ...]
@@ -293,10 +300,9 @@ class Domain:
     def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
         """Return the bytes of every message of one leg; those of a rank to itself are left out.
 
-        `rank_messages` measures the messages of one rank by the same `message_words`.
+        `messages.Side` lays the messages of one rank out.
         """
-        pieces: Counter[MessageKey] = Counter()
-        line_values: Counter[MessageKey] = Counter()
+        words: Counter[MessageKey] = Counter()  # of headers and lines
         elements: Counter[MessageKey] = Counter()
         for job in self.jobs:
             if job.bucket is None:
@@ -307,26 +313,15 @@ class Domain:
                 sender = holder if leg == "gather" else job.owner
                 receiver = job.owner if leg == "gather" else holder
                 key = MessageKey(job.bucket, sender, receiver)
-                pieces[key] += 1
-                line_values[key] += job.line_values.get(holder, 0)
+                words[key] += self.header_words(leg) + job.line_values.get(holder, 0)
                 elements[key] += n_elements
-        n_bytes: dict[MessageKey, int] = {}
-        for key, n_pieces in pieces.items():
-            words = self.message_words(leg, n_pieces, line_values[key], elements[key], settings)
-            n_bytes[key] = WORD * words
-        return n_bytes
-
-    def message_words(
-        self, leg: Leg, pieces: int, line_values: int, elements: int, settings: ShardedSettings
-    ) -> int:
-        """Return the words of a message with this many pieces, values of lines and elements.
-
-        Elements are padded to whole words.
-        """
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        itemsize = self.itemsize if dtype == "full" else NARROW
-        element_words = -(-elements * self.planes(leg) * itemsize // WORD)  # rounded up
-        return pieces * self.header_words(leg) + line_values + element_words
+        size = self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
+        # Elements are padded to whole words.
+        return {
+            key: WORD * (n_words + -(-elements[key] * size // WORD))
+            for key, n_words in words.items()
+        }
 
     def header_words(self, leg: Leg) -> int:
         """Return the words of a piece's header: presence, state per block, sums (gather only)."""
@@ -409,7 +404,7 @@ def make_plan(
     """
     settings = settings or ShardedSettings()
     _refuse_overlaps(parameters)
-    members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    members: dict[tuple[RankSet, int], list[int]] = defaultdict(list)
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize].append(i)
     domains: list[Domain] = []
@@ -525,7 +520,7 @@ def _fit_one_gather(parameters: Sequence[PlannedParameter], settings: ShardedSet
 def _plan_domain(
     parameters: Mapping[int, PlannedParameter],
     *,
-    ranks: tuple[int, ...],
+    ranks: RankSet,
     itemsize: int,
     loads: Mapping[int, int],
     settings: ShardedSettings,
@@ -600,11 +595,9 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
     work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
     size = [rows * columns * itemsize for rows, columns in shapes]
     holders_of_all = holders_of_blocks(
-        p.shape,
-        p.view,
-        layout=p.layout,
-        state_layout=p.layout_of("gather"),
-        update_layout=p.layout_of("return"),
+        p.matrices(),
+        state=p.matrices("gather"),
+        updates=p.matrices("return"),
         scored=bool(values.block_keys),
         line_tensors=tuple(tensor for _, tensor in values.line_tensors),
     )
@@ -633,7 +626,7 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     return steps * (4 * m * m * n + 2 * m**3)
 
 
-def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
+def _largest_part(shape: Shape, layout: Layout) -> int:
     """Return the number of elements of the first rank, which has the largest part."""
     place = layout.places()[layout.ranks[0]]
     return math.prod(

@@ -21,11 +21,12 @@ import torch.distributed.distributed_c10d as c10d
 
 from deepmd_muon.optim import errors
 from deepmd_muon.optim.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
+from deepmd_muon.optim.sharded.layout import RankSet
 
 T = TypeVar("T")
 
 # By default group: when it is destroyed, so are all other groups.
-_PROCESS_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+_PROCESS_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[RankSet, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
 
@@ -33,7 +34,7 @@ _PROCESS_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist
 class RankGroup(NamedTuple):
     """Several ranks, ascending, that compare something; all of them call the comparison."""
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     process_group: dist.ProcessGroup
     device: torch.device  # of the tensors that they exchange
 
@@ -41,7 +42,7 @@ class RankGroup(NamedTuple):
 class Statement(NamedTuple):
     """What must be the same on some ranks, ascending, in one sentence."""
 
-    ranks: tuple[int, ...]
+    ranks: RankSet
     text: str
 
 
@@ -52,7 +53,7 @@ class _Report(NamedTuple):
     statements: list[Statement]
 
 
-def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
+def group_of(ranks: RankSet, device: torch.device) -> dist.ProcessGroup | None:
     """Return the process group of these ranks, all of which must call this; None for a single rank.
 
     It is created once and shared. Raises UnsupportedTransportError when it has no backend for the
@@ -80,7 +81,7 @@ def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup 
     return group
 
 
-def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _new_group(ranks: RankSet, world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Create the process group of these ranks; the other ranks of `world` do not take part.
 
     `torch.distributed.new_group` names such a group by how many groups the calling rank is in or
@@ -119,14 +120,12 @@ def release_exchanges_at_exit() -> None:
     atexit.register(time.sleep, 0.05)
 
 
-def largest_groups(
-    sets_of_ranks: Iterable[tuple[int, ...]], device: torch.device
-) -> list[RankGroup]:
+def largest_groups(sets_of_ranks: Iterable[RankSet], device: torch.device) -> list[RankGroup]:
     """Return the sets of ranks that are not subsets of others, largest first.
 
     Sets ascend, and all ranks of a set must call this together. Sets of one rank are omitted.
     """
-    largest: list[tuple[int, ...]] = []
+    largest: list[RankSet] = []
     for ranks in sorted(set(sets_of_ranks), key=lambda ranks: (-len(ranks), ranks)):
         if not any(set(ranks) <= set(larger) for larger in largest):
             largest.append(ranks)
@@ -206,6 +205,6 @@ def check_statements(
     return {statement: number for number, statement in enumerate(all_statements)}
 
 
-def _texts(report: _Report, ranks: tuple[int, ...]) -> list[str]:
+def _texts(report: _Report, ranks: RankSet) -> list[str]:
     """Return the statements that concern exactly these ranks."""
     return [statement.text for statement in report.statements if statement.ranks == ranks]

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import is_capturing
-from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.elements import all_gather
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import State, StateHolder
+from deepmd_muon.optim.state.host_memory import TransferBatch
+from deepmd_muon.optim.state.schema import StateHolder
 from deepmd_muon.optim.torch_hooks import in_phase
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.waves import StateLists, Wave, waves_of
+from deepmd_muon.optim.waves import StateLists, StepContext, Wave, waves_of
 
 StepMatrices = Callable[[Wave, StateLists, StepControl], None]
 _MOMENTUM = "momentum_buffer"
@@ -45,9 +44,7 @@ class RepeatedMuon:
         self._momenta: list[WholeMomenta] = []
         self._on_host = False
 
-    def bind(
-        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int
-    ) -> None:
+    def bind(self, context: StepContext) -> None:
         """Create missing state, and the memory of whole momenta."""
         members: dict[int, list[tuple[Tensor, StateHolder]]] = defaultdict(list)
         # Equal shapes adjacent: they share batches.
@@ -56,12 +53,10 @@ class RepeatedMuon:
         shardings = {
             param.p: param.sharding for param in self._sharded_params if param.sharding is not None
         }
-        self._on_host = memory is not None
+        self._on_host = context.memory is not None
         self._momenta = []
         for number, params in members.items():
-            for wave in waves_of(
-                groups[number], "muon", params, state, memory=memory, workspace=workspace
-            ):
+            for wave in waves_of(context, number, "muon", params):
                 wave_shardings = [shardings[p] for p in wave.params]
                 self._momenta.append(WholeMomenta(wave, wave_shardings, self._collectives))
 

@@ -7,36 +7,46 @@ numbers per block. The numbers per row or column (*lines*) follow the headers, b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.rules.registry import tensors_of
 from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
-from deepmd_muon.optim.sharded.messages import Stack, lines_of
-from deepmd_muon.optim.sharded.plan import Plan, carried
-from deepmd_muon.optim.sharded.transport import End, Exchange, Payload
+from deepmd_muon.optim.sharded.messages import (
+    Lines,
+    MessagePiece,
+    RankJobs,
+    Side,
+    Stack,
+    index_of,
+    lines_of,
+    run_slices,
+)
+from deepmd_muon.optim.sharded.plan import carried
+from deepmd_muon.optim.sharded.transport import Exchange
 
 LocalState = Mapping[int, Mapping[str, Tensor]]
 """This rank's state tensors, by parameter of the plan and key."""
 
 
 class BlockNumbers(NamedTuple):
-    """Numbers per block of some of this rank's pieces.
+    """Numbers per block of some of this rank's pieces."""
 
-    Attributes
-    ----------
-    pieces
-        The positions of these pieces: an index of rows of headers. A slice if it is all of them.
-    state
-        For each of these pieces, its block's number as a view of the state, (1,).
-    """
+    pieces: slice | Tensor  # the positions of these pieces: an index of rows of headers
+    state: list[Tensor]  # for each of them, its block's number as a view of the state, (1,)
 
-    pieces: slice | Tensor
-    state: list[Tensor]
+
+class _LinesInBuffer(NamedTuple):
+    """The lines of one state tensor in a message."""
+
+    piece: MessagePiece
+    key: str
+    lines: Lines
+    values: Tensor  # a view of the buffer, (lines, values)
 
 
 @dataclasses.dataclass
@@ -45,6 +55,11 @@ class CopyList:
 
     buffer: list[Tensor] = dataclasses.field(default_factory=list)
     local: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def add(self, in_buffer: Tensor, local: Tensor) -> None:
+        """Add a pair."""
+        self.buffer.append(in_buffer)
+        self.local.append(local)
 
     def write_buffer(self) -> None:
         """Copy from the local memory to the buffer."""
@@ -58,7 +73,7 @@ class CopyList:
 
 
 class RuleState:
-    """State of rules in one bucket on this rank.
+    """State of rules in one bucket on this rank, after the exchange has its buffers.
 
     `stacks` are the matrices that this rank owns; `place_of_job` has the number of each job's stack
     and the index of its matrix in the stack.
@@ -72,26 +87,18 @@ class RuleState:
 
     def __init__(
         self,
-        plan: Plan,
-        rules: tuple[MatrixRule, ...],
+        rank_jobs: RankJobs,
         exchange: Exchange,
         stacks: Sequence[Stack],
         place_of_job: Mapping[int, tuple[int, int]],
-        rank: int,
         device: torch.device,
     ) -> None:
-        self._plan = plan
+        self._rank_jobs = rank_jobs
         self._exchange = exchange
-        self._rank = rank
         self._device = device
-        self._jobs = exchange.messages.jobs
+        rules = rank_jobs.domain.rules
+        self._tensors = tensors_of(rules)
         self.keys = carried(rules).block_keys
-        self._dtypes = {
-            key: tensor.dtype_for(exchange.full_dtype) for key, tensor in tensors_of(rules).items()
-        }
-        self._single_values = {
-            key for key, tensor in carried(rules).line_tensors if tensor.along is None
-        }
         self._place_of_job = place_of_job
         self._stack_sizes = [len(stack.jobs) for stack in stacks]
         # The lines of owned matrices, (matrices, lines, values), from their arrival until they
@@ -100,85 +107,78 @@ class RuleState:
         for stack in stacks:
             rows, columns = stack.shape
             lines = {}
-            for key, tensor in self._line_tensors(stack.jobs[0]):
+            parameter = rank_jobs.jobs[stack.jobs[0]].parameter
+            for key, tensor in self._line_tensors(parameter):
                 n_lines = rows if tensor.extent == "rows" else columns
                 size = (len(stack.jobs), n_lines, tensor.length(rows, columns))
                 lines[key] = torch.zeros(size, dtype=torch.float64, device=device)
             self._owned.append(lines)
+        self._arriving_lines = self._owned_lines(exchange.arriving)
+        self._leaving_lines = self._owned_lines(exchange.leaving)
 
-    def _line_tensors(self, job: int) -> tuple[tuple[str, StateTensor], ...]:
-        """Return key and description of the state per row or column of a job's parameter."""
-        return carried(self._plan.parameters[self._jobs[job].parameter].rules).line_tensors
+    def _line_tensors(self, parameter: int) -> tuple[tuple[str, StateTensor], ...]:
+        """Return key and description of a parameter's state per row or column."""
+        return carried(self._rank_jobs.plan.parameters[parameter].rules).line_tensors
 
     # ----- views, created once -------------------------------------------------------------------
 
     def bind(self, state: LocalState) -> None:
-        """Create all views of the exchange's buffers and of the state."""
-        sending = self._exchange.sending
-        receiving = self._exchange.receiving
-        self._packed_numbers = self._block_numbers(sending["gather"], state)
-        self._packed_lines = self._local_lines(sending["gather"], state)
-        self._returned_numbers = self._block_numbers(receiving["return"], state)
-        self._returned_lines = self._local_lines(receiving["return"], state)
-        self._arriving_lines = self._owned_lines(receiving["gather"])
-        self._leaving_lines = self._owned_lines(sending["return"])
+        """Create all views of the state on this rank."""
+        exchange = self._exchange
+        self._packed_numbers = self._block_numbers(exchange.packing, state)
+        self._packed_lines = self._local_lines(exchange.packing, state)
+        self._returned_numbers = self._block_numbers(exchange.applying, state)
+        self._returned_lines = self._local_lines(exchange.applying, state)
 
-    def _block_numbers(self, end: End, state: LocalState) -> list[BlockNumbers]:
+    def _block_numbers(self, side: Side, state: LocalState) -> list[BlockNumbers]:
         """Return, in the order of `keys`, the numbers of the blocks of this rank's pieces."""
-        return [self._numbers_of_key(key, end.payloads, state) for key in self.keys]
+        plan = self._rank_jobs.plan
+        numbers = []
+        for key in self.keys:
+            positions = []
+            views = []
+            for position, message_piece in enumerate(side.pieces):
+                piece = message_piece.piece
+                if key in state[piece.parameter]:
+                    elements = plan.parameters[piece.parameter].matrices()
+                    blocks = score_runs_by_rank(elements)[piece.rank]
+                    index = overlap(blocks, piece.block, piece.block + 1).start
+                    positions.append(position)
+                    views.append(state[piece.parameter][key][index : index + 1])
+            numbers.append(BlockNumbers(index_of(positions, len(side.pieces), self._device), views))
+        return numbers
 
-    def _numbers_of_key(
-        self, key: str, payloads: Sequence[Payload], state: LocalState
-    ) -> BlockNumbers:
-        pieces = []
-        views = []
-        for number, payload in enumerate(payloads):
-            job = self._jobs[payload.job]
-            if key in state[job.parameter]:
-                p = self._plan.parameters[job.parameter]
-                local_blocks = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank]
-                index = overlap(local_blocks, job.block, job.block + 1).start
-                pieces.append(number)
-                views.append(state[job.parameter][key][index : index + 1])
-        if len(pieces) == len(payloads):
-            return BlockNumbers(slice(None), views)  # needs no gather on the device
-        return BlockNumbers(torch.tensor(pieces, dtype=torch.int64, device=self._device), views)
+    def _lines_in(self, side: Side) -> Iterator[_LinesInBuffer]:
+        """Yield the lines in the messages of one side."""
+        for message_piece in side.pieces:
+            piece = message_piece.piece
+            start = message_piece.lines
+            for key, tensor in self._line_tensors(piece.parameter):
+                lines = lines_of(self._rank_jobs.plan, piece, tensor)
+                if lines.length:
+                    stop = start + lines.length
+                    values = side.buffer[start:stop].view(-1, lines.values)
+                    yield _LinesInBuffer(message_piece, key, lines, values)
+                    start = stop
 
-    def _local_lines(self, end: End, state: LocalState) -> CopyList:
+    def _local_lines(self, side: Side, state: LocalState) -> CopyList:
         """Return the copies between a buffer of this rank's pieces and its state."""
         copies = CopyList()
-        for payload, start in zip(end.payloads, end.line_starts, strict=True):
-            job = self._jobs[payload.job]
-            for key, tensor in self._line_tensors(payload.job):
-                lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
-                if not lines.length:
-                    continue
-                stop = start + lines.length
-                copies.buffer.append(end.buffer[start:stop].view(-1, lines.values))
-                # Vectors of smaller blocks are padded in storage.
-                local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
-                in_local = slice(lines.inside.start, lines.inside.stop)
-                copies.local.append(local[lines.batch, in_local, lines.part_number])
-                start = stop
+        for message_piece, key, lines, values in self._lines_in(side):
+            # Vectors of smaller blocks are padded in storage.
+            local = state[message_piece.piece.parameter][key].view(lines.shape)
+            local = local[lines.batch, :, lines.part_number, : lines.values]
+            copies.add(values, local[lines.inside.start : lines.inside.stop])
         return copies
 
-    def _owned_lines(self, end: End) -> CopyList:
+    def _owned_lines(self, side: Side) -> CopyList:
         """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
         copies = CopyList()
-        for payload, peer, start in zip(
-            end.payloads, end.peers_of_pieces, end.line_starts, strict=True
-        ):
-            job = self._jobs[payload.job]
-            stack_number, index = self._place_of_job[payload.job]
-            for key, tensor in self._line_tensors(payload.job):
-                lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)
-                if not lines.length:
-                    continue
-                for run_start, run_stop in lines.inside.runs:
-                    stop = start + (run_stop - run_start) * lines.values
-                    copies.buffer.append(end.buffer[start:stop].view(-1, lines.values))
-                    copies.local.append(self._owned[stack_number][key][index, run_start:run_stop])
-                    start = stop
+        for message_piece, key, lines, values in self._lines_in(side):
+            stack_number, index = self._place_of_job[message_piece.job]
+            owned = self._owned[stack_number][key][index]
+            for in_values, in_block in run_slices(lines.inside.runs):
+                copies.add(values[in_values], owned[in_block])
         return copies
 
     # ----- a step --------------------------------------------------------------------------------
@@ -196,18 +196,20 @@ class RuleState:
         `headers` has a header of each matrix, (matrices, fields).
         """
         self._arriving_lines.read_buffer()
+        full_dtype = self._rank_jobs.full_dtype
         state: list[dict[str, Tensor]] = []
         for lines in self._owned:
             stack_state = {}
             for key, x in lines.items():
-                if key in self._single_values:
+                tensor = self._tensors[key]
+                if tensor.along is None:
                     x = x[:, :, 0]
                 # A copy: `leave` writes the new state to `_owned`.
-                stack_state[key] = x.to(self._dtypes[key], copy=True)
+                stack_state[key] = x.to(tensor.dtype_for(full_dtype), copy=True)
             state.append(stack_state)
         for column, key in enumerate(self.keys, start=1):
-            numbers = headers[:, column].to(self._dtypes[key]).split(self._stack_sizes)
-            for stack_state, x in zip(state, numbers, strict=True):
+            numbers = headers[:, column].to(self._tensors[key].dtype_for(full_dtype))
+            for stack_state, x in zip(state, numbers.split(self._stack_sizes), strict=True):
                 stack_state[key] = x
         return state
 
@@ -223,13 +225,10 @@ class RuleState:
         for key in self.keys:
             yield torch.cat([stack_state[key] for stack_state in state]).double()
 
-    def take(self, returned_headers: Callable[[], Tensor]) -> None:
-        """Take the state back from the headers of this rank's pieces and from the buffer.
-
-        `returned_headers` reads the headers, (pieces, fields), which costs a kernel on a GPU.
-        """
+    def take(self) -> None:
+        """Take the state back from the headers of this rank's pieces and from the buffer."""
         if any(numbers.state for numbers in self._returned_numbers):
-            headers = returned_headers()
+            headers = self._exchange.applying.read_headers()  # costs a kernel on a GPU
             for column, numbers in enumerate(self._returned_numbers, start=1):
                 if numbers.state:
                     values = headers[numbers.pieces, column].to(numbers.state[0].dtype)

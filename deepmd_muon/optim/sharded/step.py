@@ -24,9 +24,9 @@ from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     GradientPresence,
-    GroupColumns,
     check_replicas,
     check_settings,
+    settings_entries,
 )
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
@@ -47,10 +47,10 @@ from deepmd_muon.optim.sharded.process_groups import (
 )
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
+from deepmd_muon.optim.state.host_memory import TransferBatch
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
-from deepmd_muon.optim.waves import RoutedParams
+from deepmd_muon.optim.waves import RoutedParams, StepContext
 
 
 def sharded_step(
@@ -148,7 +148,6 @@ class ShardedStep:
 
         # Of `prepare` and `agree`.
         self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
-        self._columns = GroupColumns(sharded_params)
         self._prepared: tuple[Sequence[Group], State] = ((), {})
         self._structures: list[HybridMuonConfig] = []
         self._error: ShardingError | None = None
@@ -172,8 +171,7 @@ class ShardedStep:
         if self._elements is not None:
             self._elements.waves = []
         if self._pipeline is not None:
-            for update in self._pipeline.momentum_updates:
-                update.buffers = []
+            self._pipeline.momenta = {}
         if self._repeated is not None:
             self._repeated.release()
 
@@ -210,7 +208,6 @@ class ShardedStep:
         same_structures = structures == self._structures
         self._structures = structures
         self._prepared = groups, state
-        self._columns.groups = groups
         self._compiled = False
         self._bound = self._bound and same_tensors and same_structures
 
@@ -253,7 +250,7 @@ class ShardedStep:
             self._presence = self._compare_presence()
         if flags is not None:
             flags = flags.to(self._device).reshape(-1)
-        return self._presence.compare(flags, only_flags=same_gradients)
+        return self._presence.compare(flags, self._prepared[0], only_flags=same_gradients)
 
     def _compare_plans(self) -> None:
         """Make the process groups of the plan, and raise the errors of all ranks."""
@@ -279,7 +276,8 @@ class ShardedStep:
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))
         sets_of_ranks = [param.layout.sorted_ranks for param in self._sharded_params]
-        return GradientPresence(compared, sets_of_ranks, self._device, columns=self._columns)
+        entries = settings_entries(self._sharded_params)
+        return GradientPresence(compared, sets_of_ranks, self._device, entries=entries)
 
     # ----- the step ------------------------------------------------------------------------------
 
@@ -288,15 +286,7 @@ class ShardedStep:
         if self._repeated is not None and self._bound and self._compiled:
             self._repeated.start()
 
-    def run(
-        self,
-        groups: Sequence[Group],
-        state: State,
-        memory: HostMemory | None,
-        workspace: int,
-        control: StepControl,
-        step_matrices: StepMatrices,
-    ) -> None:
+    def run(self, context: StepContext, control: StepControl, step_matrices: StepMatrices) -> None:
         """Take the step; `step_matrices` takes the step of a single process.
 
         The Adam routes run while momenta are gathered and the first pieces are exchanged. Next to
@@ -305,23 +295,16 @@ class ShardedStep:
         if self._repeating:
             return
         elements = self._elements or self._build()
-        self._bind(elements, groups, state, memory, workspace)
+        self._bind(elements, context)
         moments = None
-        if memory is not None:
-            moments = memory.fetch_in_turn(self._transfer_batches(elements, state, memory))
+        if context.memory is not None:
+            moments = context.memory.fetch_in_turn(self._transfer_batches(elements, context))
         repeated = self._repeated
         if repeated is not None:
             repeated.start()
         pipeline_step = None
         if self._pipeline is not None:
-            pipeline_step = PipelineStep(
-                self._pipeline,
-                groups=groups,
-                state=state,
-                memory=memory,
-                control=control,
-                moments=moments,
-            )
+            pipeline_step = PipelineStep(self._pipeline, context, control, moments)
         if repeated is not None and self._side_stream is not None and moments is None:
             control = control.on(self._device)  # before the fork: both streams read it
             self._side_stream.fork()
@@ -353,39 +336,35 @@ class ShardedStep:
         self._elements = ElementwiseStep(elementwise, collectives)
         return self._elements
 
-    def _bind(
-        self,
-        elements: ElementwiseStep,
-        groups: Sequence[Group],
-        state: State,
-        memory: HostMemory | None,
-        workspace: int,
-    ) -> None:
+    def _bind(self, elements: ElementwiseStep, context: StepContext) -> None:
         """Create what depends on parameters, gradients and state, if these have changed."""
         if not self._bound and self._pipeline is not None:
-            self._pipeline.bind(groups, state, memory)
+            self._pipeline.bind(context)
         if not self._bound and self._repeated is not None:
-            self._repeated.bind(groups, state, memory, workspace)
+            self._repeated.bind(context)
         if not self._bound or not self._compiled:
-            elements.compile(groups, state, memory, workspace)
+            elements.compile(context)
             if self._repeated is not None:
                 self._repeated.choose()
         self._bound = True
         self._compiled = True
 
     def _transfer_batches(
-        self, elements: ElementwiseStep, state: State, memory: HostMemory
+        self, elements: ElementwiseStep, context: StepContext
     ) -> list[TransferBatch]:
         """Return the batches of offloaded moments, in the order in which the step takes them."""
-        before: list[TransferBatch] = []
-        after: list[TransferBatch] = []
-        repeated: list[TransferBatch] = []
-        if self._pipeline is not None:
-            before, after = self._pipeline.transfer_batches(state, memory)
+        batches = [
+            wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
+        ]
         if self._repeated is not None:
-            repeated = self._repeated.transfer_batches()
-        waves = [wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None]
-        return [*before, *waves, *repeated, *after]
+            batches += self._repeated.transfer_batches()
+        if self._pipeline is None:
+            return batches
+        # The constructor of `PipelineStep` packs the first buckets.
+        n_first = self._pipeline.n_first
+        first = self._pipeline.transfer_batches(context, self._pipeline.packing_order[:n_first])
+        others = self._pipeline.transfer_batches(context, self._pipeline.packing_order[n_first:])
+        return [*first, *batches, *others]
 
 
 def _finish(

@@ -24,7 +24,7 @@ from deepmd_muon.optim.routing.routes import (
     canonical_name,
     choose_route,
 )
-from deepmd_muon.optim.routing.views import MatrixView, matrix_view
+from deepmd_muon.optim.routing.views import MatrixView, Shape, matrix_view
 from deepmd_muon.optim.state.migrate import SavedParameter
 
 # Below this, the power of a decay no longer determines the number of steps, and 1 minus it is 1 in
@@ -183,7 +183,7 @@ def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
     )
 
 
-def _adam_route(name: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> Route:
+def _adam_route(name: str, shape: Shape, group: Mapping[str, Any]) -> Route:
     """Return which of Adam and AdamW a parameter had.
 
     Their states are alike, only name and shape tell.

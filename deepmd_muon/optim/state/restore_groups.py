@@ -23,6 +23,7 @@ from deepmd_muon.optim.groups.group_settings import (
 )
 from deepmd_muon.optim.other_configs import CHOSEN_BY_BUILD
 from deepmd_muon.optim.routing.routes import RouteTable
+from deepmd_muon.optim.routing.views import Shape
 from deepmd_muon.optim.state.others import is_another_muon
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def _is_of_first_release(saved: Mapping[str, Any]) -> bool:
     return "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
 
 
-def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shapes of parameters by name; {} if they have no names."""
     if "param_names" not in group:
         return {}

@@ -28,6 +28,8 @@ from deepmd_muon.model.neighbors.search import count_neighbors
 
 #: Atoms that are read at once.
 CHUNK_ATOMS = 1 << 16
+#: Names of values that belong to atoms; others belong to frames.
+PER_ATOM = frozenset(["coord", "atype", "aparam", *ATOM_LABELS])
 # Volume of a cell over the cube of its longest vector, below which the neighbour search rejects it.
 _FLAT = 1e-6
 
@@ -59,7 +61,7 @@ class FrameStore:
     cache
         Says which neighbours the model reads, for their counts; an attribute, too.
     device
-        Device of the tensors.
+        Device of the tensors; an attribute, too.
     room
         Capacity for data that pass through; None keeps all data.
 
@@ -84,19 +86,12 @@ class FrameStore:
         Distance of the nearest two atoms so far [Å]; infinite if none are within the cut-off.
     missing
         The last slot.
-    coord, atype
-        Positions [Å] and types of all atoms.
-    first_atom, sizes, counts
-        First atom, atoms, and atoms of each type of every slot, `(nslots + 1,)` and `(nslots + 1,
-        ntypes)`.
+    tensors
+        By name. Of every slot `(nslots + 1, …)`: "first_atom", "size" (its atoms), "counts" (atoms
+        of each type), labels and "fparam" of frames, and "has_…" for each label; of every atom
+        `(atoms, …)`: the names in `PER_ATOM`. Zeros if a frame lacks a label.
     cells
         Of all slots; None if no system is periodic.
-    of_frames, of_atoms
-        Labels by name, `(nslots + 1, width)` and `(atoms, width)`; zeros if a frame has none.
-    parameters
-        Values of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(atoms, numb_aparam)`.
-    has_label
-        Which slots have a label `(nslots + 1,)`, by name.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class FrameStore:
     ) -> None:
         self._systems = systems
         self.cache = cache
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.stays = room is None
 
@@ -141,24 +136,21 @@ class FrameStore:
 
         self.missing = room.frames
         slots = room.frames + 1
-        self.coord = zeros(room.atoms, 3)
-        self.atype = zeros(room.atoms, dtype=torch.int64)
-        self.first_atom = zeros(slots, dtype=torch.int64)
-        self.sizes = zeros(slots, dtype=torch.int64)
-        self.counts = zeros(slots, ntypes, dtype=torch.int32)
-        self.of_frames = {
-            name: zeros(slots, width) for name, width in FRAME_LABELS.items() if name in labels
+        self.tensors = {
+            "coord": zeros(room.atoms, 3),
+            "atype": zeros(room.atoms, dtype=torch.int64),
+            "first_atom": zeros(slots, dtype=torch.int64),
+            "size": zeros(slots, dtype=torch.int64),
+            "counts": zeros(slots, ntypes, dtype=torch.int32),
         }
-        self.of_atoms = {
-            name: zeros(room.atoms, width) for name, width in ATOM_LABELS.items() if name in labels
-        }
-        self.has_label = {name: zeros(slots, dtype=torch.bool) for name in label_names}
-        widths = systems[0].parameters  # all systems have the same
-        self.parameters = {}
-        if widths.of_frame:
-            self.parameters["fparam"] = zeros(slots, widths.of_frame)
-        if widths.aparam:
-            self.parameters["aparam"] = zeros(room.atoms, widths.aparam)
+        widths = {name: LABELS[name] for name in label_names}
+        for name in label_names:
+            self.tensors[f"has_{name}"] = zeros(slots, dtype=torch.bool)
+        parameters = systems[0].parameters  # all systems have the same
+        widths |= {"fparam": parameters.of_frame, "aparam": parameters.of_atom}
+        for name, width in widths.items():
+            if width:
+                self.tensors[name] = zeros(room.atoms if name in PER_ATOM else slots, width)
         self.cells: Cells | None = None
         if any(system.pbc for system in systems):
             images = torch.ones(slots, 3, dtype=torch.int32, device=device)
@@ -185,7 +177,7 @@ class FrameStore:
                 slots = next_slot + np.arange(len(chunk.numbers))
                 first_atom = next_place + _starts(chunk.natoms)
                 next_slot += len(slots)
-                next_place += len(chunk.atype)
+                next_place += int(chunk.natoms.sum())
             with self._side_stream():
                 writes = self._upload(chunk, slots, first_atom)
             for write in writes:
@@ -203,6 +195,10 @@ class FrameStore:
             kinds = 2 * kinds + present[numbers]
         return kinds
 
+    def select(self, name: str, rows: Tensor) -> Tensor:
+        """Return a tensor's values of some slots, or of some atoms."""
+        return self.tensors[name].index_select(0, rows)
+
     def copy_to(self, target: Tensor, values: np.ndarray) -> None:
         """Copy an array of the host to a tensor after all launched work, without waiting for it."""
         with self._side_stream():
@@ -212,7 +208,7 @@ class FrameStore:
     # ----- two streams ---------------------------------------------------------------------------
 
     def _on_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:
@@ -222,12 +218,12 @@ class FrameStore:
             return
         with torch.cuda.stream(self._stream):
             yield
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def _used_now(self, tensor: Tensor) -> Tensor:
         """Keep the memory of a tensor of the side stream until the current stream has read it."""
         if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+            tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensor
 
     # ----- writing -------------------------------------------------------------------------------
@@ -241,47 +237,27 @@ class FrameStore:
 
     def _upload(self, chunk: Chunk, slots: np.ndarray, first_atom: np.ndarray) -> list[_Write]:
         """Copy a chunk to the device and count its neighbours; return what is to be written."""
-        on_device = self._on_device
-        within_frame = np.arange(len(chunk.atype)) - np.repeat(_starts(chunk.natoms), chunk.natoms)
-        rows = on_device(slots)
-        places = on_device(np.repeat(first_atom, chunk.natoms) + within_frame)
-        coord = on_device(chunk.coord)
-        atype = on_device(chunk.atype)
-        sizes = on_device(chunk.natoms.astype(np.int64))
-        writes = [
-            _Write(self.coord, places, coord),
-            _Write(self.atype, places, atype),
-            _Write(self.sizes, rows, sizes),
-            _Write(self.first_atom, rows, on_device(first_atom)),
-            _Write(self.counts, rows, on_device(chunk.counts.astype(np.int32))),
-        ]
+        rows = self._on_device(slots)
+        places = self._on_device(np.repeat(first_atom, chunk.natoms) + _within_frames(chunk.natoms))
+        values = {name: self._on_device(array) for name, array in chunk.values.items()}
+        values["first_atom"] = self._on_device(first_atom)
+        writes = []
+        for name, target in self.tensors.items():
+            target_rows = places if name in PER_ATOM else rows
+            if name not in values:  # a frame without the label may replace one with it
+                values[name] = target.new_zeros(len(target_rows), *target.shape[1:])
+            writes.append(_Write(target, target_rows, values[name]))
         for name, all_present in self.present.items():
-            present = chunk.present.get(name, np.zeros(len(slots), dtype=bool))
-            all_present[chunk.numbers] = present
-            writes.append(_Write(self.has_label[name], rows, on_device(present)))
-            if name in FRAME_LABELS:
-                target = self.of_frames[name]
-                target_rows = rows
-            else:
-                target = self.of_atoms[name]
-                target_rows = places
-            # A frame without the label may replace one with it.
-            if name in chunk.labels:
-                values = on_device(chunk.labels[name])
-            else:
-                values = coord.new_zeros(len(target_rows), LABELS[name])
-            writes.append(_Write(target, target_rows, values))
-        for name, parameter in chunk.parameters.items():
-            target_rows = rows if name == "fparam" else places
-            writes.append(_Write(self.parameters[name], target_rows, on_device(parameter)))
+            all_present[chunk.numbers] = chunk.values.get(f"has_{name}", False)
         cells = None
         if self.cells is not None:
             # The cell of a frame without one is zero and moves nothing.
-            box = np.zeros((len(slots), 3, 3)) if chunk.box is None else chunk.box
-            cells = Cells.of_some(on_device(box), self.cache.rcut)
-            for target, values in zip(self.cells, cells, strict=True):
-                writes.append(_Write(target, rows, values))
-        self._count(chunk, Atoms(coord, atype, sizes, 0, cells))
+            if "box" not in values:
+                values["box"] = values["coord"].new_zeros(len(slots), 3, 3)
+            cells = Cells.of_some(values["box"], self.cache.rcut)
+            for target, new in zip(self.cells, cells, strict=True):
+                writes.append(_Write(target, rows, new))
+        self._count(chunk, Atoms(values["coord"], values["atype"], values["size"], 0, cells))
         return writes
 
     # ----- counting neighbours -------------------------------------------------------------------
@@ -324,7 +300,7 @@ class FrameStore:
         # Of every real atom of these frames: its frame among them, its place there, and its place
         # in the chunk.
         frame = np.repeat(np.arange(len(rows)), natoms)
-        within_frame = np.arange(len(frame)) - np.repeat(_starts(natoms), natoms)
+        within_frame = _within_frames(natoms)
         in_chunk = np.repeat(_starts(chunk.natoms)[rows], natoms) + within_frame
         places = self._on_device(frame * width + within_frame)
         source = self._on_device(in_chunk)
@@ -358,7 +334,7 @@ class FrameStore:
 
     def _record(self, chunk: Chunk, max_neighbors: np.ndarray, n_edges: np.ndarray) -> None:
         """Record composition, size and neighbours of frames."""
-        rows = np.concatenate([chunk.counts, chunk.periodic[:, None]], axis=1)
+        rows = np.concatenate([chunk.values["counts"], chunk.values["periodic"][:, None]], axis=1)
         unique, inverse = np.unique(rows, axis=0, return_inverse=True)
         n_known = len(self._compositions)
         numbers = np.array(
@@ -406,7 +382,7 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     parameters = systems[0].parameters
     # In numbers of 8 bytes: positions and type of an atom; size and first atom of a frame, its
     # counts and cell.
-    atom = 4 + parameters.aparam
+    atom = 4 + parameters.of_atom
     atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
     frame = 2 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
@@ -426,36 +402,21 @@ class Chunk:
     ----------
     numbers
         Of the frames `(nframes,)`, counted over all systems.
-    natoms, counts
-        Atoms of each frame without padding `(nframes,)`, and of each type `(nframes, ntypes)`.
-    periodic
-        Which frames have cells `(nframes,)`.
-    box
-        Cell vectors as rows [Å] `(nframes, 3, 3)`, zeros if a frame has none; None if no frame has
-        one.
-    coord, atype
-        Positions [Å] and types of all atoms, `(atoms, 3)` and `(atoms,)`.
-    labels
-        By name, `(nframes, width)` or `(atoms, width)`; zeros if a frame has none.
-    present
-        Which frames have each label `(nframes,)`, by name.
-    parameters
-        Values of "fparam" `(nframes, numb_fparam)` and "aparam" `(atoms, numb_aparam)`.
+    values
+        By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
+        [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
     doubtful
         Numbers of the frames that the neighbour search rejects because of their cell.
     """
 
     numbers: np.ndarray
-    natoms: np.ndarray
-    counts: np.ndarray
-    periodic: np.ndarray
-    box: np.ndarray | None
-    coord: np.ndarray
-    atype: np.ndarray
-    labels: dict[str, np.ndarray]
-    present: dict[str, np.ndarray]
-    parameters: dict[str, np.ndarray]
+    values: dict[str, np.ndarray]
     doubtful: np.ndarray
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms of each frame without padding `(nframes,)`."""
+        return self.values["size"]
 
 
 def system_of(numbers: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -500,6 +461,12 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
     return starts
 
 
+def _within_frames(natoms: np.ndarray) -> np.ndarray:
+    """Return the number of every atom in its frame."""
+    numbers: np.ndarray = np.arange(natoms.sum()) - np.repeat(_starts(natoms), natoms)
+    return numbers
+
+
 def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int) -> Chunk:
     """Pack frames of one system; `numbers` count over all systems."""
     atype = frames.atype
@@ -527,37 +494,33 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
         packed: np.ndarray = values.reshape(-1, values.shape[2]).take(source, axis=0)
         return packed
 
-    labels = {}
-    present = {}
+    values = {
+        "size": real.sum(1),
+        "counts": frames.type_counts(ntypes).astype(np.int32),
+        "periodic": np.full(nframes, system.pbc),
+        "coord": pack(frames.coord),
+        "atype": pack(atype[..., None])[:, 0].astype(np.int64),
+    }
+    if system.pbc:
+        values["box"] = np.asarray(frames.box, dtype=np.float64)
     for name in frames.labels:
-        values = getattr(frames, name)
-        present[name] = frames.present(name)
-        if not present[name].all():
-            ones = (1,) * (values.ndim - 1)
-            values = np.where(present[name].reshape(-1, *ones), values, 0.0)
-        if name in FRAME_LABELS:
-            labels[name] = values.reshape(nframes, FRAME_LABELS[name])
+        label = getattr(frames, name)
+        present = frames.present(name)
+        if not present.all():
+            ones = (1,) * (label.ndim - 1)
+            label = np.where(present.reshape(-1, *ones), label, 0.0)
+        values[f"has_{name}"] = present
+        if name in PER_ATOM:
+            values[name] = pack(label.reshape(nframes, width, LABELS[name]))
         else:
-            labels[name] = pack(values.reshape(nframes, width, ATOM_LABELS[name]))
-    parameters = {}
+            values[name] = label.reshape(nframes, LABELS[name])
     of_frames = frames.frame_parameters
     if of_frames is not None:
-        parameters["fparam"] = of_frames
-    if frames.aparam is not None:
-        parameters["aparam"] = pack(frames.aparam)
-    return Chunk(
-        numbers=numbers,
-        natoms=real.sum(1),
-        counts=frames.type_counts(ntypes),
-        periodic=np.full(nframes, system.pbc),
-        box=np.asarray(frames.box, dtype=np.float64) if system.pbc else None,
-        coord=pack(frames.coord),
-        atype=pack(atype[..., None])[:, 0].astype(np.int64),
-        labels=labels,
-        present=present,
-        parameters=parameters,
-        doubtful=numbers[_has_flat_cell(system, frames)],
-    )
+        values["fparam"] = of_frames
+    of_atoms = frames.atomic_parameters
+    if of_atoms is not None:
+        values["aparam"] = pack(of_atoms)
+    return Chunk(numbers, values, doubtful=numbers[_has_flat_cell(system, frames)])
 
 
 def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
@@ -577,46 +540,19 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
 
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(chunk, name) for chunk in chunks])
+    def rows_of(chunk: Chunk, name: str, like: np.ndarray) -> np.ndarray:
+        """Return the values of a chunk; zeros if it lacks the label or the cells."""
+        if name in chunk.values:
+            return chunk.values[name]
+        n_rows = chunk.natoms.sum() if name in PER_ATOM else len(chunk.numbers)
+        return np.zeros((n_rows, *like.shape[1:]), like.dtype)
 
-    labels = {}
-    present = {}
-    for name in sorted({name for chunk in chunks for name in chunk.labels}):
-        label_parts = []
-        present_parts = []
-        for chunk in chunks:
-            nframes = len(chunk.numbers)
-            if name in chunk.labels:
-                label_parts.append(chunk.labels[name])
-                present_parts.append(chunk.present[name])
-            else:
-                n_rows = nframes if name in FRAME_LABELS else len(chunk.atype)
-                label_parts.append(np.zeros((n_rows, LABELS[name])))
-                present_parts.append(np.zeros(nframes, dtype=bool))
-        labels[name] = np.concatenate(label_parts)
-        present[name] = np.concatenate(present_parts)
-    box = None
-    if any(chunk.box is not None for chunk in chunks):
-        boxes = [
-            np.zeros((len(chunk.numbers), 3, 3)) if chunk.box is None else chunk.box
-            for chunk in chunks
-        ]
-        box = np.concatenate(boxes)
+    examples = {name: array for chunk in chunks for name, array in chunk.values.items()}
     return Chunk(
-        numbers=joined("numbers"),
-        natoms=joined("natoms"),
-        counts=joined("counts"),
-        periodic=joined("periodic"),
-        box=box,
-        coord=joined("coord"),
-        atype=joined("atype"),
-        labels=labels,
-        present=present,
-        # All systems have the same parameters.
-        parameters={
-            name: np.concatenate([chunk.parameters[name] for chunk in chunks])
-            for name in chunks[0].parameters
+        numbers=np.concatenate([chunk.numbers for chunk in chunks]),
+        values={
+            name: np.concatenate([rows_of(chunk, name, like) for chunk in chunks])
+            for name, like in examples.items()
         },
-        doubtful=joined("doubtful"),
+        doubtful=np.concatenate([chunk.doubtful for chunk in chunks]),
     )

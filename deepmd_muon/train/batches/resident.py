@@ -32,6 +32,7 @@ from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Sections
 from deepmd_muon.model.neighbors.search import find_neighbors
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.batches.frame_store import (
+    PER_ATOM,
     Chunk,
     FrameStore,
     Room,
@@ -167,7 +168,7 @@ class ResidentBatches:
         largest = int(self._sizes.max())
         cost = n_read * (largest + _FRAME_COST) + len(self._sizes) * _SYSTEM_COST
         if not store.stays or cost > AT_ONCE:
-            fitting = min(_FIRST_ATOMS, len(store.coord)) // largest
+            fitting = min(_FIRST_ATOMS, len(store.tensors["coord"])) // largest
             n_read = min(n_read, max(1, fitting))
         numbers = np.arange(n_read) * store.nframes // n_read  # evenly spread
         self._requested[numbers] = True
@@ -361,8 +362,8 @@ class SlotTable:
 
     def __init__(self, rows: int, width: int, store: FrameStore) -> None:
         self._store = store
-        self._row = torch.zeros(1, dtype=torch.int64, device=store.coord.device)
-        self._table = torch.zeros(rows, width, dtype=torch.int64, device=store.coord.device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=store.device)
+        self._table = torch.zeros(rows, width, dtype=torch.int64, device=store.device)
 
     def write(self, batches: Sequence[np.ndarray]) -> None:
         """Take the slots of these batches, on the host."""
@@ -435,7 +436,7 @@ class Gathering:
 
         def on_device(values: np.ndarray) -> Tensor:
             values = np.ascontiguousarray(values, dtype=np.int64)
-            return torch.from_numpy(values).to(store.coord.device)
+            return torch.from_numpy(values).to(store.device)
 
         self._kind = on_device(kind)
         self._rank = on_device(rank)
@@ -461,14 +462,14 @@ class Gathering:
         """Return the structures of the batch, with their neighbours."""
         store = self._store
         shape = self.shape
-        coord = self._with_spare(self._of_atoms(store.coord, real), real)
-        atype = store.atype.index_select(0, real.source).view(shape.frames, shape.natoms)
+        coord = self._with_spare(self._of_atoms("coord", real), real)
+        atype = store.select("atype", real.source).view(shape.frames, shape.natoms)
         order = self._order
         frame = self._frame
         if real.mask is not None:
             atype = torch.where(real.mask, atype, -1)
             atype = torch.nn.functional.pad(atype, (0, 0, 0, self._n_spare), value=-1)
-            order, frame = self._sort(store.counts.index_select(0, slots).long())
+            order, frame = self._sort(store.select("counts", slots).long())
         cells = None
         box = None
         if shape.periodic and store.cells is not None:
@@ -476,13 +477,13 @@ class Gathering:
             box = torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._n_spare))
         atoms = Atoms(coord.view(-1, 3), atype.flatten(), real.natoms, shape.natoms, cells)
         neighbor, shift = find_neighbors(atoms, order, frame, self._sections)
-        fparam = store.parameters.get("fparam")
-        if fparam is not None:
+        fparam = None
+        if "fparam" in store.tensors:
             spare = 0 if real.mask is None else self._n_spare
-            fparam = torch.nn.functional.pad(fparam.index_select(0, slots), (0, 0, 0, spare))
-        aparam = store.parameters.get("aparam")
-        if aparam is not None:
-            aparam = self._with_spare(self._of_atoms(aparam, real), real)
+            fparam = torch.nn.functional.pad(store.select("fparam", slots), (0, 0, 0, spare))
+        aparam = None
+        if "aparam" in store.tensors:
+            aparam = self._with_spare(self._of_atoms("aparam", real), real)
         return Structures(
             atype=atype,
             order=order,
@@ -503,17 +504,17 @@ class Gathering:
 
     def find_real(self, slots: Tensor) -> _Real:
         """Return which places of the batch have an atom."""
-        natoms = self._store.sizes.index_select(0, slots)
+        natoms = self._store.select("size", slots)
         place = torch.arange(self.shape.natoms, device=slots.device)
-        source = self._store.first_atom.index_select(0, slots).unsqueeze(1) + place
+        source = self._store.select("first_atom", slots).unsqueeze(1) + place
         if self.shape.composition is not None:
             return _Real(natoms, source.flatten(), mask=None)
         mask = place < natoms.unsqueeze(1)
         return _Real(natoms, torch.where(mask, source, 0).flatten(), mask)
 
-    def _of_atoms(self, values: Tensor, real: _Real) -> Tensor:
+    def _of_atoms(self, name: str, real: _Real) -> Tensor:
         """Return values of atoms `(frames, natoms, width)`, zero if there is none."""
-        gathered = values.index_select(0, real.source)
+        gathered = self._store.select(name, real.source)
         gathered = gathered.view(self.shape.frames, self.shape.natoms, -1)
         if real.mask is None:
             return gathered
@@ -548,11 +549,11 @@ class Gathering:
         for name, width in LABELS.items():
             if name not in self.shape.labels:
                 continue
-            if name in store.of_frames:
-                values = store.of_frames[name].index_select(0, slots)
+            if name in PER_ATOM:
+                values = self._of_atoms(name, real)
             else:
-                values = self._of_atoms(store.of_atoms[name], real)
+                values = store.select(name, slots)
             labels[name] = values if width > 1 else values.squeeze(-1)
             if name in self.shape.partial:
-                labels[f"find_{name}"] = store.has_label[name].index_select(0, slots)
+                labels[f"find_{name}"] = store.select(f"has_{name}", slots)
         return labels

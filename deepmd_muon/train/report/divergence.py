@@ -29,6 +29,8 @@ _LIMITS = {
     "rmse_e": _ENERGY_LIMIT,
     "mae_e": _ENERGY_LIMIT,
     "rmse_f": _FORCE_LIMIT,
+    "rmse_fr": _FORCE_LIMIT,
+    "mae_fr": _FORCE_LIMIT,
     "mae_f": _FORCE_LIMIT,
 }
 

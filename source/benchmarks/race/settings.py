@@ -155,9 +155,19 @@ SETTINGS |= {
     for ratio in RATIOS
 }
 
+# Few Newton–Schulz steps leave small singular values small: n of them multiply these by 3.4445^n.
+SETTINGS |= {
+    f"depth_{steps}_c{coefficient:g}": muon(
+        schedule=[[3.4445, -4.775, 2.0315]] * steps, lr_adjust_coeff=coefficient
+    )
+    for steps in (1, 2, 3)
+    for coefficient in (4.32, 12.96)
+}
+
 # AdamW at one rate, for sets whose best one is not known.
 SETTINGS |= {
-    f"adamw_{rate:g}": Setting(ADAMW, dict.fromkeys(SETS, rate)) for rate in (0.006, 0.012, 0.024)
+    f"adamw_{rate:g}": Setting(ADAMW, dict.fromkeys(SETS, rate))
+    for rate in (0.006, 0.012, 0.024, 0.048)
 }
 # The first layer on AdamW with the coefficient that suits the length of the run, which an input omits.
 SETTINGS["first"] = muon(adamw_patterns=list(ROUTES["first"]))

@@ -17,17 +17,8 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.optim.config import HybridMuonConfig
 
 # A valid value of each required key, by its name.
-REQUIRED = {
-    "start_lr": 1e-3,
-    "systems": ["a"],
-    "e_rcut": 6.0,
-    "e_rcut_smth": 5.0,
-    "e_sel": 20,
-    "a_rcut": 4.0,
-    "a_rcut_smth": 3.0,
-    "a_sel": 10,
-    "type_map": ["O"],
-}
+REQUIRED = {"start_lr": 1e-3, "systems": ["a"], "type_map": ["O"], "e_sel": 20, "a_sel": 10}
+REQUIRED |= {"e_rcut": 6.0, "e_rcut_smth": 5.0, "a_rcut": 4.0, "a_rcut_smth": 3.0}
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**70, 0.5, -0.5, 1.5, 1e31, float("nan"), float("inf")),
     *("", "x", "auto", "auto:2", "auto:x", "mixed:4", "all", "prob_uniform", "F:MAE", "a/b"),
@@ -161,18 +152,12 @@ def test_several_models_may_share_parts_and_keys(water):
     shared = {"all": ["O", "H"], "d": descriptor}
     branch = {"type_map": "all", "descriptor": "d:0", "fitting_net": {"neuron": [4]}}
     data = water["training"].pop("training_data")
+    branches = {"a": branch, "b": {**branch, "fitting_net": {}}}
     several = {
-        "model": {
-            "shared_dict": shared,
-            "data_stat_nbatch": 3,
-            "model_dict": {"a": branch, "b": {**branch, "fitting_net": {}}},
-        },
+        "model": {"shared_dict": shared, "data_stat_nbatch": 3, "model_dict": branches},
         "loss_dict": {"a": {}, "b": {"start_pref_f": 1.0}},
         "learning_rate": water["learning_rate"],
-        "training": {
-            "numb_steps": 5,
-            "data_dict": {"a": {"training_data": data}, "b": {"training_data": data}},
-        },
+        "training": {"numb_steps": 5, "data_dict": {key: {"training_data": data} for key in "ab"}},
     }
     wanted = normalize(copy.deepcopy(several)).normalized
     base = Argument("base", dict, gen_args(multi_task=True))

@@ -27,17 +27,9 @@ LOSS_VALUES = {
     "huber_delta": [0.2, (0.1, 0.2, 0.3)],
 }
 PREFACTORS = [frozenset({(f"start_pref_{x}", 2.0), (f"limit_pref_{x}", 2.0)}) for x in ("v", "pf")]
-RATE_VALUES = {
-    "start_lr": [0.02],
-    "stop_lr": [1e-4],
-    "stop_lr_ratio": [0.2],
-    "warmup_steps": [700],
-    "warmup_ratio": [0.2],
-    "warmup_start_factor": [0.4],
-    "decay_steps": [900],
-    "decay_rate": [0.01],
-    "decay_phase_ratio": [0.4],
-}
+RATE_VALUES = {"start_lr": [0.02], "stop_lr": [1e-4], "stop_lr_ratio": [0.2]}
+RATE_VALUES |= {"warmup_steps": [700], "warmup_ratio": [0.2], "warmup_start_factor": [0.4]}
+RATE_VALUES |= {"decay_steps": [900], "decay_rate": [0.01], "decay_phase_ratio": [0.4]}
 
 
 def names_of(section):
@@ -199,12 +191,8 @@ def test_a_setting_that_another_one_excludes_is_answered(water, path, value, oth
     idle = [line.split(":")[0] for line in normalize(an_input(water, {path: value}, other)).idle]
     assert path in idle
     # The other setting may also exclude one that the input has.
-    assert {*idle} <= {
-        path,
-        "optimizer/sharded/replication",
-        "loss/limit_pref_e",
-        "loss/limit_pref_f",
-    }
+    others = {"optimizer/sharded/replication", "loss/limit_pref_e", "loss/limit_pref_f"}
+    assert {*idle} <= {path, *others}
 
 
 def keys_with_needs(key: Key):
@@ -224,66 +212,45 @@ def test_every_declared_need_is_tested():
     assert declared - by_terms == (tested - by_terms) | OF_OTHER_KINDS
 
 
+WITHOUT_ATTENTION = {"attn_layer": 0}
+ATTENTION = {"attn": 64, "attn_dotr": False, "normalize": False, "ln_eps": 1e-3, "temperature": 2.0}
+
+
 @pytest.mark.parametrize(
     ("section", "off", "on"),
     [
-        (
-            {"type": "se_atten", "sel": 20, "attn_layer": 0},
-            {
-                "attn": 64,
-                "attn_dotr": False,
-                "normalize": False,
-                "ln_eps": 1e-3,
-                "temperature": 2.0,
-            },
-            {"attn_layer": 2},
-        ),
-        (
-            {"type": "se_atten", "sel": 20, "attn_layer": 0},
-            {"scaling_factor": 2.0, "trainable_ln": False},
-            {"attn_layer": 2},
-        ),
-        (
-            {"type": "se_atten", "sel": 20, "temperature": 1.0},
-            {"scaling_factor": 2.0},
-            {"temperature": None},
-        ),
-        (
-            {"type": "dpa3", "update_style": "res_avg"},
-            {"update_residual": 0.2, "update_residual_init": "norm"},
-            {"update_style": "res_residual"},
-        ),
-        (
-            {"type": "se_atten", "sel": 20, "attn_layer": 0},
-            {"smooth_type_embedding": True},
-            {"tebd_input_mode": "strip"},
-        ),
-        (
-            {"type": "dpa3", "update_angle": False},
-            {"a_dim": 8, "smooth_edge_update": True},
-            {"update_angle": True},
-        ),
-        (
-            {"type": "dpa3"},
-            {"a_compress_e_rate": 2, "a_compress_use_split": True},
-            {"a_compress_rate": 1},
-        ),
-        (
-            {"type": "dpa3", "smooth_edge_update": True},
-            {"sel_reduce_factor": 3.0},
-            {"use_dynamic_sel": True},
-        ),
+        (WITHOUT_ATTENTION, ATTENTION, {"attn_layer": 2}),
+        (WITHOUT_ATTENTION, {"scaling_factor": 2.0, "trainable_ln": False}, {"attn_layer": 2}),
+        ({"temperature": 1.0}, {"scaling_factor": 2.0}, {"temperature": None}),
+        (WITHOUT_ATTENTION, {"smooth_type_embedding": True}, {"tebd_input_mode": "strip"}),
     ],
 )
-def test_settings_of_descriptors_need_others_too(water, section, off, on):
+def test_settings_of_dpa1_need_others_too(water, section, off, on):
     for given in (off, {**off, **on}):
-        descriptor = {**section, **given}
-        if section["type"] == "dpa3":
-            cuts = {"e_rcut": 6.0, "e_rcut_smth": 5.0, "e_sel": 20, "a_rcut": 4.0}
-            layers = {key: value for key, value in descriptor.items() if key != "type"}
-            repflow = {**cuts, "a_rcut_smth": 3.0, "a_sel": 10, **layers}
-            descriptor = {"type": "dpa3", "repflow": repflow}
-        water["model"]["descriptor"] = descriptor
+        water["model"]["descriptor"] = {"type": "se_atten", "sel": 20, **section, **given}
+        idle = {line.split(":")[0].split("/")[-1] for line in normalize(water).idle}
+        assert idle == (set() if given is not off else off.keys())
+
+
+RESIDUALS = {"update_residual": 0.2, "update_residual_init": "norm"}
+SPLIT = {"a_compress_e_rate": 2, "a_compress_use_split": True}
+
+
+@pytest.mark.parametrize(
+    ("section", "off", "on"),
+    [
+        ({"update_style": "res_avg"}, RESIDUALS, {"update_style": "res_residual"}),
+        ({"update_angle": False}, {"a_dim": 8, "smooth_edge_update": True}, {"update_angle": True}),
+        ({}, SPLIT, {"a_compress_rate": 1}),
+        ({"smooth_edge_update": True}, {"sel_reduce_factor": 3.0}, {"use_dynamic_sel": True}),
+    ],
+)
+def test_settings_of_dpa3_need_others_too(water, section, off, on):
+    cuts = {"e_rcut": 6.0, "e_rcut_smth": 5.0, "e_sel": 20}
+    cuts |= {"a_rcut": 4.0, "a_rcut_smth": 3.0, "a_sel": 10}
+    for given in (off, {**off, **on}):
+        repflow = {**cuts, **section, **given}
+        water["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow}
         idle = {line.split(":")[0].split("/")[-1] for line in normalize(water).idle}
         assert idle == (set() if given is not off else off.keys())
 
@@ -291,10 +258,7 @@ def test_settings_of_descriptors_need_others_too(water, section, off, on):
 def test_what_deepmd_kit_writes_into_out_json_is_quiet(water):
     """Its versions write their defaults of both: 10 and 0.2, and 0 and 0.18."""
     for switch, coefficient in ((10.0, 0.2), (10.0, 0.18), (0.0, 0.2)):
-        water["optimizer"] = {
-            "type": "HybridMuon",
-            "lr_adjust": switch,
-            "lr_adjust_coeff": coefficient,
-        }
+        scales = {"lr_adjust": switch, "lr_adjust_coeff": coefficient}
+        water["optimizer"] = {"type": "HybridMuon", **scales}
         assert normalize(water).idle == ()
     assert normalize(normalize(water).normalized).idle == ()

@@ -48,14 +48,9 @@ def test_several_are_told_once_each(water):
     water["loss_dict"] = {"a": {}, "b": {"type": "tensor"}}
     water["optimizer"] = {"type": "LKF"}
     error = elsewhere(water)
-    assert error.elsewhere.split(" and ") == [
-        *(
-            "the descriptor 'dpa2'",
-            "the fitting net 'dos'",
-            "the optimizer 'LKF'",
-            "the loss 'tensor'",
-        ),
-    ]
+    descriptor, *others = error.elsewhere.split(" and ")
+    assert descriptor == "the descriptor 'dpa2'"
+    assert others == ["the fitting net 'dos'", "the optimizer 'LKF'", "the loss 'tensor'"]
     assert [problem.path for problem in error.problems][:2] == [
         "model/shared_dict/all/type",
         "model/model_dict/a/fitting_net/type",
@@ -114,10 +109,8 @@ def _inputs():
     found = []
     for path in sorted(Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "")).rglob("*.json")):
         content = json.loads(path.read_text())
-        nameless = path.name in (
-            "input_aparam.json",
-            "input_v2_compat.json",
-        )  # as their data: trained nowhere
+        # Their data have no names either: they are trained nowhere.
+        nameless = path.name in ("input_aparam.json", "input_v2_compat.json")
         if isinstance(content, dict) and "training" in content and not nameless:
             found.append(path)
     return found
@@ -139,15 +132,11 @@ def test_every_example_of_deepmd_kit_trains_here_or_is_handed_over(tmp_path, mon
     for path in (inputs := _inputs()):
         content = json.loads(path.read_text())
         left_out = ("stat_file", "stop_batch")
-        training = {
-            key: x
-            for key, x in content["training"].items()
-            if "epoch" not in key and key not in left_out
-        }
-        training.update(
-            numb_steps=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve")
-        )
-        content["training"] = training
+        given = content["training"]
+        training = {key: x for key, x in given.items() if "epoch" not in key}
+        training = {key: x for key, x in training.items() if key not in left_out}
+        outputs = {"save_ckpt": str(tmp_path / "model"), "disp_file": str(tmp_path / "lcurve")}
+        content["training"] = training | outputs | {"numb_steps": 1}
         changed = tmp_path / "input.json"
         changed.write_text(json.dumps(content))
         monkeypatch.chdir(path.parent)  # its systems are told relative to it

@@ -16,6 +16,8 @@ FIRST = {
     "magma_muon": False,
     "layout": "as_stored",
 }
+# Settings that both versions have, with other values than their defaults.
+CHOSEN = {"lr_adjust_coeff": 0.3, "magma_muon": True, "momentum": 0.9}
 # Keys of the first version's defaults that its lr_adjust of 10 stands for.
 SWITCHED = {"scaling", "adam_lr_ratio"}
 
@@ -33,50 +35,34 @@ def with_optimizer(data, where, keys):
 @pytest.mark.parametrize(
     ("keys", "expected", "translations"),
     [
-        (
-            {"muon_2d_only": True},
-            {"muon_mode": "2d", **FIRST},
-            ['muon_2d_only: true is an older form; write optimizer/muon_mode: "2d"'],
-        ),
+        ({"muon_2d_only": True}, FIRST, ['muon_2d_only: true; optimizer/muon_mode: "2d"']),
         (
             {"muon_2d_only": False},
-            {"muon_mode": "flat", **FIRST},
-            ['muon_2d_only: false is an older form; write optimizer/muon_mode: "flat"'],
+            {**FIRST, "muon_mode": "flat"},
+            ['muon_2d_only: false; optimizer/muon_mode: "flat"'],
         ),
         (
             {"min_2d_dim": 3},
-            {"min_matrix_dim": 3, "muon_mode": "2d", **FIRST},
-            ["min_2d_dim: 3 is an older form; write optimizer/min_matrix_dim: 3"],
+            {**FIRST, "min_matrix_dim": 3},
+            ["min_2d_dim: 3; optimizer/min_matrix_dim: 3"],
         ),
         (
             {"muon_min_2d_dim": 2},
-            {"min_matrix_dim": 2, "muon_mode": "2d", **FIRST},
-            ["muon_min_2d_dim: 2 is an older form; write optimizer/min_matrix_dim: 2"],
+            {**FIRST, "min_matrix_dim": 2},
+            ["muon_min_2d_dim: 2; optimizer/min_matrix_dim: 2"],
         ),
         (
-            {
-                "muon_2d_only": False,
-                "min_2d_dim": 5,
-                "lr_adjust": 0.0,
-                "lr_adjust_coeff": 0.3,
-                "magma_muon": True,
-                "momentum": 0.9,
-            },
-            {
-                "muon_mode": "flat",
-                "min_matrix_dim": 5,
-                "lr_adjust": 0.0,
-                "lr_adjust_coeff": 0.3,
-                "magma_muon": True,
-                "layout": "as_stored",
-                "momentum": 0.9,
-            },
-            ["muon_2d_only: false is an older form", "min_2d_dim: 5 is an older form"],
+            {"muon_2d_only": False, "min_2d_dim": 5, "lr_adjust": 0.0, **CHOSEN},
+            {"muon_mode": "flat", "min_matrix_dim": 5, "layout": "as_stored", **CHOSEN},
+            [
+                'muon_2d_only: false; optimizer/muon_mode: "flat"',
+                "min_2d_dim: 5; optimizer/min_matrix_dim: 5",
+            ],
         ),
         (
             {"muon_2d_only": True, "lr_adjust": 5},
-            {**FIRST, "muon_mode": "2d", "adam_lr_ratio": 0.2},
-            ["muon_2d_only: true is an older form"],
+            {**FIRST, "adam_lr_ratio": 0.2},
+            ['muon_2d_only: true; optimizer/muon_mode: "2d"'],
         ),
     ],
 )
@@ -86,9 +72,11 @@ def test_hybrid_muon(water, where, keys, expected, translations):
         keys = {key: value for key, value in keys.items() if key != "magma_muon"}
         expected = {**expected, "magma_muon": False}
     checked = normalize(with_optimizer(water, where, keys))
-    assert checked.settings.optimizer == HybridMuonConfig(**expected)
+    assert checked.settings.optimizer == HybridMuonConfig(**{"muon_mode": "2d", **expected})
     for translation in translations:
-        assert sum(notice.startswith(f"{where}/{translation}") for notice in checked.notices) == 1
+        older, newer = translation.split("; ")
+        sentence = f"{where}/{older} is an older form; write {newer}"
+        assert sum(notice.startswith(sentence) for notice in checked.notices) == 1
     given = keys.keys() | (SWITCHED if "lr_adjust" in keys else set())
     silent = {key: value for key, value in FIRST.items() if key not in given}
     filled = [

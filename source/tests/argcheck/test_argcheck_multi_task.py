@@ -75,13 +75,10 @@ def test_the_schema_accepts_both_forms_and_refuses_a_misspelt_key(several):
 
 def test_every_key_of_several_models_is_in_the_reference():
     keys = tree(MultiTaskSettings).keys
-    own = [
-        *keys["model"].keys["model_dict"].keys,
-        *keys["training"].keys,
-        *keys["training"].keys["data_dict"].keys,
-    ]
     text = reference()
-    assert [name for name in own if name not in text] == []
+    branch, training = keys["model"].keys["model_dict"], keys["training"]
+    for section in (branch, training, training.keys["data_dict"]):
+        assert [name for name in section.keys if name not in text] == []
 
 
 def test_all_problems_are_told_at_once_where_they_stand(several, problems):
@@ -94,20 +91,10 @@ def test_all_problems_are_told_at_once_where_they_stand(several, problems):
     del training["data_dict"]["cold"], several["loss_dict"]["cold"]
     several["loss"] = {}
     found = problems(several)
-    assert set(found) == {
-        *(
-            "model/model_dict/hot/descriptor",
-            "model/model_dict/cold/descriptor",
-            "model/shared_dict/all/rcut",
-        ),
-        *(
-            "model/data_stat_nbatch",
-            "training/model_prob/hot",
-            "training/model_prob/cold",
-            "training/model_prob/warm",
-        ),
-        *("training/data_dict/cold", "loss_dict/cold", "training/numb_epoch", "loss"),
-    }
+    expected = {f"model/model_dict/{name}/descriptor" for name in ("hot", "cold")}
+    expected |= {f"training/model_prob/{name}" for name in ("hot", "cold", "warm")}
+    expected |= {"model/shared_dict/all/rcut", "model/data_stat_nbatch", "training/numb_epoch"}
+    assert set(found) == expected | {"training/data_dict/cold", "loss_dict/cold", "loss"}
     assert "did you mean 'all'?" in found["model/model_dict/hot/descriptor"]
     assert "level 0 or 1; found 'all:2'" in found["model/model_dict/cold/descriptor"]
     assert "num_epoch_dict" in found["training/numb_epoch"]
@@ -177,22 +164,12 @@ def replay_of_several(several):
     return "replay", "belongs to an input of one model"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(
-            other_map,
-            no_name,
-            no_epochs,
-            nothing_drawn,
-            two_protections,
-            too_few_cases,
-            one_case,
-            an_alias_twice,
-        ),
-        *(level_of_a_fitting_net, no_validation_data, no_such_branch_to_export, replay_of_several),
-    ],
-)
+MISFITS = [other_map, no_name, no_epochs, nothing_drawn, two_protections, too_few_cases, one_case]
+MISFITS += [an_alias_twice, level_of_a_fitting_net, no_validation_data]
+MISFITS += [no_such_branch_to_export, replay_of_several]
+
+
+@pytest.mark.parametrize("change", MISFITS)
 def test_what_does_not_fit_is_named(several, problems, change):
     path, words = change(several)
     assert words in problems(several)[path]

@@ -100,14 +100,9 @@ def test_an_input_must_be_an_object(data):
 def paths_of(data, path=()):
     """Every path into nested dicts and lists."""
     yield path
-    items = (
-        data.items()
-        if isinstance(data, dict)
-        else enumerate(data)
-        if isinstance(data, list)
-        else ()
-    )
-    for key, value in items:
+    if isinstance(data, list):
+        data = dict(enumerate(data))
+    for key, value in data.items() if isinstance(data, dict) else ():
         yield from paths_of(value, (*path, key))
 
 
@@ -119,13 +114,8 @@ anything = st.recursive(
     ),
     max_leaves=5,
 )
-OLDER = {
-    "muon_2d_only": True,
-    "min_2d_dim": 2,
-    "opt_type": "HybridMuon",
-    "warmup_steps": 9,
-    "numb_test": 1,
-}
+OLDER = {"muon_2d_only": True, "min_2d_dim": 2, "opt_type": "HybridMuon"}
+OLDER |= {"warmup_steps": 9, "numb_test": 1}
 
 
 @given(data=st.data())

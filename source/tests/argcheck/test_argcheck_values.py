@@ -59,17 +59,12 @@ def test_water_example(water):
 
 
 def test_the_sharded_step_has_a_section_of_its_own(water):
-    water["optimizer"] = {
-        "type": "HybridMuon",
-        "sharded": {"return_dtype": "float16", "_why": "slow network"},
-    }
+    sharded = {"return_dtype": "float16", "_why": "slow network"}
+    water["optimizer"] = {"type": "HybridMuon", "sharded": sharded}
     section = normalize(water).normalized["optimizer"]["sharded"]
     assert section == {**dataclasses.asdict(ShardedSettings()), "return_dtype": "float16"}
-    water["optimizer"] = {
-        "type": "HybridMuon",
-        "offload": True,
-        "sharded": {"replication": "spread"},
-    }
+    sharded = {"replication": "spread"}
+    water["optimizer"] = {"type": "HybridMuon", "offload": True, "sharded": sharded}
     settings = normalize(water).settings.optimizer
     assert (settings.offload, settings.sharded.replication) == (True, "spread")
 
@@ -89,22 +84,11 @@ def test_a_decay_below_the_limit_or_in_the_gradient_is_allowed(water, optimizer)
 
 def test_normalized_has_every_default_and_no_comment(water):
     normalized = normalize(water).normalized
-    assert list(normalized) == [
-        "model",
-        "learning_rate",
-        "loss",
-        "optimizer",
-        "training",
-        "validating",
-    ]
-    assert normalized["optimizer"] == {
-        "type": "Adam",
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "weight_decay": 0.0,
-        "adam_eps": 1e-8,
-        "adam_implementation": "fused",
-    }
+    sections = ["model", "learning_rate", "loss", "optimizer", "training", "validating"]
+    assert list(normalized) == sections
+    betas = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+    rest = {"weight_decay": 0.0, "adam_eps": 1e-8, "adam_implementation": "fused"}
+    assert normalized["optimizer"] == {"type": "Adam", **betas, **rest}
     assert normalized["model"]["descriptor"]["activation_function"] == "tanh"
     assert normalized["model"]["fitting_net"]["type"] == "ener"
     assert normalized["model"]["fitting_net"]["rcond"] is None
@@ -121,24 +105,16 @@ def test_normalized_has_every_default_and_no_comment(water):
             HybridMuonConfig(momentum=0.9, muon_mode="2d"),
         ),
         (
-            {
-                "type": "HybridMuon",
-                "sharded": {"slots": 1, "bucket_bytes": 1e6, "state": "sharded"},
-            },
-            HybridMuonConfig(
-                sharded=ShardedSettings(slots=1, bucket_bytes=1_000_000, state="sharded")
-            ),
+            {"type": "HybridMuon", "sharded": {"slots": 1, "bucket_bytes": 1e6}},
+            HybridMuonConfig(sharded=ShardedSettings(slots=1, bucket_bytes=1_000_000)),
         ),
         (
-            {
-                "type": "Muon",
-                "scaling": "match_rms",
-                "adam_betas": [0.8, 0.9],
-                "large_schedule": "polar-express-5",
-            },
-            MuonConfig(
-                scaling="match_rms", adam_betas=(0.8, 0.9), large_schedule="polar-express-5"
-            ),
+            {"type": "Muon", "scaling": "match_rms", "adam_betas": [0.8, 0.9]},
+            MuonConfig(scaling="match_rms", adam_betas=(0.8, 0.9)),
+        ),
+        (
+            {"type": "Muon", "large_schedule": "polar-express-5"},
+            MuonConfig(large_schedule="polar-express-5"),
         ),
         (
             {"type": "HybridMuon", "large_schedule": [[2, -1.5, 0.5]]},
@@ -167,9 +143,8 @@ def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water):
     assert checked.settings.optimizer == HybridMuonConfig(muon_mode="slice", lr_adjust_coeff=0.3)
     assert checked.settings.model.descriptor.activation_function == "tanh"
     assert checked.normalized["model"]["fitting_net"]["activation_function"] == "none"
-    assert (
-        HybridMuonConfig(muon_mode="2D").muon_mode == MuonConfig(muon_mode="2D").muon_mode == "2d"
-    )
+    for kind in (HybridMuonConfig, MuonConfig):
+        assert kind(muon_mode="2D").muon_mode == "2d"
 
 
 @pytest.mark.parametrize("key", ["schedule", "large_schedule"])
@@ -234,9 +209,8 @@ def test_other_aliases(water):
     water["model"]["fitting_net"]["n_neuron"] = water["model"]["fitting_net"].pop("neuron")
     water["training"]["training_data"].update(auto_prob_style="prob_sys_size;0:1:0.25;1:2:.75")
     water["training"]["validation_data"].update(sys_weights=[1])
-    water["training"]["validation_data"]["numb_batch"] = water["training"]["validation_data"].pop(
-        "numb_btch"
-    )
+    validation = water["training"]["validation_data"]
+    validation["numb_batch"] = validation.pop("numb_btch")
     normalized = normalize(water).normalized
     assert normalized["model"]["descriptor"]["type"] == "se_e2_a"
     assert normalized["model"]["descriptor"]["axis_neuron"] == 16
@@ -270,16 +244,11 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
     water["model"].update(
         pair_exclude_types=[], preset_out_bias=None, srtab_add_bias=True, bridging_method="None"
     )
-    water["model"]["fitting_net"].update(
-        default_fparam=None, dim_case_embd=0, use_aparam_as_mask=False
-    )
+    neutral = {"default_fparam": None, "dim_case_embd": 0, "use_aparam_as_mask": False}
+    water["model"]["fitting_net"].update(neutral)
     water["learning_rate"]["scale_by_worker"] = "linear"
     water["loss"].update(start_pref_h=0.0, limit_pref_gf=0, numb_generalized_coord=0)
-    water["training"].update(
-        acc_freq=1,
-        checkpoint_format="file",
-        save_dir=None,
-    )
+    water["training"].update(acc_freq=1, checkpoint_format="file", save_dir=None)
     water["training"]["training_data"].update(set_prefix="set")
     water["validating"] = {"full_validation": False, "validation_freq": 5000, "save_best": True}
     checked = normalize(water)
@@ -445,10 +414,8 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(
     water["training"]["numb_steps"] = 10000
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
-    assert (
-        checked.normalized["optimizer"]["lr_adjust_coeff"]
-        == checked.settings.optimizer.lr_adjust_coeff
-    )
+    section = checked.normalized["optimizer"]
+    assert section["lr_adjust_coeff"] == checked.settings.optimizer.lr_adjust_coeff
     translated = {"lr_adjust", "deepmd_kit_arithmetic"} & optimizer.keys()
     assert [notice.split(":")[0].split()[0] for notice in checked.notices] == [
         f"optimizer/{key}" for key in translated
@@ -589,19 +556,9 @@ def test_maps_come_back_from_their_plain_form():
 
 
 #: The section as deepmd-kit 3.2.0 writes it to out.json.
-OF_DEEPMD_KIT = {
-    "type": "HybridMuon",
-    "momentum": 0.95,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "weight_decay": 0.001,
-    "lr_adjust": 0.0,
-    "lr_adjust_coeff": 0.18,
-    "muon_mode": "slice",
-    "enable_gram": True,
-    "flash_muon": True,
-    "magma_muon": True,
-}
+OF_DEEPMD_KIT = {"type": "HybridMuon", "momentum": 0.95, "adam_beta1": 0.9, "adam_beta2": 0.95}
+OF_DEEPMD_KIT |= {"weight_decay": 0.001, "lr_adjust": 0.0, "lr_adjust_coeff": 0.18}
+OF_DEEPMD_KIT |= {"muon_mode": "slice", "enable_gram": True, "flash_muon": True, "magma_muon": True}
 
 
 def small_steps(water, *, start_lr=1e-3, numb_steps=1000, **optimizer):

@@ -239,10 +239,13 @@ def test_failed_runs_are_run_again(tmp_path):
 
 def test_the_page_shows_the_tables_of_the_published_runs(tmp_path):
     raw = BENCHMARKS / "raw" / "stability"
-    page = (BENCHMARKS / "stability.md").read_text(encoding="utf-8")
+    page = "".join(
+        (BENCHMARKS / name).read_text(encoding="utf-8")
+        for name in ("stability.md", "stability_routes.md", "stability_dpa3.md")
+    )
     potentials, checks = table.read_results([raw / "stability.csv", raw / "checks.csv"])
-    page += (BENCHMARKS / "stability_routes.md").read_text(encoding="utf-8")
     for make in (
+        frontier.goal_table,
         frontier.sets_table,
         frontier.lengths_table,
         frontier.routes_table,

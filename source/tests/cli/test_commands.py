@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run_dp
 from small_models import SE_E2_A
 from write_systems import write_hdf5, write_npy
 
@@ -85,23 +86,7 @@ def table(text):
 
 
 def test_errors_are_those_of_the_prediction(checkpoint, frames, capsys):
-    assert (
-        main(
-            [
-                "--pt",
-                "test",
-                "-m",
-                checkpoint,
-                "-s",
-                "water",
-                "-d",
-                "detail",
-                "--plot",
-                "parity.png",
-            ]
-        )
-        == 0
-    )
+    assert run_dp(f"--pt test -m {checkpoint} -s water -d detail --plot parity.png") == 0
     got = table(capsys.readouterr().err)
     predicted = Predictor(checkpoint, device="cpu").predict(
         frames["coord"], 9.0 * np.eye(3), np.array([0, 1, 1, 0, 1, 1])

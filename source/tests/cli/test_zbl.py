@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_dp
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
@@ -32,10 +33,7 @@ def test_energies_fall_as_bare_nuclei_and_slopes_are_those_of_finite_differences
 
 def test_a_table_is_zbl_inside_and_ends_in_zeros(tmp_path):
     place = tmp_path / "table.txt"
-    assert (
-        main(["zbl", "O", "H", "-o", str(place), "--step", "0.01", "--begin", "1", "--end", "2"])
-        == 0
-    )
+    assert run_dp(f"zbl O H -o {place} --step 0.01 --begin 1 --end 2") == 0
     rows = np.loadtxt(place)
     assert rows.shape[1] == 4
     inner = rows[:, 0] <= 1.0
@@ -52,10 +50,7 @@ def test_a_table_is_zbl_inside_and_ends_in_zeros(tmp_path):
 def test_dimers_train_with_forces_alone(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLE / "data", "data")
-    assert (
-        main(["zbl", "Cu", "--dimers", name, "--begin", "0.5", "--end", "1.0", "--frames", "6"])
-        == 0
-    )
+    assert run_dp(f"zbl Cu --dimers {name} --begin 0.5 --end 1.0 --frames 6") == 0
     (system,) = open_systems(name, ["Cu"])
     frames = system.frames(range(6))
     distance = np.linalg.norm(frames.coord[:, 1] - frames.coord[:, 0], axis=1)

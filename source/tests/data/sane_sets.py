@@ -1,16 +1,12 @@
 """Sound data sets of many kinds, labelled by simple potentials: no check of the data may warn of any of them.
 
-`SANE` has a function for every kind, which returns its systems; `write_set` writes them. From the top of a checkout,
-
-    python source/tests/data/sane_sets.py --out FOLDER
-
-writes all of them, and prints what the checks say of each.
+`FAST` and `SLOW` list a function for every kind, which returns its systems; `write_set` writes them.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,11 +58,14 @@ def write_set(systems: Sequence[SaneSystem], folder: Path) -> Path:
     return folder
 
 
-def labelled(frames: Sequence[Atoms], calculator: Any, names: Sequence[str]) -> SaneSystem:
-    """Label frames of the same atoms; virials where there is a cell."""
+def labelled(
+    frames: Sequence[Atoms], calculator: Any, names: Sequence[str], *, virial: bool = True
+) -> SaneSystem:
+    """Label frames of the same atoms; with virials where there is a cell."""
     periodic = bool(frames[0].pbc.all())
     rows: dict[str, list[np.ndarray]] = {name: [] for name in ("coord", "energy", "force")}
-    rows |= {"box": [], "virial": []} if periodic else {}
+    rows |= {"box": []} if periodic else {}
+    rows |= {"virial": []} if periodic and virial else {}
     for frame in frames:
         atoms = frame.copy()
         atoms.calc = calculator
@@ -75,6 +74,7 @@ def labelled(frames: Sequence[Atoms], calculator: Any, names: Sequence[str]) -> 
         rows["force"].append(atoms.get_forces().ravel())
         if periodic:
             rows["box"].append(atoms.cell.array.ravel())
+        if "virial" in rows:
             rows["virial"].append(_virial(atoms).ravel())
     types = [list(names).index(symbol) for symbol in frames[0].symbols]
     arrays = {name: np.array(values) for name, values in rows.items()}
@@ -286,16 +286,13 @@ def dimer_scan() -> list[SaneSystem]:
 
 def frames_that_hardly_move() -> list[SaneSystem]:
     """Finite displacements for phonons, and a crystal at a few kelvins."""
-    systems = [
-        labelled(rattled(alloy(14), width, 15), EMT(), ["Cu", "Au"]) for width in (1e-3, 0.01)
-    ]
+    widths = (1e-3, 0.01)
+    systems = [labelled(rattled(alloy(14), width, 15), EMT(), ["Cu", "Au"]) for width in widths]
     displaced = []
-    for atom in range(6):
-        for axis in range(3):
-            for sign in (-1, 1):
-                frame = copper()
-                frame.positions[atom, axis] += 0.01 * sign
-                displaced.append(frame)
+    for atom, axis, sign in itertools.product(range(6), range(3), (-1, 1)):
+        frame = copper()
+        frame.positions[atom, axis] += 0.01 * sign
+        displaced.append(frame)
     relaxed = fcc111("Cu", size=(2, 2, 4), vacuum=7.0, periodic=True)
     return [
         *systems,
@@ -379,7 +376,7 @@ def liquid_water() -> list[SaneSystem]:
         atoms.calc = calculator
         FIRE(atoms, logfile=None).run(fmax=1.0, steps=300)
         frames = trajectory(atoms, calculator, kelvin, seed=25, spacing=30, step=1.0)
-        systems.append(_without_stress(frames, calculator, ["O", "H"]))
+        systems.append(labelled(frames, calculator, ["O", "H"], virial=False))
     return systems
 
 
@@ -394,20 +391,6 @@ def water_sorted_by_element() -> list[SaneSystem]:
             arrays[name] = rows[:, order].reshape(len(rows), -1)
         systems.append(SaneSystem([system.types[k] for k in order], system.names, arrays))
     return systems
-
-
-def _without_stress(frames: Sequence[Atoms], calculator: Any, names: Sequence[str]) -> SaneSystem:
-    rows: dict[str, list[Any]] = {"coord": [], "box": [], "energy": [], "force": []}
-    for frame in frames:
-        atoms = frame.copy()
-        atoms.calc = calculator
-        rows["coord"].append(atoms.positions.ravel())
-        rows["box"].append(atoms.cell.array.ravel())
-        rows["energy"].append(atoms.get_potential_energy())
-        rows["force"].append(atoms.get_forces().ravel())
-    types = [list(names).index(symbol) for symbol in frames[0].symbols]
-    arrays = {name: np.array(values) for name, values in rows.items()}
-    return SaneSystem(types, list(names), arrays)
 
 
 def formic_acid() -> list[SaneSystem]:
@@ -502,60 +485,35 @@ def molecular_dynamics() -> list[SaneSystem]:
     ]
 
 
-#: Sets that are made within a tenth of a second or so, and those that take longer.
-FAST: dict[str, Callable[[], list[SaneSystem]]] = {
-    make.__name__: make
-    for make in (
-        rattled_crystal,
-        strained_cells,
-        compressed_cells,
-        equation_of_state,
-        surfaces,
-        isolated_atoms,
-        single_frames,
-        mixed_types,
-        molecules,
-        formic_acid,
-        dimer_scan,
-        frames_that_hardly_move,
-        relaxed_glass,
-        noble_gas,
-        dilute_gas,
-        charged_frames,
-        single_precision,
-        unwrapped_and_shifted,
-        diatomic_gas,
-    )
-}
-SLOW: dict[str, Callable[[], list[SaneSystem]]] = {
-    make.__name__: make
-    for make in (
-        hot_liquid,
-        relaxations,
-        defects,
-        two_phases_in_one_system,
-        liquid_water,
-        water_sorted_by_element,
-        constant_energy,
-        molecular_dynamics,
-    )
-}
-SANE = FAST | SLOW
-
-
-def main() -> None:
-    """Write all sets, and say what the checks find in them."""
-    from deepmd_muon.data import open_systems
-    from deepmd_muon.data.checks.labels import suspicions
-
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder that receives the sets")
-    options = parser.parse_args()
-    for name, make in SANE.items():
-        folder = write_set(make(), options.out / name)
-        found = suspicions(open_systems(str(folder)))
-        print(f"{name}: {'quiet' if not found else chr(10).join(['', *found])}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+#: Sets that take longer than a tenth of a second or so.
+SLOW: list[Callable[[], list[SaneSystem]]] = [
+    hot_liquid,
+    relaxations,
+    defects,
+    two_phases_in_one_system,
+    liquid_water,
+    water_sorted_by_element,
+    constant_energy,
+    molecular_dynamics,
+]
+FAST: list[Callable[[], list[SaneSystem]]] = [
+    rattled_crystal,
+    strained_cells,
+    compressed_cells,
+    equation_of_state,
+    surfaces,
+    isolated_atoms,
+    single_frames,
+    mixed_types,
+    molecules,
+    formic_acid,
+    dimer_scan,
+    frames_that_hardly_move,
+    relaxed_glass,
+    noble_gas,
+    dilute_gas,
+    charged_frames,
+    single_precision,
+    unwrapped_and_shifted,
+    diatomic_gas,
+]

@@ -191,3 +191,55 @@ def test_charge_and_spin_are_read_completed_and_kept(tmp_path):
         frames = [part.with_parameters(wanted).frames(range(part.nframes)) for part in converted]
         read = np.concatenate([part.charge_spin for part in frames])
         assert sorted(read.tolist()) == sorted(expected.tolist())
+
+
+def spins_of(arrays, seed):
+    """The arrays with spins and magnetic forces of all atoms."""
+    random = np.random.default_rng(seed)
+    shape = arrays["coord"].shape
+    return arrays | {name: random.normal(size=shape) for name in ("spin", "force_mag")}
+
+
+@pytest.mark.parametrize("kind", ["npy", "out.hdf5", "out.lmdb", "out.xyz"])
+def test_spins_and_magnetic_forces_are_read_from_all_stores(kind, tmp_path):
+    """Sets without them are refused, or have zeros if the model allows it."""
+    for module in {"out.lmdb": ("lmdb", "msgpack"), "out.xyz": ("ase",)}.get(kind, ()):
+        pytest.importorskip(module)
+    arrays = spins_of(make_arrays(2, 3), 1)
+    path = write_npy(tmp_path / "in", [0, 1, 0], [arrays], ("Ni", "O"))
+    assert main(["convert-data", path, str(tmp_path / kind), "-v", "ERROR"]) == 0
+    (system,) = open_systems(str(tmp_path / kind), ("O", "Ni"))
+    assert {"energy", "force", "force_mag"} <= system.labels
+    wanted = Parameters(spin=3)
+    frames = system.with_parameters(wanted).frames([1])
+    for name in ("spin", "force_mag"):
+        expected = arrays[name][1:].reshape(1, 3, 3)
+        np.testing.assert_allclose(getattr(frames, name), expected, rtol=1e-7)
+    np.testing.assert_array_equal(frames.atomic_parameters, frames.spin)
+    longest = np.linalg.norm(arrays["spin"].reshape(2, 3, 3), axis=2).max()
+    assert system.with_parameters(wanted).longest_spin() == pytest.approx(longest, rel=1e-7)
+
+
+def test_missing_spins_are_named_or_zero(tmp_path):
+    mixed = spins_of(make_arrays(2, 4), 1)
+    mixed["real_atom_types"] = np.array([[0, 1, 1, -1], [1, 0, 0, 1]])
+    paths = [
+        write_npy(tmp_path / "mixed", [0] * 4, [mixed]),
+        write_npy(tmp_path / "bare", [0, 1], [make_arrays(3, 2)]),
+    ]
+    systems = open_systems(paths)
+    with pytest.raises(DataError, match="the spin of each atom"):
+        with_parameters(systems, Parameters(spin=3))
+    ready = with_parameters(systems, Parameters(spin=3, default_spin=(0.0, 0.0, 0.0), aparam=0))
+    frames = Frames.concatenate([system.frames([1]) for system in ready])
+    np.testing.assert_array_equal(frames.spin[0], mixed["spin"].reshape(2, 4, 3)[1])
+    assert not frames.spin[1].any()
+    assert frames.present("force_mag").tolist() == [True, False]
+
+
+def test_one_number_of_a_frame_named_spin_is_no_spin_of_atoms(tmp_path):
+    arrays = make_arrays(2, 3) | {"spin": np.array([[1.0], [2.0]])}
+    (system,) = open_systems(write_npy(tmp_path / "a", [0, 1, 0], [arrays]))
+    assert system.with_all_parameters().frames([0]).spin is None
+    with pytest.raises(SystemFormatError, match=r"spin\.npy"):
+        system.with_parameters(Parameters(spin=3))

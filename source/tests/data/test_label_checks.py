@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ase.build import bulk
+from ase.calculators.emt import EMT
+from ase.data import atomic_numbers
+from sane_sets import labelled
 from write_systems import write_npy
 
 from deepmd_muon.cli.main import main
@@ -277,74 +281,36 @@ def test_atoms_of_a_layer_are_no_pairs_to_look_at():
     assert most < 400 * 400  # bytes: not even one for each pair of atoms
 
 
-def skewed(frames=12):
+def skewed():
     """Copper in lower triangular cells, as LAMMPS and ASE write them."""
-    from ase.build import bulk
-    from ase.calculators.emt import EMT
-
-    arrays = {name: [] for name in ("coord", "box", "energy", "force", "virial")}
-    for seed in range(frames):
+    frames = []
+    for seed in range(12):
         atoms = bulk("Cu", "fcc", a=3.61).repeat((2, 3, 2))
         atoms.set_cell(atoms.cell.standard_form()[0], scale_atoms=True)
         atoms.rattle(0.08, seed=seed)
-        atoms.calc = EMT()
-        results = (
-            atoms.positions,
-            atoms.cell.array,
-            atoms.get_potential_energy(),
-            atoms.get_forces(),
-        )
-        for name, value in zip(
-            arrays, (*results, -atoms.get_volume() * atoms.get_stress(voigt=False)), strict=True
-        ):
-            arrays[name].append(np.ravel(value))
-    return {name: np.array(values) for name, values in arrays.items()}
+        frames.append(atoms)
+    return labelled(frames, EMT(), ["Cu"])
 
 
-def strained(atoms, strain, seed, frames=12):
+def strained(atoms, strain, seed):
     """An alloy in cells whose lengths differ by `strain` from those of `atoms`, sheared by up to 2 %."""
-    from ase.calculators.emt import EMT
-    from ase.data import atomic_numbers
-
-    arrays = {name: [] for name in ("coord", "box", "energy", "force", "virial")}
     random = np.random.default_rng(seed)
-    for _ in range(frames):
+    frames = []
+    for _ in range(12):
         frame = atoms.copy()
         change = (1 + strain) * np.eye(3) + random.uniform(-0.02, 0.02, (3, 3))
         frame.set_cell(frame.cell.array @ change, scale_atoms=True)
         frame.positions += random.normal(0, 0.1, frame.positions.shape)
-        frame.calc = EMT()
-        results = (
-            frame.positions,
-            frame.cell.array,
-            frame.get_potential_energy(),
-            frame.get_forces(),
-        )
-        virial = -frame.get_volume() * frame.get_stress(voigt=False)
-        for name, value in zip(arrays, (*results, virial), strict=True):
-            arrays[name].append(np.ravel(value))
-    names = sorted(set(frame.symbols), key=atomic_numbers.get)
-    return (
-        [names.index(s) for s in frame.symbols],
-        {name: np.array(v) for name, v in arrays.items()},
-        names,
-    )
+        frames.append(frame)
+    return labelled(frames, EMT(), sorted(set(atoms.symbols), key=atomic_numbers.get))
 
 
 def alloys(kinds, *elements):
     """Cells of 16 or 32 atoms of ordered alloys."""
-    from ase import Atoms
-    from ase.build import bulk
-
     for kind in kinds:
         cubic = bulk("Cu", "fcc", a=3.85, cubic=True)
         if kind == "B2":
-            cubic = Atoms(
-                "Cu2",
-                scaled_positions=[[0, 0, 0], [0.5, 0.5, 0.5]],
-                cell=np.eye(3) * 3.05,
-                pbc=True,
-            )
+            cubic = bulk("Cu", "bcc", a=3.05, cubic=True)
         first = len(cubic) // 2 if kind != "L12" else 1
         cubic.set_chemical_symbols([elements[0]] * first + [elements[1]] * (len(cubic) - first))
         yield cubic.repeat((2, 2, 2))
@@ -358,8 +324,9 @@ def alloys(kinds, *elements):
 def test_strained_cells(tmp_path, kinds, strains, elements, unit):
     """The pressure does most of the work between them, and the potential of one may know no distance of another."""
     for k, (atoms, strain) in enumerate(zip(alloys(kinds, *elements), strains, strict=True)):
-        types, arrays, names = strained(atoms, strain, seed=40 + k)
-        write_npy(tmp_path / f"s{k}", types, [arrays | {"energy": unit * arrays["energy"]}], names)
+        system = strained(atoms, strain, seed=40 + k)
+        system.arrays["energy"] *= unit
+        system.write(tmp_path / f"s{k}")
     found = suspicions(open_systems(str(tmp_path)))
     assert not any("swapped" in sentence for sentence in found), found
     of_energies = of_systems(s for s in found if "energies are" in s)
@@ -368,10 +335,12 @@ def test_strained_cells(tmp_path, kinds, strains, elements, unit):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_transposed_cells(tmp_path, transposed):
-    arrays = skewed()
+    system = skewed()
     if transposed:
-        arrays["box"] = arrays["box"].reshape(-1, 3, 3).transpose(0, 2, 1).reshape(-1, 9)
-    found = suspicions(open_systems(write_npy(tmp_path, [0] * 12, [arrays], ["Cu"])))
+        box = system.arrays["box"].reshape(-1, 3, 3)
+        system.arrays["box"] = box.transpose(0, 2, 1).reshape(-1, 9)
+    system.write(tmp_path / "s")
+    found = suspicions(open_systems(str(tmp_path)))
     assert ["transposed" in sentence for sentence in found] == [True] * transposed, found
 
 

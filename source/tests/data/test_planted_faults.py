@@ -52,15 +52,13 @@ def test_the_sets_without_their_faults_raise_no_warning(base, tmp_path):
     assert said_of(write_set(set_of(base), tmp_path / "sound")) == []
 
 
-@pytest.mark.parametrize("name", sane_sets.FAST)
-def test_sound_sets_raise_no_warning(name, tmp_path):
-    assert said_of(write_set(sane_sets.FAST[name](), tmp_path / name)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sane_sets.SLOW)
-def test_more_sound_sets_raise_no_warning(name, tmp_path):
-    assert said_of(write_set(sane_sets.SLOW[name](), tmp_path / name)) == []
+@pytest.mark.parametrize(
+    "make",
+    [*sane_sets.FAST, *(pytest.param(make, marks=pytest.mark.slow) for make in sane_sets.SLOW)],
+    ids=lambda make: make.__name__,
+)
+def test_sound_sets_raise_no_warning(make, tmp_path):
+    assert said_of(write_set(make(), tmp_path / "sound")) == []
 
 
 def test_the_data_of_the_examples_raise_no_warning():

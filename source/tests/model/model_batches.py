@@ -150,6 +150,18 @@ def batch_of(model, data, **more) -> Structures:
     )
 
 
+def oxygen_batch(sel=(40, 30)) -> Structures:
+    """Return one open frame of four atoms, none of them of the second type."""
+    coord = np.random.default_rng(0).random((1, 4, 3)) * 3
+    return make_batch(coord, np.zeros((1, 4), int), None, 4.0, sel)
+
+
+def pull_back(out):
+    """Give the parameters the gradients of a sum over all that a model predicts."""
+    loss = out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
+    loss.backward()
+
+
 def section(**changes) -> dict:
     """Return a small normalised model section; `descriptor` and `fitting_net` take further settings."""
     another = changes.get("descriptor", {}).get("type", "se_e2_a") != "se_e2_a"

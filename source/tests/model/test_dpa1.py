@@ -9,7 +9,7 @@ import pytest
 import torch
 from dpa1_attention import OPTIONS, attention_of, attention_results, reference_layer
 from dpa1_embedding import NETS, assert_same_embedding, embedding_results
-from model_batches import HERE, batch_of, read_fixture, stored_model
+from model_batches import HERE, batch_of, pull_back, read_fixture, stored_model
 
 from deepmd_muon.model.descriptor.dpa1 import attention as attention_module
 from deepmd_muon.model.descriptor.dpa1 import module
@@ -25,10 +25,8 @@ ROUTES = json.loads((HERE / "dpa1_routes.json").read_text())
 def test_same_numbers_just_within_the_cut_off(name):
     """The switch is 5e-14 there; deepmd-kit computes it from numbers near 1, so its forces are rounded to 1e-3."""
     model = stored_model(FIXTURE, name)
-    out, expected = (
-        model(batch_of(model, FIXTURE["structures"]["rim"])),
-        FIXTURE["cases"][name]["outputs"]["rim"],
-    )
+    out = model(batch_of(model, FIXTURE["structures"]["rim"]))
+    expected = FIXTURE["cases"][name]["outputs"]["rim"]
     torch.testing.assert_close(out["energy"], expected["energy"], rtol=1e-6, atol=0)
     scale = expected["force"].abs().max().item()
     torch.testing.assert_close(out["force"], expected["force"], rtol=0, atol=0.02 * scale)
@@ -68,11 +66,10 @@ def test_same_routes(name, mode):
 FIRST_STEP = """
 import sys
 from dpa1_attention import OPTIONS, attention_of, attention_results
-from model_batches import HERE, batch_of, read_fixture, stored_model
+from model_batches import HERE, batch_of, pull_back, read_fixture, stored_model
 fixture = read_fixture(HERE / "dpa1.pt.gz")
 model = stored_model(fixture, "one_side")
-out = model(batch_of(model, fixture["structures"]["tiny"]))
-(out["energy"].sum() + out["force"].square().sum()).backward()
+pull_back(model(batch_of(model, fixture["structures"]["tiny"])))
 assert "sympy" not in sys.modules
 """
 
@@ -94,14 +91,12 @@ def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
     x = torch.randn(
         3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
     )
-    own = (
-        torch.nn.functional.layer_norm(x, (5,))
-        if centred
-        else torch.nn.functional.normalize(x, dim=-1)
-    )
-    torch.testing.assert_close(
-        _Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14
-    )
+    if centred:
+        own, epsilon = torch.nn.functional.layer_norm(x, (5,)), 1e-5
+    else:
+        own, epsilon = torch.nn.functional.normalize(x, dim=-1), 1e-12
+    ours = _Rescaled.apply(x, epsilon, centred)[0]
+    torch.testing.assert_close(ours, own, rtol=1e-14, atol=1e-14)
     torch.autograd.gradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
     torch.autograd.gradgradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
 
@@ -185,9 +180,7 @@ def test_forces_and_gradients_of_a_model_with_written_attention(name, recompute,
                 lambda layer, features, gates, force: reference_layer(layer, features, gates),
             )
         out = model(batch)
-        (
-            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
-        ).backward()
+        pull_back(out)
         found.append([*out.values(), *(p.grad for p in model.parameters())])
     for value, wanted in zip(*found, strict=True):
         scale = 0.0 if wanted is None else wanted.abs().max().item()
@@ -201,9 +194,7 @@ def test_groups_of_atoms_change_nothing(name, monkeypatch):
         monkeypatch.setattr(module, "GROUP", size)
         model = stored_model(FIXTURE, name)
         out = model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
-        (
-            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
-        ).backward()
+        pull_back(out)
         found.append([*out.values(), *(p.grad for p in model.parameters())])
     for other in found[:2]:
         for value, wanted in zip(other, found[2], strict=True):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepmd_muon.data.frames import longest_vector
 from deepmd_muon.data.neighbors.lists import build_neighbors, stack_neighbors
 from deepmd_muon.model import Structures
 from deepmd_muon.model.settings import HostedSettings
@@ -95,6 +96,13 @@ DPA4 = {
     "random_gamma": False,
 }
 PARAMETERS = {"numb_fparam": 2, "numb_aparam": 1}
+# Room for the virtual atoms of all neighbours.
+DPA2_OF_SPINS = {
+    **DPA2,
+    "repinit": DPA2["repinit"] | {"nsel": 160, "three_body_sel": 80},
+    "repformer": DPA2["repformer"] | {"nsel": 80},
+}
+VIRTUAL_ATOMS = {"use_spin": [True, False], "virtual_scale": [0.3]}
 
 
 def section_of(descriptor, fitting_net=None, **keys):
@@ -140,6 +148,20 @@ SECTIONS = {
     },
     "dpa4, exclusions": dpa4_section(pair_exclude_types=[[0, 0]], atom_exclude_types=[1]),
     "dpa4, zbl": dpa4_section(bridging_method="zbl", bridging_r_inner=0.8, bridging_r_outer=1.2),
+    # Without smooth weights, neighbours beyond `sel` would change energies by jumps.
+    "se_e2_a, spins": section_of(SE_A, spin=VIRTUAL_ATOMS),
+    "se_atten_v2, spins": section_of(V2 | {"sel": 120}, PARAMETERS, spin=VIRTUAL_ATOMS),
+    "dpa2, spins": section_of(DPA2_OF_SPINS, spin=VIRTUAL_ATOMS),
+    "dpa4, spins": dpa4_section(spin={"scheme": "native", "use_spin": [True, False]}),
+    "dpa4, virtual atoms": dpa4_section(
+        spin={"scheme": "deepspin", **VIRTUAL_ATOMS}, fitting_net=PARAMETERS
+    ),
+    "dpa4, virtual atoms, zbl": dpa4_section(
+        spin={"scheme": "deepspin", **VIRTUAL_ATOMS},
+        bridging_method="zbl",
+        bridging_r_inner=0.8,
+        bridging_r_outer=1.2,
+    ),
 }
 
 
@@ -169,6 +191,12 @@ class Frames:
     fparam: np.ndarray | None = None
     aparam: np.ndarray | None = None
     charge_spin: np.ndarray | None = None
+    spin: np.ndarray | None = None
+
+    @property
+    def atomic_parameters(self):
+        columns = [x for x in (self.aparam, self.spin) if x is not None]
+        return np.concatenate(columns, axis=2) if columns else None
 
     @property
     def frame_parameters(self):
@@ -194,6 +222,10 @@ def random_frames(model, *, periodic):
         frames.aparam = random.normal(size=(len(SIZES), natoms, 1))
     if model.settings.charge_spin.embedded:
         frames.charge_spin = np.array([[-1.0, 2.0], [0.0, 1.0], [3.0, 0.0]])
+    if model.settings.spins.read:
+        frames.spin = random.normal(size=coord.shape)
+        frames.spin[:, 0] = 0.0  # a virtual atom at its atom
+        model.reach_spins(longest_vector(frames.spin))
     return frames
 
 
@@ -223,20 +255,28 @@ def predict_in_deepmd_kit(model, frames):
             options["aparam"] = torch.tensor(frames.aparam[k : k + 1, :size])
         if frames.charge_spin is not None:
             options["charge_spin"] = torch.tensor(frames.charge_spin[k : k + 1])
+        if frames.spin is not None:
+            options["spin"] = torch.tensor(frames.spin[k : k + 1, :size])
         outputs.append(
             model.hosted.forward_common(
                 torch.tensor(frames.coord[k : k + 1, :size]),
                 torch.tensor(frames.atype[k : k + 1, :size]),
-                None if frames.box is None else torch.tensor(frames.box[k].reshape(1, 9)),
+                box=None if frames.box is None else torch.tensor(frames.box[k].reshape(1, 9)),
                 **options,
             )
         )
     natoms = frames.atype.shape[1]
-    forces = [output["energy_derv_r"].reshape(-1, 3) for output in outputs]
-    padded = [torch.nn.functional.pad(f, (0, 0, 0, natoms - len(f))) for f in forces]
+
+    def padded(key):
+        vectors = [output[key].reshape(-1, 3) for output in outputs]
+        rows = [torch.nn.functional.pad(x, (0, 0, 0, natoms - len(x))) for x in vectors]
+        return torch.stack(rows)
+
+    magnetic = {} if frames.spin is None else {"force_mag": padded("energy_derv_r_mag")}
     return {
+        **magnetic,
         "energy": torch.cat([output["energy_redu"].reshape(1) for output in outputs]),
-        "force": torch.stack(padded),
+        "force": padded("energy_derv_r"),
         "virial": torch.stack([output["energy_derv_c_redu"].reshape(9) for output in outputs]),
     }
 
@@ -245,6 +285,8 @@ def loss_of(output):
     """A loss that every number of an output enters with a weight of its own."""
     weights = torch.linspace(-1.0, 1.0, output["force"].numel()).view_as(output["force"])
     loss = (output["force"] * weights + output["force"].square()).sum()
+    if "force_mag" in output:
+        loss = loss + (output["force_mag"] * weights + output["force_mag"].square()).sum()
     return loss + output["energy"].square().sum() + 0.01 * output["virial"].square().sum()
 
 

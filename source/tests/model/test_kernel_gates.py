@@ -34,14 +34,8 @@ from deepmd_muon.setting import setting
 # Four atoms near each other, one aside.
 COORD = np.array([[0.0, 0, 0], [1.1, 0.2, 0], [0.3, 1.3, 0.1], [0.2, -0.1, 1.5], [2.4, 1.9, 0.3]])
 PLAIN = {"start_pref_v": 2.0, "limit_pref_v": 3.0}
-SHAPES = {
-    "energy": (3,),
-    "force": (3, 4, 3),
-    "virial": (3, 9),
-    "atom_ener": (3, 4),
-    "atom_pref": (3, 4),
-    "atom_ener_coeff": (3, 4),
-}
+OF_ATOMS = dict.fromkeys(("atom_ener", "atom_pref", "atom_ener_coeff"), (3, 4))
+SHAPES = {"energy": (3,), "force": (3, 4, 3), "virial": (3, 9), **OF_ATOMS}
 TYPE_MAP = ("O", "H")
 
 
@@ -154,11 +148,8 @@ def model_results(settings, *, fused, monkeypatch):
     batch = batch_of(model, given).to(DEVICE)
     out = model(batch)
     weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).to(DEVICE)
-    loss = (
-        out["energy"].sum()
-        + (out["force"].flatten() * weights).square().sum()
-        + out["virial"].square().sum()
-    )
+    force = (out["force"].flatten() * weights).square().sum()
+    loss = out["energy"].sum() + force + out["virial"].square().sum()
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     flat = torch.cat([g.flatten().double() for g in gradients if g is not None])

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from model_batches import make_batch, read_fixture, section
+from model_batches import make_batch, oxygen_batch, pull_back, read_fixture, section
 
 from deepmd_muon.model import (
     CheckpointError,
@@ -62,19 +62,14 @@ def test_parameter_names_and_order():
     model = build_model(
         section(descriptor={"neuron": [4, 8], "resnet_dt": True}, fitting_net={"neuron": [6, 6]})
     )
-    sea, fitting = (
-        "atomic_model.descriptor.sea.filter_layers.networks",
-        "atomic_model.fitting_net.filter_layers.networks",
-    )
-    wanted = []
-    for i in range(2):
-        wanted += [
-            f"{sea}.{i}.layers.{part}"
-            for part in ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt")
-        ]
-    for i in range(2):
-        parts = ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt", "2.matrix", "2.bias")
-        wanted += [f"{fitting}.{i}.layers.{part}" for part in parts]
+    hidden = ["0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt"]
+    parts = {"descriptor.sea": hidden, "fitting_net": [*hidden, "2.matrix", "2.bias"]}
+    wanted = [
+        f"atomic_model.{part}.filter_layers.networks.{i}.layers.{name}"
+        for part, names in parts.items()
+        for i in range(2)
+        for name in names
+    ]
     assert [name for name, _ in model.named_parameters()] == wanted
     assert {name for name, _ in model.named_buffers()} == {
         "atomic_model.out_bias",
@@ -83,13 +78,8 @@ def test_parameter_names_and_order():
         "atomic_model.descriptor.sea.stddev",
         "atomic_model.fitting_net.bias_atom_e",
     }
-    assert (model.type_map, model.rcut, model.sel, model.by_type, model.ntypes) == (
-        ("O", "H"),
-        4.0,
-        (40, 30),
-        True,
-        2,
-    )
+    assert (model.type_map, model.ntypes) == (("O", "H"), 2)
+    assert (model.rcut, model.sel, model.by_type) == (4.0, (40, 30), True)
 
 
 def weights(model):
@@ -111,11 +101,8 @@ def test_seeds_make_weights_and_leave_the_global_stream_alone():
 
 
 def test_no_two_layers_start_alike():
-    model = build_model(
-        section(
-            descriptor={"neuron": [8, 8, 8], "type_one_side": False}, fitting_net={"neuron": [8, 8]}
-        )
-    )
+    nets_of_pairs = {"neuron": [8, 8, 8], "type_one_side": False}
+    model = build_model(section(descriptor=nets_of_pairs, fitting_net={"neuron": [8, 8]}))
     squares = [p.flatten() for p in model.parameters() if p.shape == (8, 8)]
     assert len(squares) == 4 * 2 + 2
     assert len({tuple(p.tolist()) for p in squares}) == len(squares)
@@ -138,24 +125,18 @@ def test_residuals_follow_the_widths():
     assert [layer.idt is not None for layer in network.layers] == [True, True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("part", "prefix"), [("descriptor", "descriptor"), ("fitting_net", "fitting_net")]
-)
-def test_trainable_false_stops_gradients_of_that_part(part, prefix):
+@pytest.mark.parametrize("part", ["descriptor", "fitting_net"])
+def test_trainable_false_stops_gradients_of_that_part(part):
     model = build_model(section(**{part: {"trainable": False}}))
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (f"atomic_model.{prefix}." not in name)
+        assert parameter.requires_grad == (f"atomic_model.{part}." not in name)
     model(batch())["force"].square().sum().backward()
     for parameter in model.parameters():
         assert (parameter.grad is not None) == parameter.requires_grad
-    assert all(
-        p.requires_grad
-        for p in build_model(section(fitting_net={"trainable": [True] * 3})).parameters()
-    )
-    fixed = build_model(
-        section(fitting_net={"trainable": [True, False, True]})
-    ).atomic_model.fitting_net
-    assert not any(p.requires_grad for p in fixed.parameters())
+    whole = build_model(section(fitting_net={"trainable": [True] * 3}))
+    assert all(p.requires_grad for p in whole.parameters())
+    partly = build_model(section(fitting_net={"trainable": [True, False, True]}))
+    assert not any(p.requires_grad for p in partly.atomic_model.fitting_net.parameters())
 
 
 def test_no_grad_keeps_nothing():
@@ -170,15 +151,7 @@ def test_no_grad_keeps_nothing():
 def test_every_parameter_gets_a_gradient_even_of_an_absent_type():
     for one_side in (True, False):
         model = build_model(section(descriptor={"type_one_side": one_side}))
-        only_oxygen = make_batch(
-            np.random.default_rng(0).random((1, 4, 3)) * 3,
-            np.zeros((1, 4), int),
-            None,
-            4.0,
-            (40, 30),
-        )
-        out = model(only_oxygen)
-        (out["energy"].sum() + out["force"].square().sum()).backward()
+        pull_back(model(oxygen_batch()))
         hydrogen = [
             p for n, p in model.named_parameters() if "fitting_net.filter_layers.networks.1." in n
         ]
@@ -190,7 +163,7 @@ def test_every_parameter_gets_a_gradient_even_of_an_absent_type():
 def test_a_type_may_have_no_slots(one_side):
     model = build_model(section(descriptor={"sel": [40, 0], "type_one_side": one_side}))
     out = model(batch(sel=(40, 0)))
-    (out["energy"].sum() + out["force"].square().sum()).backward()
+    pull_back(out)
     assert all(p.grad.isfinite().all() for p in model.parameters())
     assert out["force"].abs().max() > 1e-3
 
@@ -198,10 +171,7 @@ def test_a_type_may_have_no_slots(one_side):
 @pytest.mark.parametrize("neuron", [[4, 8], [4, 4]])
 def test_a_type_may_be_absent_from_a_batch(neuron):
     model = build_model(section(fitting_net={"neuron": neuron}))
-    oxygen = make_batch(
-        np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30)
-    )
-    out = model(oxygen)
+    out = model(oxygen_batch())
     out["force"].square().sum().backward()
     assert out["force"].abs().max() > 1e-6
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -213,19 +183,14 @@ def test_a_gpu_gives_the_same(one_side):
     """Also with an absent type, without a synchronisation, and from a captured graph."""
     model = build_model(section(descriptor={"type_one_side": one_side, "resnet_dt": True}))
     on_gpu = copy.deepcopy(model).cuda()
-    lone = make_batch(
-        np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30)
-    )
 
     def run(which, given):
         which.zero_grad(set_to_none=True)
         out = which(given)
-        (
-            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
-        ).backward()
+        pull_back(out)
         return {key: value.detach() for key, value in out.items()}
 
-    for given in (batch(), lone):
+    for given in (batch(), oxygen_batch()):
         there = given.to("cuda")
         run(on_gpu, there)
         torch.cuda.set_sync_debug_mode("error")
@@ -267,18 +232,7 @@ def test_precision_of_parameters_and_outputs():
 
 def test_statistics_of_a_type_without_atoms():
     model = build_model(section())
-    mean, stddev = environment_statistics(
-        model,
-        [
-            make_batch(
-                np.random.default_rng(0).random((1, 4, 3)) * 3,
-                np.zeros((1, 4), int),
-                None,
-                4.0,
-                (40, 30),
-            )
-        ],
-    )
+    mean, stddev = environment_statistics(model, [oxygen_batch()])
     assert mean[1].tolist() == [0, 0, 0, 0]
     assert stddev[1].tolist() == [0.1] * 4
     assert stddev[0].min() >= 0.01
@@ -366,39 +320,32 @@ def test_empty_slots_may_come_anywhere():
     moved = dataclasses.replace(full, neighbor=neighbor, shift=shift, filled=filled)
     for key, value in model(full).items():
         torch.testing.assert_close(model(moved)[key], value, rtol=1e-12, atol=1e-12)
-    holes = Structures.from_numpy(
-        np.zeros((1, 2, 3)),
-        np.array([[0, 1]]),
-        None,
-        np.array([[[-1, 1, -1, -1], [-1, -1, 0, 0]]]),
-        None,
-        (2, 2),
-        2,
-    )
+    slots = np.array([[[-1, 1, -1, -1], [-1, -1, 0, 0]]])
+    atype = np.array([[0, 1]])
+    holes = Structures.from_numpy(np.zeros((1, 2, 3)), atype, None, slots, None, (2, 2), 2)
     assert holes.filled.tolist() == [[2, 0], [0, 2]]
 
 
 def test_impossible_batches_are_refused():
-    zeros = np.zeros((1, 2, 3))
+    def structures(sections, ntypes=2, columns=1, types=(0, 1), box=None):
+        no_neighbors = -np.ones((1, 2, columns))
+        atype = np.array([types])
+        zeros = np.zeros((1, 2, 3))
+        return Structures.from_numpy(zeros, atype, box, no_neighbors, None, sections, ntypes)
+
     with pytest.raises(ModelError, match="atom type 2 found"):
-        Structures.from_numpy(zeros, np.array([[0, 2]]), None, -np.ones((1, 2, 1)), None, (1, 0), 2)
+        structures((1, 0), types=(0, 2))
     with pytest.raises(ModelError, match="do not add up to 1"):
-        Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 1)), None, (1, 1), 2)
+        structures((1, 1))
     with pytest.raises(ModelError, match="cell translations"):
-        Structures.from_numpy(
-            zeros, np.array([[0, 1]]), np.eye(3)[None], -np.ones((1, 2, 1)), None, (1, 0), 2
-        )
+        structures((1, 0), box=np.eye(3)[None])
     model = build_model(section(descriptor={"sel": [2, 2]}))
     with pytest.raises(ModelError, match="more than sel 2"):
         model(batch())
-    one = Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 1)), None, (1,), 2)
     with pytest.raises(ModelError, match="2 neighbour sections, found 1"):
-        model(one)
-    three = Structures.from_numpy(
-        zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 2)), None, (1, 1), 3
-    )
+        model(structures((1,)))
     with pytest.raises(ModelError, match="2 types, the batch 3"):
-        model(three)
+        model(structures((1, 1), ntypes=3, columns=2))
     with pytest.raises(ModelError, match="2 values, found 3"):
         model.set_energy_bias([1.0, 2.0, 3.0])
 
@@ -471,9 +418,8 @@ def test_a_third_party_descriptor_runs_and_trains():
     def energy(shift):
         moved = coord.copy()
         moved[0, 1, 1] += shift
-        return made(
-            Structures.from_numpy(moved, np.array([[0, 1, 1]]), None, neighbor, None, (2,), 2)
-        )
+        atype = np.array([[0, 1, 1]])
+        return made(Structures.from_numpy(moved, atype, None, neighbor, None, (2,), 2))
 
     out = energy(0.0)
     mean, stddev = environment_statistics(made, [])
@@ -529,12 +475,10 @@ def test_odd_tensors_of_a_checkpoint_are_named():
     mean = "model.Default.atomic_model.descriptor.sea.mean"
     uneven = state[mean].clone()
     uneven[0, 3, 0] += 1e-9
+    compressed = "model.Default.atomic_model.descriptor.sea.compress_data.0"
     for change, words in (
         ({mean: uneven}, "mean differs between"),
-        (
-            {"model.Default.atomic_model.descriptor.sea.compress_data.0": torch.ones(2)},
-            "compressed",
-        ),
+        ({compressed: torch.ones(2)}, "compressed"),
         ({"model.Branch.atomic_model.out_bias": torch.ones(2)}, "must begin with"),
     ):
         with pytest.raises(ForeignModelError, match=words):

@@ -15,31 +15,17 @@ from deepmd_muon.section import thaw
 
 pytestmark = MARKS
 
+PAIR_NETS = {"type_one_side": False, "exclude_types": [[0, 0]], "neuron": [4, 8, 8, 16]}
+ATTENTION = {"sel": 70, "rcut": 4.0, "attn": 8, "seed": 3}
 SETTINGS = {
     "one_side": {},
     "pair_nets": {
-        "descriptor": {
-            "type_one_side": False,
-            "resnet_dt": True,
-            "exclude_types": [[0, 0]],
-            "neuron": [4, 8, 8, 16],
-        },
+        "descriptor": {**PAIR_NETS, "resnet_dt": True},
         "fitting_net": {"atom_ener": [-3.0, None]},
     },
     "float32": {"descriptor": {"precision": "float32"}, "fitting_net": {"precision": "float32"}},
-    "dpa1": {
-        "descriptor": {
-            "type": "se_atten",
-            "sel": 70,
-            "rcut": 4.0,
-            "type_one_side": True,
-            "attn": 8,
-            "seed": 3,
-        }
-    },
-    "dpa1_v2": {
-        "descriptor": {"type": "se_atten_v2", "sel": 70, "rcut": 4.0, "attn": 8, "seed": 3}
-    },
+    "dpa1": {"descriptor": {"type": "se_atten", "type_one_side": True, **ATTENTION}},
+    "dpa1_v2": {"descriptor": {"type": "se_atten_v2", **ATTENTION}},
 }
 
 
@@ -50,9 +36,8 @@ def case(request, tmp_path_factory):
     data = read_fixture()["structures"]["orthorhombic"]
     labels = write_system(folder / "system", data)
     model = build_model(section(**SETTINGS[request.param]))
-    built = thaw(
-        model.settings
-    )  # with every default: deepmd-kit's classes have others than its input check
+    # with every default: deepmd-kit's classes have others than its input check
+    built = thaw(model.settings)
     angular = [0.12] * 3
     model.set_statistics(
         torch.tensor([[0.11, 0, 0, 0], [0.09, 0, 0, 0]]).double(),
@@ -64,11 +49,8 @@ def case(request, tmp_path_factory):
     torch.save(content, folder / "model.ckpt.pt")
     with torch.no_grad():
         types = None if model.by_type else model.ntypes
-        prediction = model(
-            make_batch(
-                data["coord"], data["atype"], data["box"], model.rcut, model.sel, ntypes=types
-            )
-        )
+        frames = (data["coord"], data["atype"], data["box"])
+        prediction = model(make_batch(*frames, model.rcut, model.sel, ntypes=types))
     tolerance = 2e-4 if request.param == "float32" else 1e-8
     return folder, built, labels, prediction, tolerance
 
@@ -97,21 +79,10 @@ def test_dp_freeze_takes_our_checkpoint(case):
 def test_dp_train_goes_on_from_our_checkpoint(case):
     """Its first step reports the errors that our model has before any update."""
     folder, built, labels, prediction, _ = case
-    prefactors = {
-        "start_pref_e": 0.02,
-        "limit_pref_e": 1,
-        "start_pref_f": 1000,
-        "limit_pref_f": 1,
-        "start_pref_v": 0.1,
-        "limit_pref_v": 1,
-    }
-    training = {
-        "training_data": {"systems": ["system"], "batch_size": 2},
-        "numb_steps": 2,
-        "seed": 1,
-        "disp_freq": 1,
-        "save_freq": 2,
-    }
+    starts = {"start_pref_e": 0.02, "start_pref_f": 1000, "start_pref_v": 0.1}
+    prefactors = {**starts, "limit_pref_e": 1, "limit_pref_f": 1, "limit_pref_v": 1}
+    data = {"systems": ["system"], "batch_size": 2}
+    training = {"training_data": data, "numb_steps": 2, "seed": 1, "disp_freq": 1, "save_freq": 2}
     rate = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 10}
     # its input check takes no null for a key without a default
     given_keys = {key: value for key, value in built["descriptor"].items() if value is not None}
@@ -122,14 +93,8 @@ def test_dp_train_goes_on_from_our_checkpoint(case):
         "training": training,
     }
     (folder / "input.json").write_text(json.dumps(given))
-    dp(
-        "train",
-        "input.json",
-        "--init-model",
-        "model.ckpt.pt",
-        "--skip-neighbor-stat",
-        folder=folder,
-    )
+    words = "train input.json --init-model model.ckpt.pt --skip-neighbor-stat"
+    dp(*words.split(), folder=folder)
     columns = (folder / "lcurve.out").read_text().splitlines()[0].split()[1:]
     first = dict(zip(columns, np.atleast_2d(np.loadtxt(folder / "lcurve.out"))[0], strict=True))
     label = {key: torch.from_numpy(np.asarray(value)) for key, value in labels.items()}

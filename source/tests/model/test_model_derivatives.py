@@ -22,19 +22,6 @@ from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run_with_pullback
 from deepmd_muon.model.nn.networks import Network, Stream
 
-NAMES = [
-    "tanh",
-    "sigmoid",
-    "linear",
-    "relu",
-    "relu6",
-    "softplus",
-    "gelu",
-    "gelu_tf",
-    "silu",
-    "silut:0.5",
-    "custom_silu",
-]
 REFERENCE = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -48,7 +35,7 @@ REFERENCE = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*REFERENCE, "silut:0.5", "custom_silu"])
 def test_activation_and_its_derivatives(name):
     f = activation(name)
     h = torch.cat(

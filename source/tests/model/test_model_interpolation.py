@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from corners import UNEVEN
-from model_batches import batch_of, make_batch, section
+from model_batches import batch_of, make_batch, pull_back, section
 from model_changes import is_single, model_with, settings_of
 
 from deepmd_muon.coverage import Coverage
@@ -25,11 +25,8 @@ def batch(nframes=2, natoms=12):
 
 
 def model(**descriptor):
-    built = build_model(
-        section(
-            descriptor=descriptor, fitting_net={"precision": descriptor.get("precision", "default")}
-        )
-    )
+    fitting_net = {"precision": descriptor.get("precision", "default")}
+    built = build_model(section(descriptor=descriptor, fitting_net=fitting_net))
     mean = torch.tensor([[0.05, 0, 0, 0], [0.07, 0, 0, 0]], dtype=torch.float64)
     built.set_statistics(mean, torch.full((2, 4), 0.15, dtype=torch.float64))
     return built
@@ -44,12 +41,8 @@ def results(built, structures, pieces):
     built.pieces = pieces
     built.zero_grad()
     out = built(structures)
-    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(
-        out["force"].shape
-    )
-    (
-        out["energy"].sum() + (out["force"] * weights).square().sum() + out["virial"].square().sum()
-    ).backward()
+    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64)
+    pull_back({**out, "force": out["force"].flatten() * weights})
     gradient = torch.cat([p.grad.flatten().double() for p in built.parameters()])
     return out["energy"].detach(), out["force"].detach(), out["virial"].detach(), gradient
 
@@ -80,28 +73,24 @@ def test_interpolated_model_equals_the_exact_one(settings, pieces):
         assert error < (1e-5 if single else 1e-9), f"{name}: {error:.1e}"
 
 
-def batch_of_eight():
-    """Two frames of eight atoms: coord, atype."""
+def batch_of_eight(built):
+    """Two open frames of eight atoms."""
     coord = np.random.default_rng(5).uniform(0.0, 4.0, (2, 8, 3))
-    return coord, np.tile(np.arange(8) % 2, (2, 1))
+    atype = np.tile(np.arange(8) % 2, (2, 1))
+    return batch_of(built, {"coord": coord, "atype": atype, "box": None})
 
 
-SETTINGS = {
-    name: settings
-    for name, settings in settings_of("se_e2_a").items()
-    if name.startswith("descriptor")
-}
+EVERY_SETTING = settings_of("se_e2_a")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name for name in EVERY_SETTING if name.startswith("descriptor")])
 def test_each_setting_is_refused_or_interpolated(name):
-    built = model_with(SETTINGS[name])
+    built = model_with(EVERY_SETTING[name])
     built.requires_grad_(True)  # `trainable` does not change how nets are evaluated
-    coord, atype = batch_of_eight()
-    structures = batch_of(built, {"coord": coord, "atype": atype, "box": None})
+    structures = batch_of_eight(built)
     wanted, found = results(built, structures, ()), results(built, structures, uniform(64))
     # Where a derivative of the activation jumps, 64 pieces are not exact.
-    exact = 1e-4 if is_single(SETTINGS[name]) else 1e-5 if "silut" in name else 1e-7
+    exact = 1e-4 if is_single(EVERY_SETTING[name]) else 1e-5 if "silut" in name else 1e-7
     for one, other in zip(found, wanted, strict=True):
         assert float((one - other).norm()) < exact * float(other.norm())
 
@@ -109,11 +98,10 @@ def test_each_setting_is_refused_or_interpolated(name):
 def test_a_setting_that_interpolation_does_not_know_is_refused(monkeypatch):
     known = SeE2A.interpolation_covers.settings - {"resnet_dt"}
     monkeypatch.setattr(SeE2A, "interpolation_covers", Coverage(known))
-    plain = model_with(settings_of("se_e2_a")["nothing"])
-    changed = model_with(SETTINGS["descriptor: resnet_dt True"])
-    coord, atype = batch_of_eight()
+    plain = model_with(EVERY_SETTING["nothing"])
+    changed = model_with(EVERY_SETTING["descriptor: resnet_dt True"])
     for built, interpolates in ((plain, True), (changed, False)):
-        structures = batch_of(built, {"coord": coord, "atype": atype, "box": None})
+        structures = batch_of_eight(built)
         assert bool(built.wanted_pieces([structures])) == interpolates
         assert (built.tabulate(structures) is not None) == interpolates
         wanted, found = results(built, structures, ()), results(built, structures, uniform(2))

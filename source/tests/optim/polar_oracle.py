@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.polar import SCHEDULES, Schedule
+
+AnySchedule = str | Schedule | Sequence[tuple[float, float, float]]
 
 # Singular values at or below this share of the largest one are rounding errors of a float32 input.
 RESOLUTION = 1e-7
@@ -44,9 +48,10 @@ def decomposed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u, s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-300), vh
 
 
-def mapped(sigma: Tensor, schedule: Schedule) -> Tensor:
-    """Apply a schedule's scalar map in float64."""
-    for a, b, c in schedule.coefficients:
+def mapped(sigma: Tensor, schedule: AnySchedule) -> Tensor:
+    """Apply the scalar map of a schedule, or of its coefficients, in float64."""
+    schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    for a, b, c in schedule.coefficients if isinstance(schedule, Schedule) else schedule:
         sigma = sigma * (a + sigma**2 * (b + sigma**2 * c))
     return sigma
 
@@ -54,8 +59,7 @@ def mapped(sigma: Tensor, schedule: Schedule) -> Tensor:
 class Oracle:
     """Matrices X (batch, m, n), decomposed once, to judge results O by."""
 
-    def __init__(self, x: Tensor, schedule: str | Schedule = "8+2") -> None:
-        schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    def __init__(self, x: Tensor, schedule: AnySchedule = "8+2") -> None:
         self.u, self.s, self.vh = decomposed(x)
         self.values = torch.where(self.above(RESOLUTION), mapped(self.s, schedule), 0.0)
 
@@ -86,7 +90,7 @@ class Oracle:
         return torch.where(total > 0, 1.0 - along.square().sum(-1) / total, 0.0)
 
 
-def oracle(x: Tensor, schedule: str | Schedule = "8+2") -> Tensor:
+def oracle(x: Tensor, schedule: AnySchedule = "8+2") -> Tensor:
     """Return U f(Σ) Vᵀ in float64, singular values below the input's resolution left out."""
     return Oracle(x, schedule).result
 
@@ -96,7 +100,7 @@ def noise_fraction(x: Tensor, o: Tensor) -> Tensor:
     return Oracle(x).noise(o)
 
 
-def error_inside(x: Tensor, o: Tensor, schedule: str | Schedule, threshold: float) -> Tensor:
+def error_inside(x: Tensor, o: Tensor, schedule: AnySchedule, threshold: float) -> Tensor:
     """Return, per matrix, the relative error to the schedule in float64, along singular pairs above a threshold.
 
     `threshold` is a share of the largest singular value.

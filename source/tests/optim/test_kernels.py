@@ -43,7 +43,7 @@ on_gpu = on_each_backend if not INTERPRETING else pytest.mark.skip(reason="captu
 @pytest.mark.parametrize(
     ("files", "tier", "count"),
     [
-        ((HERE, HERE.with_name("test_optim_fused.py")), "not slow", 76),
+        ((HERE, HERE.with_name("test_optim_fused.py")), "not slow", 68),
         pytest.param((HERE,), "slow", 15, marks=pytest.mark.slow),
     ],
 )

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from optim_builders import random
-from polar_oracle import oracle
 from torch import nn
 
 from deepmd_muon.optim import (
@@ -18,59 +17,9 @@ from deepmd_muon.optim import (
     InvalidShapeError,
     MuonConfig,
     RoutingMismatchError,
-    RoutingRules,
 )
-from deepmd_muon.optim.config import update_scale
-from deepmd_muon.optim.routing.routes import RouteTable, choose_route
-from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
-
-
-def view_of(name, shape, **rules):
-    entry = choose_route(name, shape, RoutingRules(**rules))
-    return entry.route, str(entry.view or "")
-
-
-@pytest.mark.parametrize(
-    ("shape", "mode", "expected"),
-    [
-        ((6, 4, 5), "slice", ("muon", "6x4x5")),
-        ((6, 4, 5), "2d", ("muon", "6x4x5")),
-        ((6, 4, 5), "flat", ("muon", "6x4x5")),
-        ((6, 3, 4, 5), "flat", ("muon", "6x12x5")),
-        ((6, 3, 4, 5), "slice", ("muon", "18x4x5")),
-        ((6, 3, 4, 5), "2d", ("adamw", "")),
-        ((1, 4, 5), "2d", ("muon", "1x4x5")),
-        ((6, 1, 5), "slice", ("adam", "")),
-        ((6, 5), "slice", ("muon", "1x6x5")),
-    ],
-)
-def test_the_first_dimension_of_an_expert_weight_counts_experts(shape, mode, expected):
-    assert (
-        view_of("moe.experts.w", shape, muon_mode=mode, expert_patterns=("*.experts.*",))
-        == expected
-    )
-
-
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [
-        ("*.qkv: columns 3", "1x64x96 columns 32+32+32"),
-        ("*.qkv: columns 64+16+16", "1x64x96 columns 64+16+16"),
-        ("*.qkv: rows 2", "1x64x96 rows 32+32"),
-        ("*.qkv: columns (16+8)*4", "1x64x96 columns " + "+".join(["16+8"] * 4)),
-        ("*.qkv: columns 8*4+(3+5)*2+rest", "1x64x96 columns 8+8+8+8+3+5+3+5+48"),
-        ("*.qkv: rows rest+40", "1x64x96 rows 24+40"),
-        ("*.qkv: rows 16*4", "1x64x96 rows 16+16+16+16"),
-        ("other: rows 2", "1x64x96"),
-    ],
-)
-def test_fused_weights_are_cut(split, expected):
-    assert view_of("layer.qkv", (64, 96), splits=(split,)) == ("muon", expected)
-    assert str(MatrixView.parse(expected)) == expected
-
-
-def test_the_smallest_block_decides_about_min_matrix_dim():
-    assert view_of("qkv", (64, 96), splits=("qkv: columns 93+3",), min_matrix_dim=4) == ("adam", "")
+from deepmd_muon.optim.routing.routes import RouteTable
+from deepmd_muon.optim.routing.views import MatrixView
 
 
 @pytest.mark.parametrize(
@@ -170,8 +119,7 @@ def test_states_of_before_attention_was_split_load(caplog):
         per_head.load_state_dict(saved)
 
 
-def test_a_split_into_one_part_is_no_split():
-    assert view_of("layer.qkv", (64, 96), splits=("*.qkv: rows 1",)) == ("muon", "1x64x96")
+def test_a_stored_split_into_one_part_is_no_split():
     (entry,) = RouteTable.from_groups([{"routes": ["muon 64x96 as 1x64x96 rows 64"]}])
     assert str(entry.view) == "1x64x96"
 
@@ -215,48 +163,6 @@ def test_cutting_and_joining_are_inverse(view):
         start += size
 
 
-HEADS, GROUPS, SIZE, WIDTH = 6, 2, 4, 20  # of attention whose heads share keys and values in groups
-
-
-def megatron_rows():
-    """Return the rows of q, k and v in Megatron's order: group by group, in each q, k and v."""
-    rows = {"q": [], "k": [], "v": []}
-    row = 0
-    for _ in range(GROUPS):
-        for part, heads in (("q", HEADS // GROUPS), ("k", 1), ("v", 1)):
-            rows[part] += range(row, row + heads * SIZE)
-            row += heads * SIZE
-    return rows
-
-
-@pytest.mark.parametrize("rules", [{}, {"normuon": True, "magma_muon": False}])
-@pytest.mark.parametrize("axis", ["rows", "columns"])
-def test_interleaved_parts_are_matrices_of_their_own(axis, rules):
-    rows = megatron_rows()
-    n_rows = sum(map(len, rows.values()))
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(n_rows, WIDTH, generator=draw, dtype=torch.float64)
-    parts = {name: nn.Parameter(weight[index].clone()) for name, index in rows.items()}
-    fused = nn.Parameter(weight.clone() if axis == "rows" else weight.T.clone())
-    split = f"qkv: {axis} {HEADS * SIZE}+{GROUPS * SIZE}+{GROUPS * SIZE} in {GROUPS} groups"
-    layout = "out_in" if axis == "rows" else "in_out"
-    settings = {"precision": "float32", "scaling": "spectral", "layout": layout, **rules}
-    together = HybridMuon([("qkv", fused)], 0.1, splits=[split], **settings)
-    apart = HybridMuon(parts.items(), 0.1, **(settings | {"layout": "out_in"}))
-    for _ in range(3):
-        gradient = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
-        fused.grad = gradient if axis == "rows" else gradient.T.contiguous()
-        for name, index in rows.items():
-            parts[name].grad = gradient[index].clone()
-        together.step()
-        apart.step()
-    result = fused if axis == "rows" else fused.T
-    for name, index in rows.items():
-        torch.testing.assert_close(result[index], parts[name], rtol=1e-6, atol=1e-7)
-    (entry,) = RouteTable.from_groups(together.state_dict()["param_groups"])
-    assert entry == together.routing[0]
-
-
 def test_interleaved_parts_must_have_a_share_in_every_group():
     with pytest.raises(InvalidShapeError, match="over 3 groups evenly"):
         HybridMuon([("w", nn.Parameter(torch.ones(20, 6)))], splits=["w: rows 12+4+4 in 3 groups"])
@@ -282,12 +188,6 @@ def test_interleaving_may_begin_with_the_state_of_the_parts_group_by_group():
     assert torch.equal(together.state[p]["second_moment_of_rows"].flatten(), of_rows[order])
 
 
-@given(st.integers(1, 4), st.integers(1, 6))
-def test_equal_parts_are_sizes(count, size):
-    view = FusedSplit.parse(f"*: rows {count}").apply(MatrixView(1, count * size, 7), "w")
-    assert view.sizes == (size,) * count
-
-
 def test_single_columns_are_blocks_where_a_split_asks_for_them():
     """Alone, a column is a vector and takes Adam."""
     assert (
@@ -296,92 +196,3 @@ def test_single_columns_are_blocks_where_a_split_asks_for_them():
         .view.blocks
         == 32
     )
-
-
-@pytest.mark.parametrize(
-    ("shape", "splits", "dim", "sizes"),
-    [
-        ((24, 32), ["w: columns 20+8+4"], 1, [20, 8, 4]),
-        ((24, 32), ["w: rows 3"], 0, [8, 8, 8]),
-        ((3, 8, 12), [], 0, [1, 1, 1]),
-    ],
-)
-def test_blocks_are_weights_of_their_own(shape, splits, dim, sizes):
-    fused = nn.Parameter(random(*shape))
-    parts = [nn.Parameter(part.detach().clone()) for part in fused.split(sizes, dim=dim)]
-    together = HybridMuon([("w", fused)], 0.1, splits=splits)
-    apart = HybridMuon([(f"part{i}", part) for i, part in enumerate(parts)], 0.1)
-    for step in range(3):
-        fused.grad = random(*shape, seed=step + 1)
-        for part, own in zip(parts, fused.grad.split(sizes, dim=dim), strict=True):
-            part.grad = own.contiguous().clone()
-        together.step()
-        apart.step()
-    assert torch.allclose(fused, torch.cat(parts, dim=dim), atol=1e-6)
-    scores = torch.cat([apart.state[part]["magma_score"] for part in parts])
-    assert torch.allclose(together.state[fused]["magma_score"], scores, atol=1e-7)
-
-
-def test_experts_with_fused_weights():
-    p = nn.Parameter(random(2, 6, 10))
-    before = p.detach().double()
-    optimizer = HybridMuon(
-        [("moe.w", p)], 0.1, 0.0, 0.0, expert_patterns=["moe.*"], splits=["moe.w: columns 6+4"]
-    )
-    p.grad = random(2, 6, 10, seed=1)
-    optimizer.step()
-    g = p.grad.double()
-    o = torch.cat(
-        [oracle(part) * 0.18 * max(part.shape[1:]) ** 0.5 for part in g.split([6, 4], dim=2)], dim=2
-    )
-    assert torch.allclose(p.double(), before - 0.1 * (0.1 + 0.9 * 0.55) * o, atol=1e-5)
-    assert optimizer.state[p]["magma_score"].shape == (4,)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "layout", "shape", "expected"),
-    [
-        ("none", "as_stored", (8, 50), 1.0),
-        ("match_rms", "as_stored", (8, 50), 0.18 * 50**0.5),
-        ("match_rms", "in_out", (50, 8), 0.18 * 50**0.5),
-        ("rectangular", "as_stored", (50, 8), 6.25**0.5),
-        ("rectangular", "as_stored", (8, 50), 1.0),
-        ("rectangular", "out_in", (50, 8), 6.25**0.5),
-        ("rectangular", "in_out", (50, 8), 1.0),
-        ("rectangular", "in_out", (8, 50), 6.25**0.5),
-        ("spectral", "as_stored", (8, 50), 0.16**0.5),
-        ("spectral", "auto", (8, 50), 0.16**0.5),
-        ("rectangular", "auto", (50, 8), 6.25**0.5),
-        ("spectral", "in_out", (8, 50), 6.25**0.5),
-    ],
-)
-def test_scales(scaling, layout, shape, expected):
-    settings = HybridMuonConfig(scaling=scaling, layout=layout).explicit()
-    assert update_scale(shape, settings) == pytest.approx(expected)
-
-
-def test_the_layout_is_automatic_by_default():
-    (group,) = HybridMuon([("w", nn.Parameter(random(6, 9)))]).param_groups
-    assert group["layout"] == HybridMuonConfig().layout == "auto"
-
-
-def test_scaling_none_moves_by_the_polar_factor_itself():
-    p = nn.Parameter(random(6, 9))
-    before = p.detach().double()
-    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, magma_muon=False, scaling="none")
-    p.grad = random(6, 9, seed=1)
-    optimizer.step()
-    assert torch.allclose(p.double(), before - 0.1 * oracle(p.grad[None])[0], atol=1e-5)
-
-
-def test_custom_schedules():
-    p, q = nn.Parameter(random(6, 9)), nn.Parameter(random(6, 9))
-    steps = [(3.4445, -4.7750, 2.0315)] * 5
-    for which, schedule in ((p, "keller-jordan"), (q, steps)):
-        optimizer = HybridMuon([("w", which)], 0.1, schedule=schedule)
-        which.grad = random(6, 9, seed=1)
-        optimizer.step()
-    assert torch.equal(p, q)
-    for bad in ([], [(1.0, 2.0)], [(1.0, 2.0, float("nan"))]):
-        with pytest.raises(ValueError, match="triple"):
-            HybridMuon([("w", p)], schedule=bad)

@@ -161,19 +161,6 @@ def test_under_a_plain_muon_vectors_do_not_decay_and_a_head_is_the_output_layer(
     assert torch.allclose(model["norm"].weight, before["norm.weight"] * (1 - 0.1 * 0.5 * 0.2))
 
 
-def test_a_plain_muon_takes_what_hybrid_muon_takes():
-    sharded = ShardedSettings(slots=1)
-    model = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
-    config = MuonConfig(flash_muon=False, splits=("qkv.*: rows 3",), offload=True, sharded=sharded)
-    optimizer = config.build(model, 0.3)
-    assert str(optimizer.routing[0].view) == "1x12x4 rows 4+4+4"
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["flash_muon"], optimizer.sharded) == (0.3, False, sharded)
-    model["qkv"].weight.grad = torch.ones(12, 4)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 @pytest.mark.filterwarnings("ignore:no parameter matches expert_patterns")
 def test_every_setting_reaches_the_optimizer():
     config = HybridMuonConfig(
@@ -370,13 +357,6 @@ torch.save((gradients, stepped), "stepped.pt")
             torchs.step()
         assert all(torch.equal(p, x) for p, x in zip(params, end, strict=True))
         assert torchs.state[params[0]]["exp_avg"].equal(moment)
-
-
-def test_a_pattern_of_the_settings_that_matches_nothing_is_logged(caplog):
-    HybridMuonConfig(adam_patterns=("foo",)).build(make_model())
-    assert [r.getMessage()[:42] for r in caplog.records if r.levelname == "WARNING"] == [
-        "no parameter matches adam_patterns 'foo'; "[:42]
-    ]
 
 
 @pytest.mark.parametrize(

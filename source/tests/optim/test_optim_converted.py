@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from example_rules import SOAP
+from optim_builders import make_net, train
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RoutingMismatchError
@@ -15,20 +16,8 @@ ROUTES = {"muon": {}, "adam": {"adam_patterns": ["*"]}, "offloaded": {"offload":
 
 
 def make(**settings):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = make_net()
     return model, HybridMuon(model.named_parameters(), 0.02, weight_decay=0.1, **settings)
-
-
-def train(model, optimizer, steps, start=0):
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-        for layer in model:
-            weight = getattr(layer, "weight", x)
-            x = layer(x.to(weight.dtype))
-        x.square().mean().backward()
-        optimizer.step()
 
 
 @pytest.fixture(params=[False, True], ids=["data", "swapped"])
@@ -108,7 +97,7 @@ def test_state_in_16_bits_is_that_of_a_restart():
         assert all(torch.equal(x, other.state[q][key]) for key, x in optimizer.state[p].items())
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (3, 8)])
+@pytest.mark.parametrize("shape", [(1, 9), (3, 9)])
 def test_a_new_shape_is_a_change_of_route(shape):
     model, optimizer = make()
     train(model, optimizer, 1)

@@ -7,12 +7,11 @@ import warnings
 
 import pytest
 import torch
+from optim_builders import train
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
 from deepmd_muon.optim.groups.group_settings import unfolded
-
-PLAIN = {"magma_muon": False, "scaling": "none", "weight_decay": 0.0, "nesterov": False}
 
 
 class ConvNet(nn.Module):
@@ -26,19 +25,6 @@ class ConvNet(nn.Module):
         self.line = nn.Conv1d(4, 5, 3)
         self.volume = nn.Conv3d(2, 4, 2)
         self.fc = nn.Linear(5, 2)
-
-    def forward(self, x):
-        x = torch.tanh(self.pointwise(self.depthwise(self.grouped(self.stem(x)))))
-        x = self.line(self.up(x).mean(3)).mean(2)
-        return self.fc(x) + self.volume.weight.sum()
-
-
-def train(model, optimizer, steps=2, start=0):
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
 
 
 def make(seed=0):
@@ -66,26 +52,6 @@ def test_build_finds_the_convolutions_of_a_model(config):
         "volume": "adamw" if reads_input else "muon 1x4x16",
         "fc": "muon 1x2x5",
     }
-
-
-def test_a_kernel_steps_along_the_polar_factor_of_its_matrix():
-    model = make()
-    optimizer = HybridMuonConfig(
-        **PLAIN, precision="float64", schedule=[(1.875, -1.25, 0.375)] * 40
-    ).build(model, 0.1)
-    before = copy.deepcopy(model)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    for name, parts in (("stem", 1), ("grouped", 2), ("pointwise", 1), ("up", 1), ("line", 1)):
-        p, old = getattr(model, name).weight, getattr(before, name).weight
-        gradient = p.grad.flatten(1).double()
-        polar = []
-        for block in gradient.chunk(parts):
-            u, _, v = torch.linalg.svd(block, full_matrices=False)
-            polar.append(u @ v)
-        expected = old.double() - 0.1 * torch.cat(polar).view(p.shape)
-        torch.testing.assert_close(p.double(), expected, atol=1e-4, rtol=0)
 
 
 def test_the_view_can_be_declined_or_chosen_by_name():
@@ -116,7 +82,7 @@ def test_kernels_that_become_many_small_matrices_are_warned_about():
 def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplog):
     model = make()
     first = config(conv_patterns=[]).build(model)
-    train(model, first)
+    train(model, first, 2)
     saved = copy.deepcopy(first.state_dict())
     saved["param_groups"] = list(map(unfolded, saved["param_groups"]))
     for group in saved["param_groups"]:
@@ -135,13 +101,3 @@ def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplo
         assert torch.equal(then.state[p]["momentum_buffer"], expected)
     assert "line.weight" in caplog.text
     train(model, then)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_memory_formats_take_the_same_step(channels_last):
-    model, twin = make(), make()
-    if channels_last:
-        twin.stem.weight.data = twin.stem.weight.data.contiguous(memory_format=torch.channels_last)
-    for each in (model, twin):
-        train(each, HybridMuonConfig().build(each, 0.02), 3)
-    torch.testing.assert_close(model.stem.weight, twin.stem.weight, atol=1e-5, rtol=1e-5)

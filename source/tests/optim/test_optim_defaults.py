@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from optim_builders import through_file
+from optim_builders import through_file, train
 from torch import nn
 
 from deepmd_muon.optim import (
@@ -66,14 +66,6 @@ class Net(nn.Module):
 
 def placements(model, config=MuonConfig, **settings):
     return {entry.name: entry.placement for entry in config(**settings).build(model).routing}
-
-
-def random_steps(model, optimizer, steps, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
 
 
 def test_each_kind_of_parameter_takes_its_route():
@@ -155,15 +147,15 @@ def test_a_run_of_an_earlier_release_goes_on_bitwise(caplog):
     torch.manual_seed(0)
     whole = Net()
     first = as_first_release(MuonConfig().build(whole))
-    random_steps(whole, first, 2)
+    train(whole, first, 2)
     assert {entry.placement for entry in first.routing if "embedder" in entry.name} == {"adamw"}
     restarted = copy.deepcopy(whole)
     second = MuonConfig().build(restarted)
     second.load_state_dict(as_saved_by_first_release(first))
     assert second.routing == first.routing
     assert "expert_patterns, splits, vector_route" in caplog.text
-    random_steps(whole, first, 2, seed=1)
-    random_steps(restarted, second, 2, seed=1)
+    train(whole, first, 2, start=2)
+    train(restarted, second, 2, start=2)
     for p, q in zip(whole.parameters(), restarted.parameters(), strict=True):
         assert torch.equal(p, q)
     # The next checkpoint has the choices, too.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_earlier_files import (
+from earlier_files import (
     SETTINGS,
     TRAINING_DATA,
     make_groups,

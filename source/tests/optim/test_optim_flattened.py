@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from example_rules import SOAP
-from optim_builders import assert_same, assert_same_state, random
+from optim_builders import assert_same, assert_same_state, random, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,10 +33,7 @@ def made(**settings):
 
 def trained(**settings):
     model, optimizer = made(**settings)
-    for i in range(2):
-        for p in model.parameters():
-            p.grad = random(*p.shape, seed=i)
-        optimizer.step()
+    train(model, optimizer, 2)
     return model, optimizer
 
 
@@ -86,17 +83,6 @@ def test_adam_to_adamw_keeps_its_state(policy):
         return
     set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
     assert_same_state(by.state[saved.experts], optimizer.state[model.experts])
-
-
-def test_scores_start_where_the_saved_run_had_none():
-    flat = get_optimizer_state_dict(*trained(magma_muon=False), options=FLAT)
-    model, optimizer = made()
-    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
-    assert "magma_score" not in optimizer.state[model.experts]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert optimizer.state[model.experts]["magma_score"].shape == (3,)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from optim_builders import train
 from torch import nn
 
 from deepmd_muon.optim import Advanced, InvalidSettingError, MuonConfig, muon_for
@@ -16,13 +17,6 @@ def gpt_like(width=32):
     torch.manual_seed(0)
     body = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
     return nn.Sequential(nn.Embedding(100, width), *body, nn.Linear(width, 100, bias=False))
-
-
-def step(model, optimizer, seed):
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=draw)
-    optimizer.step()
 
 
 def test_warnings_point_to_the_caller():
@@ -49,7 +43,7 @@ def test_it_steps_as_the_configuration_that_it_stands_for():
         muon_for(models[2]),
     ]  # fmt: skip
     for model, optimizer in zip(models, optimizers, strict=True):
-        step(model, optimizer, 1)
+        train(model, optimizer, 1, start=1)
     one, same, other = ([p.detach() for p in model.parameters()] for model in models)
     assert all(map(torch.equal, one, same))
     assert not any(map(torch.equal, one, other))
@@ -114,7 +108,7 @@ def test_positions_and_classifiers_do_not_lower_the_rate_of_adamw():
 def test_restart_keeps_the_rate_of_its_checkpoint(caplog):
     model = gpt_like(256)
     earlier = MuonConfig(adam_lr_ratio=1.0).build(model)
-    step(model, earlier, 1)
+    train(model, earlier, 1, start=1)
     saved = earlier.state_dict()
     saved["param_groups"][0]["chosen_by_build"] = ["adam_lr_ratio"]  # earlier a key of its own
     optimizer = muon_for(model)
@@ -135,7 +129,7 @@ def test_momentum_warms_up_and_goes_on_after_a_restart():
         before = (
             optimizer.state[model[1].weight].get("momentum_buffer", torch.zeros(96, 32)).clone()
         )
-        step(model, optimizer, k)
+        train(model, optimizer, 1, start=k)
         after = optimizer.state[model[1].weight]["momentum_buffer"]
         gradient = model[1].weight.grad
         # m′ − g = β (m − g)

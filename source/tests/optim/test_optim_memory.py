@@ -116,16 +116,3 @@ def test_docstring_and_page_say_the_bytes_that_are_measured():
     page = Path(__file__).parents[3] / "doc" / "optimizer-state.md"
     assert said in page.read_text(encoding="utf-8")
     assert said in str(HybridMuon.__doc__)
-
-
-def test_state_is_one_buffer_per_matrix_and_two_per_vector():
-    matrix, vector = nn.Parameter(torch.randn(30, 40)), nn.Parameter(torch.randn(50))
-    optimizer = HybridMuon([("w", matrix), ("bias", vector)])
-    matrix.grad, vector.grad = torch.randn_like(matrix), torch.randn_like(vector)
-    optimizer.step()
-
-    def size(p):
-        return sum(value.nbytes for value in optimizer.state[p].values())
-
-    assert size(matrix) == matrix.nbytes + 4
-    assert size(vector) == 2 * vector.nbytes + 4

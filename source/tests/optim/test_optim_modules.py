@@ -262,14 +262,6 @@ def test_the_reasons_are_logged_and_odd_names_are_no_patterns(caplog):
     assert "table[0].weight (table of Embedding)" in caplog.text
 
 
-def test_settings_survive_a_restart_with_the_routes():
-    model = GPT(tied=True)
-    first = MuonConfig().build(model)
-    second = MuonConfig().build(model)
-    second.load_state_dict(first.state_dict())
-    assert second.routing == first.routing
-
-
 COMPUTED = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from polar_oracle import error_inside, matrices, noise_fraction, oracle, spectrum
+from polar_oracle import error_inside, matrices, noise_fraction, oracle
 
 from deepmd_muon.optim import HybridMuon, orthogonalize
 from deepmd_muon.optim.polar import SCHEDULES, orthogonalize_matrices
@@ -80,6 +80,7 @@ def test_float64_reaches_float64(gram):
 
 
 def test_momenta_of_a_force_field_come_out_without_noise():
+    """A potential for water, of deepmd-muon 0.1.0 after 400 steps on DeePMD-kit's example."""
     momenta = torch.load(Path(__file__).with_name("force_field_momenta.pt"), weights_only=True)
     assert {tuple(m.shape) for m in momenta.values()} == {(25, 50), (50, 100), (100, 100)}
     for name, m in momenta.items():
@@ -97,29 +98,6 @@ def test_momenta_of_a_force_field_come_out_without_noise():
             )
         stored = orthogonalize_as_deepmd_kit([m[None]], gram=False)[0]
         assert noise_fraction(m[None], stored).item() > 0.5, "the promise is about something"
-
-
-def test_rank_four_has_energy_four():
-    x = matrices("rank4", 1, 64, 64)
-    assert orthogonalize(x, precision="float16").square().sum().item() == pytest.approx(
-        4.0, rel=5e-3
-    )
-    assert orthogonalize(x, precision="float32").square().sum().item() == pytest.approx(
-        4.0, rel=5e-3
-    )
-    stored = orthogonalize_as_deepmd_kit([x], gram=False)[0]
-    assert stored.square().sum().item() > 50.0, "ten steps in bfloat16 lift noise to full strength"
-
-
-def test_storing_operands_in_bfloat16_is_noisier_and_that_is_why_auto_is_not():
-    x = matrices("rank1", 1, 64, 64)
-    noise = {
-        p: noise_fraction(x, orthogonalize(x, precision=p)).item()
-        for p in ("float32", "float16", "bfloat16")
-    }
-    assert noise["float32"] < 2e-4
-    assert noise["float16"] < 2e-4
-    assert 1e-3 < noise["bfloat16"] < 0.1
 
 
 def test_the_bound_on_noise_holds_for_float16_and_not_for_bfloat16():
@@ -181,15 +159,6 @@ def test_vectors_are_normalized_exactly_whatever_the_schedule():
             assert torch.allclose(o, v / torch.linalg.matrix_norm(v)[:, None, None], atol=1e-7)
 
 
-def test_rank_one_keeps_its_sign():
-    for precision in ("float32", "float16"):
-        for seed in range(5):
-            x = matrices("rank1", 1, 20, 30, seed=seed)
-            o = orthogonalize(x, precision=precision)
-            cosine = (o * x).sum() / (torch.linalg.matrix_norm(o) * torch.linalg.matrix_norm(x))
-            assert cosine.item() > 0.999
-
-
 def test_views_of_every_stride():
     base = matrices("gaussian", 1, 12, 40)[0]
     expected = oracle(base[None])[0]
@@ -226,13 +195,6 @@ def test_leading_dimensions_and_empty_batches():
     assert torch.allclose(o.reshape(6, 5, 8), orthogonalize(x), atol=1e-6)
     assert orthogonalize(torch.zeros(0, 5, 8)).shape == (0, 5, 8)
     assert orthogonalize(torch.zeros(2, 0, 8)).shape == (2, 0, 8)
-
-
-def test_a_batch_of_133_equals_its_members():
-    x = matrices("gaussian", 133, 8, 16)
-    together = orthogonalize(x)
-    alone = torch.stack([orthogonalize(m) for m in x])
-    assert torch.allclose(together, alone, atol=2e-6)
 
 
 def test_matrices_of_different_shapes_together_equal_each_alone():
@@ -294,13 +256,6 @@ def test_schedules_do_not_flip_or_diverge_when_rounding_lifts_the_norm(name):
     # Half-precision operands can put the largest singular value a little above one.
     lifted = SCHEDULES[name]([1.0, 1.002, 1.005, 1.01])
     assert all(0.5 < value < 1.5 for value in lifted)
-
-
-def test_spectra_are_what_their_names_say():
-    assert spectrum("rank-deficient", 20).sum() == 12
-    x = matrices("log5", 1, 30, 40)
-    s = torch.linalg.svdvals(x.double())[0]
-    assert (s[0] / s[-1]).item() == pytest.approx(1e5, rel=0.05)
 
 
 @pytest.fixture(params=["autocast", "high", "medium", "newer interface"])

@@ -36,16 +36,9 @@ def parameters(**shapes):
 
 
 def clipped(params, layer, logits, alpha=0.5, **settings):
-    """Clip at learning rate 0, where nothing else changes the parameters."""
-    optimizer = HybridMuon(
-        params.items(),
-        0.0,
-        qk_clip=QKClip((layer,), threshold=TAU, alpha=alpha),
-        adam_patterns=["*"],
-        **settings,
-    )
-    for p in params.values():
-        p.grad = torch.ones_like(p)
+    """Clip at learning rate 0, where nothing else changes the parameters; return them before and after it."""
+    clip = QKClip((layer,), threshold=TAU, alpha=alpha)
+    optimizer = HybridMuon(params.items(), 0.0, weight_decay=0.0, qk_clip=clip, **settings)
     before = {name: p.detach().clone() for name, p in params.items()}
     optimizer.step(qk_logits={layer.name: logits})
     return before, {name: p.detach() for name, p in params.items()}
@@ -142,19 +135,14 @@ def test_latent_attention():
 def test_fused_weights_are_scaled_in_their_parts(splits):
     layer = FusedQKV("attn", "qkv.weight", HEADS, KEY_HEADS)
     params = parameters(**{"qkv.weight": (40, WIDTH), "qkv.bias": (40,)})
-    optimizer = HybridMuon(
-        params.items(), 0.0, qk_clip=QKClip((layer,), TAU), splits=splits, weight_decay=0.0
-    )
-    before = params["qkv.weight"].detach().clone()
-    optimizer.step(qk_logits={"attn": LOGITS})
+    before, after = clipped(params, layer, LOGITS, splits=splits)
+    before, after = before["qkv.weight"], after["qkv.weight"]
     separate = {
         "q.weight": nn.Parameter(before[:24].clone()),
         "k.weight": nn.Parameter(before[24:32].clone()),
     }
-    _, expected = clipped(
-        separate, SeparateQK("attn", "q.weight", "k.weight", HEADS, KEY_HEADS), LOGITS
-    )
-    after = params["qkv.weight"].detach()
+    pair = SeparateQK("attn", "q.weight", "k.weight", HEADS, KEY_HEADS)
+    _, expected = clipped(separate, pair, LOGITS)
     assert torch.equal(after[:24], expected["q.weight"])
     assert torch.equal(after[24:32], expected["k.weight"])
     assert torch.equal(after[32:], before[32:])
@@ -182,17 +170,9 @@ def test_interleaved_rows_and_weights_stored_as_columns(value, split):
     size = KEY_HEADS * ((HEADS // KEY_HEADS + 1) * DIM + value)
     layer = FusedQKV("attn", "qkv.matrix", HEADS, KEY_HEADS, interleaved=True, axis="columns")
     splits = [f"qkv.matrix: columns {split}"] if split else []
-    matrix = nn.Parameter(random(WIDTH, size))
-    optimizer = HybridMuon(
-        [("qkv.matrix", matrix)],
-        0.0,
-        weight_decay=0.0,
-        qk_clip=QKClip((layer,), TAU),
-        splits=splits,
-    )
-    first = matrix.detach().clone().view(WIDTH, KEY_HEADS, -1)
-    optimizer.step(qk_logits={"attn": LOGITS})
-    second = matrix.detach().view(WIDTH, KEY_HEADS, -1)
+    params = parameters(**{"qkv.matrix": (WIDTH, size)})
+    both = clipped(params, layer, LOGITS, splits=splits)
+    first, second = (each["qkv.matrix"].view(WIDTH, KEY_HEADS, -1) for each in both)
     for g in range(KEY_HEADS):
         mine = [factor(x) for x in LOGITS.view(KEY_HEADS, -1)[g].tolist()]
         for i, scale in enumerate([*mine, min(mine)]):
@@ -206,20 +186,13 @@ def test_interleaved_rows_and_weights_stored_as_columns(value, split):
 def test_values_may_have_heads_of_another_size():
     layer = FusedQKV("attn", "qkv.weight", 2)
     for splits in (["*: rows 8+8+6"], ["*: rows 4+4+4+4+3+3"]):
-        weight = nn.Parameter(random(22, WIDTH))
-        before = weight.detach().clone()
-        optimizer = HybridMuon(
-            [("qkv.weight", weight)],
-            0.0,
-            weight_decay=0.0,
-            qk_clip=QKClip((layer,), TAU),
-            splits=splits,
-        )
-        optimizer.step(qk_logits={"attn": torch.tensor([1.0, 12.0])})
-        expected = before.clone()
+        params = parameters(**{"qkv.weight": (22, WIDTH)})
+        logits = torch.tensor([1.0, 12.0])
+        before, after = clipped(params, layer, logits, splits=splits)
+        expected = before["qkv.weight"].clone()
         expected[4:8] *= 0.5
         expected[12:16] *= 0.5
-        assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=0)
+        assert torch.allclose(after["qkv.weight"], expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(

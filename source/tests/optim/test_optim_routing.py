@@ -18,7 +18,7 @@ from deepmd_muon.optim import (
     RoutingRules,
 )
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.routes import canonical_name, choose_route, leaf_name
+from deepmd_muon.optim.routing.routes import canonical_name, choose_route
 from deepmd_muon.optim.routing.views import MatrixView, effective_shape, matrix_view
 
 MODES = ("2d", "flat", "slice")
@@ -26,80 +26,92 @@ shapes = st.lists(st.integers(1, 9), min_size=0, max_size=5).map(tuple)
 names = st.text("abW_.019B", min_size=1, max_size=20)
 
 
-def route(name, shape, **rules):
-    entry = choose_route(name, shape, RoutingRules(**rules))
-    return entry.route, str(entry.view or "")
+FLAT, TWO = {"muon_mode": "flat"}, {"muon_mode": "2d"}
+EXPERTS = {"expert_patterns": ("*.experts.*",)}
+PATTERNS = {"adam_patterns": ("*.embedding.*",), "adamw_patterns": ("head.*", "*.bias")}
+SMALL = {"min_matrix_dim": 5}
+
+
+def fused(split):
+    return {"splits": (f"*.qkv: {split}",)}
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "expected"),
+    ("name", "shape", "rules", "placement"),
     [
         # names come before shapes, in DeePMD's order
-        ("net.b", (4, 5), ("adam", "")),
-        ("net.bias", (4, 5), ("adam", "")),
-        ("net.Bias_hh", (4, 5), ("adam", "")),
-        ("net.adamw_bias", (4, 5), ("adam", "")),
-        ("net.adam_scale", (4, 5), ("adam", "")),
-        ("net.ADAM_scale", (4, 5), ("adam", "")),
-        ("net.adamw_scale", (4, 5), ("adamw", "")),
-        ("net.adamw_scale", (5,), ("adamw", "")),
-        ("net.adamant", (4, 5), ("muon", "1x4x5")),
-        ("bias.matrix", (4, 5), ("muon", "1x4x5")),
-        ("net.bb", (4, 5), ("muon", "1x4x5")),
+        ("net.b", (4, 5), {}, "adam"),
+        ("net.bias", (4, 5), {}, "adam"),
+        ("net.Bias_hh", (4, 5), {}, "adam"),
+        ("net.adamw_bias", (4, 5), {}, "adam"),
+        ("net.adam_scale", (4, 5), {}, "adam"),
+        ("net.ADAM_scale", (4, 5), {}, "adam"),
+        ("net.adamw_scale", (4, 5), {}, "adamw"),
+        ("net.adamw_scale", (5,), {}, "adamw"),
+        ("net.adamant", (4, 5), {}, "muon 1x4x5"),
+        ("bias.matrix", (4, 5), {}, "muon 1x4x5"),
+        ("net.bb", (4, 5), {}, "muon 1x4x5"),
         # the leaf is the last segment that is not a number
-        ("net.bias.0", (4, 5), ("adam", "")),
-        ("net.adamw_list.3.12", (4, 5), ("adamw", "")),
-        ("layers.0.matrix.1", (4, 5), ("muon", "1x4x5")),
-        # effective rank
-        ("w", (), ("adam", "")),
-        ("w", (7,), ("adam", "")),
-        ("w", (1, 25), ("adam", "")),
-        ("w", (240, 1), ("adam", "")),
-        ("w", (1, 1), ("adam", "")),
-        ("w", (4, 1, 5), ("muon", "1x4x5")),
+        ("net.bias.0", (4, 5), {}, "adam"),
+        ("net.adamw_list.3.12", (4, 5), {}, "adamw"),
+        ("layers.0.matrix.1", (4, 5), {}, "muon 1x4x5"),
+        # dimensions of 1 do not count
+        ("w", (), {}, "adam"),
+        ("w", (7,), {}, "adam"),
+        ("w", (1, 25), {}, "adam"),
+        ("w", (240, 1), {}, "adam"),
+        ("w", (1, 1), {}, "adam"),
+        ("w", (4, 1, 5), {}, "muon 1x4x5"),
+        # more than two dimensions
+        ("w", (3, 4, 5), TWO, "adamw"),
+        ("w", (3, 4, 5), FLAT, "muon 1x12x5"),
+        ("w", (3, 4, 5), {}, "muon 3x4x5"),
+        ("w", (2, 3, 4, 5), TWO, "adamw"),
+        ("w", (2, 3, 4, 5), FLAT, "muon 1x24x5"),
+        ("w", (2, 3, 4, 5), {}, "muon 6x4x5"),
+        ("w", (2, 1, 4, 1, 5), {}, "muon 2x4x5"),
+        ("w", (2, 1, 4, 1, 5), FLAT, "muon 1x8x5"),
+        # small matrices, of which the smallest block counts
+        ("w", (4, 50), SMALL, "adam"),
+        ("w", (5, 50), SMALL, "muon 1x5x50"),
+        ("w", (9, 4, 50), SMALL, "adam"),
+        ("w", (9, 4, 50), {**SMALL, **FLAT}, "muon 1x36x50"),
+        ("a.qkv", (64, 96), {**SMALL, **fused("columns 93+3")}, "adam"),
+        # patterns come first and see the whole name; without a name only shapes count
+        ("model.embedding.weight", (4, 5), PATTERNS, "adam"),
+        ("head.weight", (4, 5), PATTERNS, "adamw"),
+        ("layer.bias", (5,), PATTERNS, "adamw"),
+        ("my.head.weight", (4, 5), PATTERNS, "muon 1x4x5"),
+        (None, (4, 5), {"adam_patterns": ("a*",)}, "muon 1x4x5"),
+        (None, (4, 5), {"adam_patterns": ("*",)}, "adam"),
+        (None, (5,), {}, "adam"),
+        # the first dimension of an expert weight counts experts
+        ("moe.experts.w", (6, 4, 5), EXPERTS, "muon 6x4x5"),
+        ("moe.experts.w", (6, 4, 5), {**EXPERTS, **TWO}, "muon 6x4x5"),
+        ("moe.experts.w", (6, 4, 5), {**EXPERTS, **FLAT}, "muon 6x4x5"),
+        ("moe.experts.w", (6, 3, 4, 5), {**EXPERTS, **FLAT}, "muon 6x12x5"),
+        ("moe.experts.w", (6, 3, 4, 5), EXPERTS, "muon 18x4x5"),
+        ("moe.experts.w", (6, 3, 4, 5), {**EXPERTS, **TWO}, "adamw"),
+        ("moe.experts.w", (1, 4, 5), {**EXPERTS, **TWO}, "muon 1x4x5"),
+        ("moe.experts.w", (6, 1, 5), EXPERTS, "adam"),
+        ("moe.experts.w", (6, 5), EXPERTS, "muon 1x6x5"),
+        # fused weights are cut
+        ("a.qkv", (64, 96), fused("columns 3"), "muon 1x64x96 columns 32+32+32"),
+        ("a.qkv", (64, 96), fused("columns 64+16+16"), "muon 1x64x96 columns 64+16+16"),
+        ("a.qkv", (64, 96), fused("rows 2"), "muon 1x64x96 rows 32+32"),
+        ("a.qkv", (64, 96), fused("rows 1"), "muon 1x64x96"),
+        ("a.qkv", (64, 96), fused("rows rest+40"), "muon 1x64x96 rows 24+40"),
+        ("a.qkv", (64, 96), fused("rows 16*4"), "muon 1x64x96 rows 16+16+16+16"),
+        ("a.qkv", (64, 24), fused("columns (5+1)*4"), "muon 1x64x24 columns 5+1+5+1+5+1+5+1"),
+        ("a.qkv", (9, 30), fused("columns 8*2+(3+5)+rest"), "muon 1x9x30 columns 8+8+3+5+6"),
+        ("other", (64, 96), fused("rows 2"), "muon 1x64x96"),
     ],
 )
-def test_rules_in_order(name, shape, expected):
-    for mode in MODES:
-        assert route(name, shape, muon_mode=mode) == expected
-
-
-@pytest.mark.parametrize(
-    ("shape", "mode", "expected"),
-    [
-        ((3, 4, 5), "2d", ("adamw", "")),
-        ((3, 4, 5), "flat", ("muon", "1x12x5")),
-        ((3, 4, 5), "slice", ("muon", "3x4x5")),
-        ((2, 3, 4, 5), "2d", ("adamw", "")),
-        ((2, 3, 4, 5), "flat", ("muon", "1x24x5")),
-        ((2, 3, 4, 5), "slice", ("muon", "6x4x5")),
-        ((2, 1, 4, 1, 5), "slice", ("muon", "2x4x5")),
-        ((2, 1, 4, 1, 5), "flat", ("muon", "1x8x5")),
-    ],
-)
-def test_modes(shape, mode, expected):
-    assert route("w", shape, muon_mode=mode) == expected
-
-
-def test_small_matrices_take_adam():
-    assert route("w", (4, 50), min_matrix_dim=5) == ("adam", "")
-    assert route("w", (5, 50), min_matrix_dim=5) == ("muon", "1x5x50")
-    assert route("w", (9, 4, 50), min_matrix_dim=5) == ("adam", "")
-    assert route("w", (9, 4, 50), min_matrix_dim=5, muon_mode="flat") == ("muon", "1x36x50")
-
-
-def test_patterns_come_first_and_see_the_whole_name():
-    rules = {"adam_patterns": ("*.embedding.*",), "adamw_patterns": ("head.*", "*.bias")}
-    assert route("model.embedding.weight", (4, 5), **rules) == ("adam", "")
-    assert route("head.weight", (4, 5), **rules) == ("adamw", "")
-    assert route("layer.bias", (5,), **rules) == ("adamw", "")
-    assert route("my.head.weight", (4, 5), **rules) == ("muon", "1x4x5")
-
-
-def test_without_a_name_only_shapes_count():
-    assert route(None, (4, 5), adam_patterns=("a*",)) == ("muon", "1x4x5")
-    assert route(None, (4, 5), adam_patterns=("*",)) == ("adam", "")
-    assert route(None, (5,)) == ("adam", "")
+def test_placements(name, shape, rules, placement):
+    entry = choose_route(name, shape, RoutingRules(**rules))
+    assert entry.placement == placement
+    if entry.view is not None:
+        assert f"muon {MatrixView.parse(str(entry.view))}" == placement
 
 
 def test_reasons_say_what_decided():
@@ -141,12 +153,6 @@ def test_names_that_only_look_wrapped_stay():
     assert canonical_name("my_module.weight") == "my_module.weight"
     assert canonical_name("net.module.weight") == "net.module.weight"
     assert canonical_name("x_orig_mod.weight") == "x_orig_mod.weight"
-
-
-def test_leaf_names():
-    assert leaf_name("a.B.0.12") == "b"
-    assert leaf_name("weight") == "weight"
-    assert leaf_name("0.1") == ""
 
 
 @given(names, shapes, st.sampled_from(MODES))

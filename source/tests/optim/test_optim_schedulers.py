@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from optim_builders import assert_same, through_file
-from torch import nn
+from optim_builders import assert_same, make_net, through_file
 from torch.optim import lr_scheduler
 
 from deepmd_muon.optim import HybridMuon, InvalidSettingError, MuonConfig
@@ -57,11 +56,6 @@ OPTIMIZERS = {
 }
 
 
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
 def train(model, optimizer, scheduler, steps, start=0):
     for step in range(start, start + steps):
         optimizer.zero_grad()
@@ -83,7 +77,7 @@ def values(optimizer):
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("made", OPTIMIZERS)
 def test_a_resumed_run_is_the_uninterrupted_one(kind, made):
-    whole = make_model()
+    whole = make_net()
     optimizer = OPTIMIZERS[made](whole)
     scheduler = SCHEDULERS[kind](optimizer)
     stops = {}
@@ -97,7 +91,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, made):
             )
         train(whole, optimizer, scheduler, 1, start=step)
     for stop, (saved, schedule, present) in stops.items():
-        resumed = make_model()
+        resumed = make_net()
         second = OPTIMIZERS[made](resumed)
         again = SCHEDULERS[kind](second)
         resumed.load_state_dict(saved["model"])
@@ -113,7 +107,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, made):
     "kind", ["OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts", "LambdaLR"]
 )
 def test_a_scheduler_made_after_the_load_goes_on(kind):
-    whole = make_model()
+    whole = make_net()
     optimizer = HybridMuon(whole.named_parameters(), 0.02)
     scheduler = SCHEDULERS[kind](optimizer)
     train(whole, optimizer, scheduler, 4)
@@ -133,7 +127,7 @@ def test_a_scheduler_made_after_the_load_goes_on(kind):
 
 
 def test_what_the_constructor_changes_on_purpose_stays_and_is_logged(caplog):
-    model = make_model()
+    model = make_net()
     first = HybridMuon(model.named_parameters(), 0.02, momentum=0.95, weight_decay=0.1)
     schedule = SCHEDULERS["OneCycleLR"](first)
     train(model, first, schedule, 4)
@@ -167,7 +161,7 @@ def test_what_the_constructor_changes_on_purpose_stays_and_is_logged(caplog):
 
 
 def test_a_state_without_the_constructed_values_keeps_present_settings():
-    model = make_model()
+    model = make_net()
     first = HybridMuon(model.named_parameters(), 0.02)
     first.param_groups[0]["momentum"] = 0.8
     saved = first.state_dict()
@@ -178,7 +172,7 @@ def test_a_state_without_the_constructed_values_keeps_present_settings():
 
 
 def test_a_damaged_setting_is_refused_and_nothing_changes():
-    model = make_model()
+    model = make_net()
     saved = HybridMuon(model.named_parameters(), 0.02).state_dict()
     saved["param_groups"][0].update(momentum=2.0, lr=0.5)
     second = HybridMuon(model.named_parameters(), 0.02)
@@ -189,7 +183,7 @@ def test_a_damaged_setting_is_refused_and_nothing_changes():
 
 
 def test_copies_of_groups_are_constructed_anew():
-    model = make_model()
+    model = make_net()
     first = HybridMuon(model.named_parameters(), 0.02)
     first.param_groups[0]["momentum"] = 0.8
     (group,) = first.param_groups

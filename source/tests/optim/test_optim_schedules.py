@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from optim_builders import train
 from torch import nn
 
 from deepmd_muon.optim import InvalidSettingError, MuonConfig
-from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.step import CompiledStep
 
 SCHEDULED = {
@@ -29,13 +29,6 @@ def make(**settings):
     config = MuonConfig(scaling="match_rms", vector_route="adamw", **settings)
     optimizer = config.build(model, 0.05)
     return model, optimizer
-
-
-def step(model, optimizer, number):
-    generator = torch.Generator().manual_seed(number)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
-    optimizer.step()
 
 
 @pytest.fixture
@@ -58,16 +51,16 @@ def test_a_schedule_steps_as_an_optimizer_of_each_value_and_compiles_once(
     key, settings, preparations
 ):
     model, optimizer = make(**settings)
-    step(model, optimizer, 0)
+    train(model, optimizer, 1, start=0)
     compiled = len(preparations)
     for number, value in enumerate(SCHEDULED[key], start=1):
         twin, fresh = copy.deepcopy((model, optimizer))
         for group in (*optimizer.param_groups, *fresh.param_groups):
             group[key] = value
         preparations.clear()
-        step(model, optimizer, number)
+        train(model, optimizer, 1, start=number)
         assert not preparations
-        step(twin, fresh, number)
+        train(twin, fresh, 1, start=number)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q)
     assert compiled == 1
@@ -78,24 +71,9 @@ def test_a_schedule_steps_as_an_optimizer_of_each_value_and_compiles_once(
 )
 def test_a_wrong_value_of_a_schedule_is_refused(key, value):
     model, optimizer = make()
-    step(model, optimizer, 0)
+    train(model, optimizer, 1, start=0)
     optimizer.param_groups[0][key] = value
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InvalidSettingError, match=r"momentum|adam_beta2|weight_decay"):
-        step(model, optimizer, 1)
+        train(model, optimizer, 1, start=1)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_a_switch_still_compiles_the_step_again(preparations):
-    model, optimizer = make()
-    step(model, optimizer, 0)
-    preparations.clear()
-    optimizer.param_groups[0]["nesterov"] = False
-    step(model, optimizer, 1)
-    assert preparations
-
-
-def test_settings_without_their_scheduled_numbers_are_equal():
-    first = HybridMuonConfig(momentum=0.9, weight_decay=0.3, adam_weight_decay=0.1)
-    assert first.structure == HybridMuonConfig().structure
-    assert HybridMuonConfig(nesterov=False).structure != HybridMuonConfig().structure

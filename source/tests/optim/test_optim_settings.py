@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
-from optim_builders import random
+from optim_builders import parameters, random
 from torch import nn
 
 from deepmd_muon.optim import (
@@ -18,16 +19,10 @@ from deepmd_muon.optim import (
     MuonConfig,
 )
 from deepmd_muon.optim.groups.group_settings import unfolded
+from deepmd_muon.optim.update.adam import correct_rounded_lr
 
-SHAPES = (("a.bias", (7,)), ("b.weight", (5, 4)), ("c.scale", ()))
+SHAPES = {"a.bias": (7,), "b.weight": (5, 4), "c.scale": ()}
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
-
-
-def parameters():
-    return {
-        name: nn.Parameter(random(*shape, seed=i, dtype=torch.float64))
-        for i, (name, shape) in enumerate(SHAPES)
-    }
 
 
 def stepped(params, optimizer):
@@ -51,7 +46,7 @@ def test_the_mode_of_a_group_is_taken_in_any_case():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01, dtype=torch.float64)])
 def test_every_implementation_of_the_adam_routes_is_torchs_with_its_epsilon(implementation, lr):
-    params, twins = parameters(), parameters()
+    params, twins = (parameters(SHAPES, torch.float64) for _ in range(2))
     optimizer = HybridMuon(
         params.items(),
         lr,
@@ -105,35 +100,6 @@ def test_vectors_take_the_route_of_the_setting(config):
         assert routes == {"body.weight": "muon", **dict.fromkeys(vectors, expected)}
 
 
-def test_large_matrices_take_their_own_schedule():
-    shapes = {
-        "small.weight": (5, 40),
-        "large.weight": (8, 9),
-        "stack.weight": (2, 12, 8),
-        "fused.weight": (16, 30),
-    }
-    split = ["fused.*: rows 10+6"]
-    generator = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    grads = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-    def moved(**settings):
-        params = {name: nn.Parameter(x.clone()) for name, x in values.items()}
-        for name, p in params.items():
-            p.grad = grads[name]
-        HybridMuon(params.items(), 1.0, weight_decay=0.0, splits=split, **settings).step()
-        return {name: p.detach() - values[name] for name, p in params.items()}
-
-    five, ten = moved(schedule="polar-express-5"), moved()
-    mixed = moved(large_schedule="polar-express-5", large_matrix_dim=8)
-    for name in ("large.weight", "stack.weight"):
-        torch.testing.assert_close(mixed[name], five[name])
-        assert (mixed[name] - ten[name]).abs().max() > 1e-3
-    torch.testing.assert_close(mixed["small.weight"], ten["small.weight"])
-    torch.testing.assert_close(mixed["fused.weight"][:10], five["fused.weight"][:10])
-    torch.testing.assert_close(mixed["fused.weight"][10:], ten["fused.weight"][10:])
-
-
 def test_a_schedule_for_large_matrices_is_checked_saved_and_restored():
     params = [("w", nn.Parameter(torch.eye(3)))]
     with pytest.raises(InvalidSettingError, match="large_schedule: must be"):
@@ -155,3 +121,34 @@ def test_parameters_are_not_printed_to_be_checked(monkeypatch):
     monkeypatch.setattr(nn.Parameter, "__repr__", refuse)
     optimizer = HybridMuon([("weight", nn.Parameter(torch.ones(3, 3)))], lr=1e-3)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("route", [{}, {"adam_patterns": ["*"]}, {"adamw_patterns": ["*"]}])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_tensor_with_one_element_is_a_learning_rate(route, shape):
+    found = []
+    for lr in (0.1, torch.full(shape, 0.1, dtype=torch.float64)):
+        p = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+        optimizer = HybridMuon([("w", p)], lr, adam_lr_ratio=0.5, **route)
+        for step in range(2):
+            p.grad = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+            optimizer.step()
+            if step == 0:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        found.append(p.detach())
+    assert torch.allclose(*found, rtol=1e-14, atol=0)
+
+
+def test_a_step_with_a_rounded_rate_becomes_one_with_the_exact_rate():
+    lr = torch.tensor(0.1, dtype=torch.float64)
+    before, update = (
+        torch.linspace(1, 2, 9, dtype=torch.float64),
+        torch.linspace(-3, 5, 9, dtype=torch.float64),
+    )
+    p = before - lr.float().double() * update
+    assert not torch.allclose(p, before - lr * update, rtol=1e-10, atol=0)
+    correct_rounded_lr([p], [before], lr)
+    assert torch.allclose(p, before - lr * update, rtol=1e-15, atol=1e-16)
+    still = before.clone()
+    correct_rounded_lr([still], [before], torch.zeros((), dtype=torch.float64))
+    assert torch.equal(still, before)

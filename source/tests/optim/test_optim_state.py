@@ -7,9 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from optim_builders import assert_same, assert_same_state, through_file
+from optim_builders import assert_same, assert_same_state, through_file, train
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RouteTable, RoutingMismatchError
@@ -25,21 +23,6 @@ class Net(nn.Module):
         self.first = nn.Linear(6, 9, dtype=dtype)
         self.experts = nn.Parameter(torch.randn(3, 9, 5, dtype=torch.float64).to(dtype))
         self.adamw_scale = nn.Parameter(torch.ones(5, dtype=dtype))
-
-    def forward(self, x):
-        return (
-            torch.einsum("bi,eij->bj", torch.tanh(self.first(x)), self.experts) * self.adamw_scale
-        )
-
-
-def train(model, optimizer, steps, start=0):
-    dtype = next(model.parameters()).dtype
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 6, generator=generator, dtype=torch.float64).to(dtype)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
 
 
 def made(dtype=torch.float32, seed=0):
@@ -79,16 +62,6 @@ def test_a_parameter_frozen_on_the_way_keeps_its_state_through_a_file(name, betw
     assert_same((straight, optimizer), (resumed, second))
 
 
-def test_an_optimizer_made_before_the_freezing_loads_as_frozen():
-    models = [Net(), Net(seed=7)]
-    saved, loaded = (HybridMuon(model.named_parameters()) for model in models)
-    train(models[0], saved, 2)
-    for model in models:
-        model.experts.requires_grad_(False)
-    loaded.load_state_dict(saved.state_dict())
-    assert_same_state(saved.state[models[0].experts], loaded.state[models[1].experts])
-
-
 def test_state_that_no_longer_fits_goes_when_a_parameter_is_trained_again(caplog):
     model, optimizer = made()
     train(model, optimizer, 2)
@@ -106,30 +79,6 @@ def test_state_that_no_longer_fits_goes_when_a_parameter_is_trained_again(caplog
         "experts: its state magma_score is dropped: route muon as 1x27x5, shape 3x9x5 now",
         "first.weight: its state magma_score, momentum_buffer is dropped: route adam, shape 9x6 now",
     ]
-
-
-def test_magma_scores_do_not_outlive_the_setting(caplog):
-    model, damped = made()
-    train(model, damped, 3)
-
-    plain = HybridMuon(model.named_parameters(), 0.02, magma_muon=False)
-    plain.load_state_dict(damped.state_dict())
-    assert (
-        "magma_muon is off now: the saved magma_score of 2 parameters is dropped" in caplog.messages
-    )
-    assert not any("magma_score" in values for values in plain.state_dict()["state"].values())
-    train(model, plain, 1, start=3)
-    again = HybridMuon(model.named_parameters(), 0.02)
-    again.load_state_dict(plain.state_dict())
-    train(model, again, 1, start=4)
-    for scores in (
-        again.state[model.first.weight]["magma_score"],
-        again.state[model.experts]["magma_score"],
-    ):
-        assert (
-            scores >= 0.45
-        ).all()  # one step after the start at 0.5, which the decay 0.9 cannot leave further
-        assert (scores <= 0.55).all()
 
 
 def test_loaded_state_is_a_copy():
@@ -171,16 +120,6 @@ def test_a_mismatch_lists_every_parameter_and_changes_nothing():
     assert after["param_groups"] == before["param_groups"]
     for index, values in before["state"].items():
         assert_same_state(values, after["state"][index])
-
-
-def test_shapes_are_checked():
-    saved = HybridMuon([("w", nn.Parameter(torch.zeros(4, 5)))]).state_dict()
-    other = HybridMuon([("w", nn.Parameter(torch.zeros(5, 4)))])
-    with pytest.raises(
-        RoutingMismatchError,
-        match="saved: route muon as 1x4x5, shape 4x5; present: route muon as 1x5",
-    ):
-        other.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
@@ -349,41 +288,6 @@ def test_state_keys_and_dtypes():
         "exp_avg": (torch.float32, (5,)),
         "exp_avg_sq": (torch.float32, (5,)),
     }
-
-
-def test_the_manifest_of_a_checkpoint_is_the_routing():
-    model = Net()
-    optimizer = HybridMuon(model.named_parameters(), adamw_patterns=["first.weight"])
-    saved = through_file(optimizer.state_dict())
-    read = RouteTable.from_groups(saved["param_groups"])
-    assert read == optimizer.routing
-    assert [e.route for e in read] == ["muon", "adamw", "adamw", "adam"]
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple), min_size=1, max_size=5
-    ),
-    st.sampled_from(["2d", "flat", "slice"]),
-    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-)
-def test_any_state_survives_a_round_trip(shapes, mode, dtype):
-    params = [
-        (f"layer.{i}.weight", nn.Parameter(torch.ones(shape, dtype=dtype)))
-        for i, shape in enumerate(shapes)
-    ]
-    optimizer = HybridMuon(params, muon_mode=mode)
-    for i, (_, p) in enumerate(params):
-        p.grad = torch.full_like(p, i + 1.0)
-    optimizer.step()
-    other = HybridMuon(
-        [(name, nn.Parameter(p.detach().clone())) for name, p in params], muon_mode=mode
-    )
-    other.load_state_dict(through_file(optimizer.state_dict()))
-    assert other.routing == optimizer.routing
-    for (_, p), q in zip(params, other.param_groups[0]["params"], strict=True):
-        assert_same_state(optimizer.state[p], other.state[q])
 
 
 def test_rejects_what_is_not_a_state_dict():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optim_builders import make_net, train
 from torch import nn
 
 from deepmd_muon.optim import (
@@ -32,19 +33,6 @@ KNOWN = (
 )
 PAGE = Path(__file__).parents[3] / "doc" / "from-other-optimizers.md"
 JORDAN = (3.4445, -4.7750, 2.0315)
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def train(model, optimizer, steps=3):
-    for step in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +84,7 @@ def test_all_words_that_have_no_counterpart_are_named_at_once():
         "weight_decay": 0.2,
     }
     with pytest.raises(InvalidSettingError) as error:
-        HybridMuon(make_model().named_parameters(), **bad)
+        HybridMuon(make_net().named_parameters(), **bad)
     assert [problem.split(":")[0] for problem in error.value.problems] == [
         *(
             "adamw_params",
@@ -107,7 +95,7 @@ def test_all_words_that_have_no_counterpart_are_named_at_once():
         ),
     ]
     with pytest.raises(TypeError, match="'momentun'; did you mean 'momentum'"):
-        HybridMuon(make_model().named_parameters(), momentun=0.9)
+        HybridMuon(make_net().named_parameters(), momentun=0.9)
     with pytest.raises(TypeError, match=r"'nonsense_of_mine'$"):
         MuonConfig(nonsense_of_mine=1)
 
@@ -116,7 +104,7 @@ def test_arguments_of_motifs_and_other_muons_are_answered_at_once():
     words = ("warmup_step", "chunk_size", "debug", "clip_config", "use_distributed_muon")
     words += ("none_grad", "max_grad_norm")
     with pytest.raises(TypeError) as error:
-        HybridMuon(make_model().named_parameters(), **dict.fromkeys(words), momentun=0.9)
+        HybridMuon(make_net().named_parameters(), **dict.fromkeys(words), momentun=0.9)
     for word in words:
         assert f"{word!r}: " in str(error.value)
     assert "'momentun'; did you mean 'momentum'?" in str(error.value)
@@ -126,7 +114,7 @@ def test_arguments_of_motifs_and_other_muons_are_answered_at_once():
         (True, False),
         (False, True),
     ]
-    model = make_model()
+    model = make_net()
     groups = [{"params": list(model.named_parameters()), "max_grad_norm": 1.0}]
     assert HybridMuon(groups).param_groups[0]["max_grad_norm"] == 1.0
 
@@ -168,7 +156,7 @@ def test_configurations_take_words_under_their_own_names():
 
 def test_groups_of_muon_with_auxiliary_adam():
     """Groups as K. Jordan's MuonWithAuxAdam takes them, without names."""
-    model = make_model()
+    model = make_net()
     hidden = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     with pytest.warns(UserWarning, match="without names"):
@@ -219,7 +207,7 @@ def test_patterns_force_muon_before_every_other_rule():
 
 
 def test_groups_keep_the_users_own_keys():
-    model = make_model()
+    model = make_net()
     named = list(model.named_parameters())
 
     def make(scale):
@@ -243,7 +231,7 @@ def test_groups_keep_the_users_own_keys():
 
 
 def test_a_group_of_adamw_can_be_handed_over():
-    model = make_model()
+    model = make_net()
     adamw = torch.optim.AdamW(model.named_parameters(), 0.01, (0.8, 0.9))
     torch.optim.lr_scheduler.ExponentialLR(adamw, 0.9)
     (group,) = HybridMuon(adamw.param_groups).param_groups
@@ -254,7 +242,7 @@ def test_a_group_of_adamw_can_be_handed_over():
 @pytest.mark.parametrize("named_then", [False, True])
 @pytest.mark.filterwarnings("ignore:HybridMuon got parameters without names")
 def test_states_without_names_load_by_position(named_first, named_then):
-    model, twin = make_model(), make_model()
+    model, twin = make_net(), make_net()
 
     def make(model, named):
         params = list(model.named_parameters()) if named else list(model.parameters())
@@ -272,7 +260,7 @@ def test_states_without_names_load_by_position(named_first, named_then):
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_states_without_names_load_by_position(kind):
-    model = make_model()
+    model = make_net()
     peer = kind(model.parameters(), 0.01)
     train(model, peer)
     optimizer = HybridMuon(
@@ -286,15 +274,15 @@ def test_adam_states_without_names_load_by_position(kind):
 
 
 def test_the_plan_of_one_process_has_its_flops():
-    model = make_model()
+    model = make_net()
     optimizer = MuonConfig(enable_gram=False, adamw_patterns=[]).build(model)
-    five, three = 5 * (4 * 5 * 5 * 8 + 2 * 5**3), 5 * (4 * 3 * 3 * 8 + 2 * 3**3)
-    assert sum(optimizer.plan.domains[0].work.values()) == five + three
+    six, four = 5 * (4 * 6 * 6 * 9 + 2 * 6**3), 5 * (4 * 4 * 4 * 9 + 2 * 4**3)
+    assert sum(optimizer.plan.domains[0].work.values()) == six + four
     assert optimizer.plan.describe().splitlines() == [
         "one process: 2 parameters, 2 matrices",
-        f"  1 of 8x5: {five} FLOPs",
-        f"  1 of 3x8: {three} FLOPs",
-        f"a step: {five + three:.4g} FLOPs",
+        f"  1 of 9x6: {six} FLOPs",
+        f"  1 of 4x9: {four} FLOPs",
+        f"a step: {six + four:.4g} FLOPs",
     ]
     assert (
         HybridMuon([("b", nn.Parameter(torch.zeros(3)))]).plan.describe()
@@ -302,34 +290,12 @@ def test_the_plan_of_one_process_has_its_flops():
     )
 
 
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
-def test_qk_clip_splits_and_experts_are_reachable_from_build(config):
-    from deepmd_muon.optim.qk_clip import FusedQKV, QKClip
-
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-    model.experts = nn.Parameter(torch.randn(3, 4, 5))
-    clip = QKClip((FusedQKV("attn", "attn.in_proj_weight", heads=2),), threshold=1.0)
-    optimizer = config(splits=["*.in_proj_weight: rows 3"], expert_patterns=["experts"]).build(
-        model, qk_clip=clip
-    )
-    views = {entry.name: str(entry.view) for entry in optimizer.routing if entry.view}
-    assert views == {
-        "experts": "3x4x5", "attn.in_proj_weight": "1x24x8 rows 8+8+8", "attn.out_proj.weight": "1x8x8"
-    }  # fmt: skip
-    weight = model["attn"].in_proj_weight
-    before = weight.detach().clone()
-    optimizer.step(qk_logits={"attn": torch.tensor([4.0, 0.5])})
-    assert torch.equal(weight[:4], before[:4] / 2)
-    assert torch.equal(weight[4:8], before[4:8])
-
-
 def test_the_lines_of_the_page_make_optimizers():
     text = PAGE.read_text(encoding="utf-8")
     (block,) = re.findall(
         r"<!-- tested: test_optim_words.py -->\n```python\n(.*?)```", text, re.DOTALL
     )
-    model = make_model()
+    model = make_net()
     hidden, others = (
         [p for p in model.parameters() if (p.ndim == 2) == is_hidden] for is_hidden in (True, False)
     )

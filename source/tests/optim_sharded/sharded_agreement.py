@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from sharded_cases import drawn, mesh_of, named_mesh, place
 from sharded_failures import finished_step
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate, Shard
@@ -45,6 +46,7 @@ def refused(optimizer, params, error, match):
     assert all(torch.equal(p, x) for p, x in zip(params, before, strict=True))
 
 
+@on_ranks(2, 8)
 def fsdp1():
     for original in (True, False):
         device = torch.device(torch.get_default_device())
@@ -56,6 +58,7 @@ def fsdp1():
             HybridMuon(model.named_parameters())
 
 
+@on_ranks(2, 8)
 def routes():
     """Vectors in parts take part in no comparison of gradients, and no plan names them."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
@@ -72,6 +75,7 @@ def routes():
     refused(optimizer, params, PlanMismatchError, match)
 
 
+@on_ranks(2, 8)
 def settings():
     """The first step names group, setting and both values."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
@@ -108,6 +112,7 @@ def settings():
             refused(optimizer, params, PlanMismatchError, match)
 
 
+@on_ranks(2, 8)
 def settings_later():
     """A setting that changes on one rank is found in the next comparison, and the error comes once."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
@@ -139,20 +144,7 @@ def settings_later():
                 finished_step(optimizer)
 
 
-def settings_in_rare_steps():
-    """Where no step has a collective for them, settings are compared in every hundredth step."""
-    mesh = mesh_of((dist.get_world_size(),))
-    params = [nn.Parameter(place(x, mesh, [Shard(0)])) for x in (random(4, 4), random(4))]
-    optimizer = HybridMuon(zip("xy", params, strict=True), lr=0.1)
-    gradients(params)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
-    for _ in range(99):
-        optimizer.step()
-    with pytest.raises(PlanMismatchError, match="lr of the group of 'x'"):
-        finished_step(optimizer)
-
-
+@on_ranks(2, 8)
 def settings_compared_late():
     """As on a GPU: the next step, or state_dict, raises on all ranks."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -166,7 +158,7 @@ def settings_compared_late():
             patch.setattr(
                 step,
                 "GradientPresence",
-                lambda *args, columns, **_: GradientPresence(*args, late=True, columns=columns),
+                lambda *args, entries, **_: GradientPresence(*args, late=True, entries=entries),
             )
             gradients(model.parameters())
             optimizer.step()
@@ -182,6 +174,7 @@ def settings_compared_late():
         optimizer.state_dict()
 
 
+@on_ranks(2, 4, 8)
 def settings_on_other_ranks():
     """Groups of parameters on other ranks may have other settings, names and numbers."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -206,6 +199,7 @@ def settings_on_other_ranks():
             optimizer.step()
 
 
+@on_ranks(2, 4, 8)
 def local_parameters():
     """What each rank has for itself takes this rank's step; its copies elsewhere are the replicas' step."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
@@ -239,6 +233,7 @@ def local_parameters():
             )
 
 
+@on_ranks(2, 8)
 def replicas_that_differ():
     """The first step names parameters whose copies differ; one that has been stepped is not compared again."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
@@ -283,16 +278,3 @@ def replicas_that_differ():
     optimizer.step()
     optimizer.add_param_group({"params": [("u", nn.Parameter(random(4, 4, seed=rank)))]})
     refused(optimizer, [w, v], ReplicaMismatchError, "values of 'u' differ")
-
-
-CASES = [
-    ("FSDP1", fsdp1),
-    ("routes", routes),
-    ("settings", settings),
-    ("settings later", settings_later),
-    ("settings in rare steps", settings_in_rare_steps),
-    ("settings compared late", settings_compared_late),
-    ("settings on other ranks", settings_on_other_ranks),
-    ("local parameters", local_parameters),
-    ("replicas that differ", replicas_that_differ),
-]

@@ -10,16 +10,19 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from deepmd_muon.optim import CaptureError, HybridMuon
-from deepmd_muon.optim.sharded import ShardedSettings, agreement
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.sharded import ShardedSettings, agreement, elements, repeated
 from deepmd_muon.optim.sharded import step as sharded_step
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import layout_of
+from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 SHAPES = {
     "even": [(16, 16)] * 3 + [(16, 48), (48, 16)],
@@ -115,46 +118,70 @@ def fits(shape, placements):
 
 
 class Twins:
-    """The same parameters in one process and on all ranks, stepped with the same gradients."""
+    """The same parameters in one process and on all ranks, stepped with the same gradients.
+
+    Parameters
+    ----------
+    mesh, placements
+        How the parameters are cut on the ranks; without them the ranks have replicas.
+    many
+        Further arguments of the optimizer on the ranks.
+    """
 
     def __init__(
-        self, shapes, mesh, placements, dtype=torch.float32, sharded=None, many=None, **settings
+        self,
+        shapes,
+        mesh=None,
+        placements=None,
+        dtype=torch.float32,
+        sharded=None,
+        many=None,
+        **settings,
     ):
         self.random = torch.Generator("cpu").manual_seed(5)
-        settings = {**SETTINGS, **settings}
+        self.mesh, self.placements = mesh, placements
         self.one = [nn.Parameter(drawn(self.random, s, dtype)) for s in shapes]
-        self.places = [(mesh, placements) for _ in shapes]
-        self.many = [nn.Parameter(place(p.detach(), mesh, placements)) for p in self.one]
+        self.many = [nn.Parameter(self.cut(p.detach())) for p in self.one]
+        ways = (self.one, {}), (self.many, {"sharded": sharded, **(many or {})})
         self.optimizers = [
-            HybridMuon([(f"w{i}", p) for i, p in enumerate(ps)], **settings, **extra)
-            for ps, extra in ((self.one, {}), (self.many, {"sharded": sharded, **(many or {})}))
+            HybridMuon(
+                [(f"w{i}", p) for i, p in enumerate(params)], **{**SETTINGS, **settings}, **more
+            )
+            for params, more in ways
         ]
+
+    def cut(self, x):
+        """Return what this rank holds of a full tensor."""
+        return x.clone() if self.placements is None else place(x, self.mesh, self.placements)
 
     def step(self, *, without=(), nowhere=(), captured=False):
         """Step both; parameters in `without` have no gradient on rank 0, zeros in one process there."""
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
             grad = drawn(self.random, p.shape, p.dtype)
-            mine = place(grad, *self.places[i])
-            if i in nowhere:
-                p.grad = q.grad = None
-                continue
             if i in without:
-                held_by_0 = place(torch.ones_like(grad), *self.places[i]).to_local() * (
-                    dist.get_rank() == 0
-                )
-                mask = DTensor.from_local(
-                    held_by_0, *self.places[i], run_check=False, shape=p.shape, stride=p.stride()
-                )
-                grad = grad * (1 - mask.full_tensor())
-            p.grad = grad
-            q.grad = None if i in without and dist.get_rank() == 0 else mine
+                grad = grad * (1 - self.held_by_first(p))
+            p.grad = None if i in nowhere else grad
+            has_none = i in nowhere or (i in without and dist.get_rank() == 0)
+            q.grad = None if has_none else self.cut(grad)
         for optimizer, way in zip(self.optimizers, (False, captured), strict=True):
             with as_captured() if way else contextlib.nullcontext():
                 optimizer.step()
 
+    def held_by_first(self, p):
+        """Return ones where rank 0 holds an element, and zeros elsewhere."""
+        ones = torch.ones_like(p)
+        if self.placements is None:
+            return ones
+        mine = place(ones, self.mesh, self.placements).to_local() * (dist.get_rank() == 0)
+        whole = {"shape": p.shape, "stride": p.stride()}
+        parts = DTensor.from_local(mine, self.mesh, self.placements, run_check=False, **whole)
+        return parts.full_tensor()
+
     @functools.cached_property
     def exact(self):
         """Whether the last bit must agree: torch's vector loops round otherwise in a remainder of fewer than 8."""
+        if self.placements is None:
+            return False
         layouts = [(q.shape, layout_of(q, None)) for q in self.many]
         sizes = [
             math.prod(total(held_runs(size, dim, layout, place)) for dim, size in enumerate(shape))
@@ -164,40 +191,69 @@ class Twins:
         return all(size % 8 == 0 for size in sizes)
 
     def assert_equal(self, tolerance=None):
-        tolerance = (0.0 if self.exact else 1e-6) if tolerance is None else tolerance
-        tolerance = (
-            max(tolerance, slack_of(self.optimizers[0])) if self.one[0].is_cuda else tolerance
-        )
+        """Compare the parts of weights and state that this rank holds."""
         one, many = self.optimizers
-        # Ranks that gather state one tensor after the other need the same order.
+        tolerance = (0.0 if self.exact else 1e-6) if tolerance is None else tolerance
+        tolerance = max(tolerance, slack_of(one)) if self.one[0].is_cuda else tolerance
+        if self.placements is not None:
+            self.assert_state_is_in_order()
+        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
+            assert one.state[p].keys() == many.state[q].keys()
+            pairs = {"weight": (p, q)} | {
+                key: (x, many.state[q][key]) for key, x in one.state[p].items()
+            }
+            for key, (x, y) in pairs.items():
+                assert (y.shape, y.dtype) == (x.shape, x.dtype)
+                self.check_layout(key, q, y)
+                # torch cannot gather an uneven _StridedShard.
+                expected = x.detach()
+                if isinstance(y, DTensor):
+                    expected = place(expected, y.device_mesh, y.placements).to_local()
+                rtol = tolerance if key in ("weight", *ALL_MOMENTS) else 0
+                torch.testing.assert_close(
+                    local_of(y).to(expected.device),  # moments may live in host memory
+                    expected,
+                    rtol=rtol,
+                    atol=tolerance,
+                    msg=lambda text, i=i, key=key: f"w{i}, {key}: {text}",
+                )
+
+    def check_layout(self, key, q, y):
+        """Moments are cut as their parameter is; those of replicas are in parts."""
+        if key not in ALL_MOMENTS:
+            return
+        if self.placements is not None:
+            assert y.placements == q.placements
+        elif self.optimizers[1].sharded.state == "sharded":
+            assert isinstance(y, DTensor) == (q.ndim > 0)
+
+    def assert_state_is_in_order(self):
+        """Ranks that gather state one tensor after the other need the same order."""
+        many = self.optimizers[1]
         muon = {
             id(p): entry.name
             for p, entry in zip(self.many, many.routing, strict=True)
             if entry.route == "muon"
         }
         assert [muon[id(p)] for p in many.state if id(p) in muon] == list(muon.values())
-        # Each rank compares the part that it holds: torch cannot gather an uneven _StridedShard.
-        scores = [
-            (place(one.state[p][key], x.device_mesh, x.placements).to_local(), x.to_local())
-            for p, q in zip(self.one, self.many, strict=True)
-            for key, x in many.state[q].items()
-            if key == "magma_score" or key.startswith("second_moment")
-        ]
-        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
-            pairs = [(p, q)]
-            pairs += [
-                (one.state[p][key], many.state[q][key])
-                for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")
-                if key in one.state[p]
-            ]
-            for x, y in pairs:
-                expected = place(x.detach(), *self.places[i]).to_local()
-                assert y.shape == x.shape
-                assert y.placements == q.placements
-                there = y.to_local().to(expected.device)  # moments may live in host memory
-                torch.testing.assert_close(there, expected, rtol=tolerance, atol=tolerance)
-        for expected, score in scores:
-            torch.testing.assert_close(score, expected, rtol=0, atol=tolerance)
+
+    def bits(self):
+        """Return copies of this rank's weights and state."""
+        state = self.optimizers[1].state
+        kept = [local_of(x).clone() for q in self.many for x in state[q].values()]
+        return [*(local_of(q.detach()).clone() for q in self.many), *kept]
+
+
+def make_replicas(shapes, told, sharded=None, many=None, **settings):
+    """Return twins whose ranks `told` have replicas, and each a part of the state."""
+    sharded = ShardedSettings(state="sharded", **(sharded or {}))
+    return Twins(shapes, sharded=sharded, many={"replicas": told, **(many or {})}, **settings)
+
+
+def assert_same_bits(some, others):
+    assert len(some) == len(others)
+    for x, y in zip(some, others, strict=True):
+        assert torch.equal(x.cpu(), y.cpu())  # offloaded or not
 
 
 @contextlib.contextmanager
@@ -218,6 +274,7 @@ def as_captured():
 MAGMA_ON_AND_OFF = ({"magma_muon": True}, {"magma_muon": False})
 
 
+@on_ranks(2, 3, 4, 8)
 def every_layout(*, names=None, kinds=("even", "rest"), options=MAGMA_ON_AND_OFF, sharded=None):
     """Two steps (three on three ranks) on every layout equal one process, bitwise where rounding is the same."""
     steps = 3 if dist.get_world_size() == 3 else 2
@@ -237,6 +294,7 @@ def every_layout(*, names=None, kinds=("even", "rest"), options=MAGMA_ON_AND_OFF
                 raise AssertionError(f"{name}, {kind}, {settings}: {error}") from error
 
 
+@on_ranks(2, 3, 4, 8)
 def captured_layouts():
     """The way of captured steps gives the bits of the eager one, on every layout, and reads nothing on the host."""
     settings = {"normuon": True, "on_nonfinite": "skip"}
@@ -256,6 +314,7 @@ def captured_layouts():
         twins.step(captured=True)
 
 
+@on_ranks(2, 4, 8)
 def some_ranks_capture():
     """Ranks that replay a recorded step and ranks that step eagerly meet in the same collectives.
 
@@ -272,6 +331,7 @@ def some_ranks_capture():
             raise AssertionError(f"{name}: {error}") from error
 
 
+@on_ranks(2, 8)
 def small_buckets():
     """One block a bucket, one after the other and with several under way."""
     ranks = dist.get_world_size()
@@ -281,6 +341,7 @@ def small_buckets():
         every_layout(names=names, kinds=("uneven",), options=({},), sharded=sharded)
 
 
+@on_ranks(2, 3, 4, 8)
 def repeated_work():
     names = ("Replicate", "HSDP", "HSDP, replicas inside")
     kinds = (
@@ -295,6 +356,7 @@ def repeated_work():
         )
 
 
+@on_ranks(2, 8)
 def views_and_settings():
     """Folded dimensions, fused weights, experts by pattern, plain momentum, deepmd-kit's arithmetic, maximize."""
     views = (
@@ -317,6 +379,7 @@ def views_and_settings():
             every_layout(names=names, kinds=("experts",), options=(settings,))
 
 
+@on_ranks(2, 4, 8)
 def groups_dtypes_and_meshes():
     """Groups with their own settings, float64 beside float32, a second mesh over some of the ranks, frozen ones."""
     world = dist.get_world_size()
@@ -363,6 +426,7 @@ def groups_dtypes_and_meshes():
         )
 
 
+@on_ranks(2, 8)
 def bfloat16():
     """16-bit parameters: momenta are advanced, exchanged and applied in float32, and rounded once."""
     twins = Twins(
@@ -374,6 +438,7 @@ def bfloat16():
     assert all(domain.itemsize == 4 for domain in twins.optimizers[1].plan.domains)
 
 
+@on_ranks(2, 8)
 def narrow_wires():
     """16-bit legs differ by what they round: 2⁻⁹ of the update on the way back."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -393,6 +458,7 @@ def narrow_wires():
             assert 0 < error < bound * update
 
 
+@on_ranks(2, 3, 8)
 def replicas():
     """Plain parameters under DDP: shared or repeated work equals one process on every rank."""
     world = dist.get_world_size()
@@ -417,6 +483,7 @@ def replicas():
             assert_same(p, q)
 
 
+@on_ranks(2, 8)
 def freed_gradients():
     """Gradients are dropped on the way, also where one was missing; the Adam routes keep theirs."""
     for slots in (1, 3):
@@ -430,60 +497,51 @@ def freed_gradients():
         twins.assert_equal(1e-6)
 
 
+@contextlib.contextmanager
+def counted_traffic():
+    """Yield the bytes of each all-to-all that this rank sends, and the parts that it hands to all-gathers."""
+    sent, gathered = [], []
+    exchange, gather = dist.all_to_all_single, elements.all_gather
+
+    def counting(output, source, output_splits, input_splits, **options):
+        away = sum(input_splits) - input_splits[dist.get_rank()]
+        sent.append(source.element_size() * away)
+        return exchange(output, source, output_splits, input_splits, **options)
+
+    def counting_gather(everything, mine, **options):
+        gathered.append(mine)
+        return gather(everything, mine, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        for module in (elements, repeated):
+            patch.setattr(module, "all_gather", counting_gather)
+        yield sent, gathered
+
+
+@on_ranks(2, 3, 4, 8)
 def counted_collectives():
     """One all-to-all per leg and bucket that has something to carry, with exactly the plan's bytes; none else."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    calls = []
-    original = dist.all_to_all_single
-
-    def counting(output, source, output_splits, input_splits, group=None, async_op=False):
-        sent = sum(n for k, n in enumerate(input_splits) if k != rank)
-        calls.append(8 * sent)
-        assert source.dtype == output.dtype == torch.float64
-        return original(output, source, output_splits, input_splits, group=group, async_op=async_op)
-
-    others = ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter")
+    rank = dist.get_rank()
     for (name, mesh, placements), magma in itertools.product(layouts(), (True, False)):
         for replication in ("spread", "repeat")[: 1 + (magma and Replicate() in placements)]:
             sharded = ShardedSettings(bucket_bytes=1000, replication=replication)
-            twins = Twins(
-                2 * SHAPES["even"], mesh_of(mesh), placements, sharded=sharded, magma_muon=magma
-            )
+            shapes = 2 * SHAPES["even"]
+            twins = Twins(shapes, mesh_of(mesh), placements, sharded=sharded, magma_muon=magma)
             twins.step()  # compares the plans
-            calls.clear()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(dist, "all_to_all_single", counting)
-                for other in others:
-                    patch.setattr(
-                        dist, other, lambda *_, other=other, **__: pytest.fail(f"{other} in a step")
-                    )
-                params, optimizer = twins.many, twins.optimizers[1]
-                for p in params:
-                    p.grad = p.detach().clone()
+            optimizer = twins.optimizers[1]
+            for p in twins.many:
+                p.grad = p.detach().clone()
+            with counted_traffic() as (sent, gathered), pytest.MonkeyPatch.context() as patch:
+                for other in ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor"):
+                    patch.setattr(dist, other, None)
                 optimizer.step()
             (domain,) = optimizer.plan.domains
             exchanges = domain.crossing_buckets()
-            assert len(calls) == len(exchanges["gather"]) + len(exchanges["return"]), name
-            assert sum(calls) == domain.bytes_sent(sharded)[rank], name
+            assert not gathered
+            assert len(sent) == len(exchanges["gather"]) + len(exchanges["return"]), name
+            assert sum(sent) == domain.bytes_sent(sharded)[rank], name
             if placements == [Shard(0)]:
-                assert domain.n_buckets > 1
-                assert len(calls) == 2 * domain.n_buckets
+                assert len(sent) == 2 * domain.n_buckets > 2
             if placements == [Replicate()]:
-                assert len(calls) == (domain.n_buckets if replication == "spread" else 0)
-    assert world > 1
-
-
-CASES = [
-    ("every layout", every_layout),
-    ("captured layouts", captured_layouts),
-    ("some ranks capture", some_ranks_capture),
-    ("small buckets", small_buckets),
-    ("repeated work", repeated_work),
-    ("views and settings", views_and_settings),
-    ("groups, dtypes", groups_dtypes_and_meshes),
-    ("bfloat16", bfloat16),
-    ("narrow wires", narrow_wires),
-    ("replicas", replicas),
-    ("freed gradients", freed_gradients),
-    ("counted collectives", counted_collectives),
-]
+                assert len(sent) == (domain.n_buckets if replication == "spread" else 0)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from sharded_cases import SHAPES, Twins, mesh_of, named_mesh, place
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -29,6 +30,7 @@ from deepmd_muon.optim.sharded import ShardedSettings, step
 from deepmd_muon.optim.sharded.agreement import GradientPresence
 
 
+@on_ranks(2, 3, 8)
 def missing_gradients():
     """A gradient missing on one rank counts as zero; missing everywhere, the block is left alone."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -63,6 +65,7 @@ def finished_step(optimizer):
     optimizer.state_dict()
 
 
+@on_ranks(2, 8)
 def gradients_that_do_not_agree():
     """What does not travel must have a gradient on all ranks or on none: all ranks say so, and nothing changes."""
     mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
@@ -86,6 +89,7 @@ def gradients_that_do_not_agree():
             finished_step(optimizer)  # on no rank: it is left alone
 
 
+@on_ranks(2, 8)
 def gradients_compared_late():
     """Read a step later, as on a GPU, a difference is told by whatever comes next, on all ranks; then it is over."""
     mesh, last = mesh_of((dist.get_world_size(),)), dist.get_world_size() - 1
@@ -130,6 +134,7 @@ def gradients_compared_late():
         optimizer.step()
 
 
+@on_ranks(2, 4, 8)
 def gradients_on_several_meshes():
     """A difference among some of the ranks ends the step of all; parts without replicas may lack their gradient."""
     world = dist.get_world_size()
@@ -159,6 +164,7 @@ def gradients_on_several_meshes():
     finished_step(optimizer)
 
 
+@on_ranks(2, 4, 8)
 def parameters_that_do_not_agree():
     """Ranks that train other parameters are told the first difference, on all ranks, before anything changes."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -180,6 +186,7 @@ def parameters_that_do_not_agree():
         assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
 
 
+@on_ranks(2, 8)
 def nonfinite_gradients():
     """One rank's NaN: all ranks skip, or all raise with the same name, and nothing has changed."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -204,6 +211,7 @@ def nonfinite_gradients():
         twins.assert_equal()
 
 
+@on_ranks(2, 8)
 def gradient_scaler():
     """What torch.amp.GradScaler sets: gradients are unscaled, and one rank's overflow leaves the step out on all."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -221,6 +229,7 @@ def gradient_scaler():
     twins.assert_equal(1e-6)
 
 
+@on_ranks(2, 4, 8)
 def preflight():
     """What cannot be exchanged is refused by name on all ranks, before any byte moves."""
     world = dist.get_world_size()
@@ -300,6 +309,7 @@ def preflight():
     refused(PlanMismatchError, expected, different)
 
 
+@on_ranks(2, 3, 4, 8)
 def process_groups():
     """On some of the ranks an optimizer makes one process group, however often it plans anew.
 
@@ -342,16 +352,3 @@ def die_in_the_middle():
     for p in twins.many:
         p.grad = p.detach().clone()
     twins.optimizers[1].step()
-
-
-CASES = [
-    ("missing gradients", missing_gradients),
-    ("gradients that do not agree", gradients_that_do_not_agree),
-    ("gradients compared late", gradients_compared_late),
-    ("gradients on several meshes", gradients_on_several_meshes),
-    ("parameters that do not agree", parameters_that_do_not_agree),
-    ("non-finite gradients", nonfinite_gradients),
-    ("gradient scaler", gradient_scaler),
-    ("preflight", preflight),
-    ("process groups", process_groups),
-]

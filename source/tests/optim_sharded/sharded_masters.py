@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from example_rules import BRAKE, SOAP
-from sharded_cases import as_captured, drawn, mesh_of
-from sharded_state import Replicas
-from torch.distributed.tensor import DTensor
+from sharded_cases import assert_same_bits, counted_traffic, drawn, make_replicas, mesh_of
+from spawn_ranks import on_ranks
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
-from deepmd_muon.optim.sharded import ShardedSettings, elements
+from deepmd_muon.optim.sharded import ShardedSettings
 
 SHAPES = [
     (16, 16),
@@ -33,9 +31,8 @@ SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
 
 
 def make(sharded=None, many=None, dtype=torch.bfloat16, shapes=SHAPES, **settings):
-    return Replicas(
-        shapes, dist.group.WORLD, sharded, dtype=dtype, many=many, **{**SETTINGS, **settings}
-    )
+    settings = {**SETTINGS, "dtype": dtype, **settings}
+    return make_replicas(shapes, dist.group.WORLD, sharded, many, **settings)
 
 
 def masters(replicas, number):
@@ -51,6 +48,9 @@ def assert_equal(replicas, tolerance=3e-5):
         zip(masters(replicas, 0), masters(replicas, 1), strict=True)
     ):
         assert several.dtype == torch.float32
+        state = replicas.optimizers[1].state[replicas.many[i]]
+        moment = state.get("momentum_buffer", state.get("exp_avg"))
+        assert local_of(state["master_weight"]).shape == local_of(moment).shape
         torch.testing.assert_close(
             several.cpu(), one.cpu(), rtol=0, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}"
         )
@@ -61,20 +61,7 @@ def assert_equal(replicas, tolerance=3e-5):
         assert all(torch.equal(copies[0], other) for other in copies), f"w{i}"
 
 
-def bits(replicas):
-    """Return copies of this rank's weights and state."""
-    state = replicas.optimizers[1].state
-    kept = [local_of(x).clone() for q in replicas.many for x in state[q].values()]
-    return [*(q.detach().clone() for q in replicas.many), *kept]
-
-
-def assert_same_bits(some, others):
-    assert len(some) == len(others)
-    assert all(
-        torch.equal(x.cpu(), y.cpu()) for x, y in zip(some, others, strict=True)
-    )  # offloaded or not
-
-
+@on_ranks(2, 3, 8)
 def masters_of_replicas():
     """Steps equal those of one process, twenty with nothing set: rules, views, offloaded, in small buckets, in float16."""
     cases = (
@@ -91,12 +78,13 @@ def masters_of_replicas():
             {},
         ),
         ({"normuon": True}, {}, {"offload": True}),
+        (BRAKE, {}, {}),  # reads 16-bit weights, as in one process
     )
     for settings, sharded, many in cases:
         replicas = make(sharded, many, **settings)
         for _ in range(6 if settings else 20):
             replicas.step()
-        assert_equal(replicas)
+        assert_equal(replicas, 1e-4 if settings is BRAKE else 3e-5)
         if many:
             host = replicas.optimizers[1]._host_memory._offloaded
             assert all("master_weight" in host[q] for q in replicas.many)
@@ -112,102 +100,49 @@ def masters_of_replicas():
     assert_equal(replicas)
 
 
-def masters_of_replicas_follow_a_rule_of_weights():
-    """The rule reads 16-bit weights, as in one process."""
-    replicas = make(**BRAKE, shapes=SHAPES[:3], adam_patterns=[])
-    for _ in range(3):
-        replicas.step()
-    assert_equal(replicas, 1e-4)
-
-
-def masters_of_replicas_take_a_part_of_the_memory():
-    world = dist.get_world_size()
-    replicas = make()
-    replicas.step()
-    optimizer = replicas.optimizers[1]
-    for q in replicas.many:
-        state = optimizer.state[q]
-        moment = state.get("momentum_buffer", state.get("exp_avg"))
-        master = state["master_weight"]
-        assert isinstance(master, DTensor) == (q.ndim > 0)
-        assert local_of(master).shape == local_of(moment).shape
-        if q.ndim and any(n % world == 0 for n in q.shape[: 1 if q is replicas.many[8] else None]):
-            assert local_of(master).numel() == q.numel() // world
-    assert str(optimizer.plan.parameters[0]).count("state and updates on mesh") == 1
-
-
+@on_ranks(2, 3, 8)
 def masters_of_replicas_in_collectives():
     """Updates return to the ranks of their parts, and one all-gather for each route carries 16-bit elements."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    calls, gathers = [], []
-    original, gather = dist.all_to_all_single, elements.all_gather
-
-    def counting(output, source, output_splits, input_splits, **options):
-        calls.append(8 * sum(n for k, n in enumerate(input_splits) if k != rank))
-        return original(output, source, output_splits, input_splits, **options)
-
-    def counting_gather(everything, mine, **options):
-        gathers.append((mine.numel(), mine.dtype))
-        return gather(everything, mine, **options)
-
-    sent = {}
+    shapes = [*(3 * [(16, 48)]), (11,)]
+    total = {}
     for on in (True, False):
-        replicas = make(
-            {"bucket_bytes": 5000},
-            shapes=[*(3 * [(16, 48)]), (11,)],
-            master_weights=on,
-            adam_patterns=[],
-        )
+        settings = {"shapes": shapes, "master_weights": on, "adam_patterns": []}
+        replicas = make({"bucket_bytes": 5000}, **settings)
         replicas.step()
-        calls.clear()
-        gathers.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_to_all_single", counting)
-            patch.setattr(elements, "all_gather", counting_gather)
+        with counted_traffic() as (sent, gathered):
             replicas.step()
         plan = replicas.optimizers[1].plan
         (domain,) = plan.domains
-        assert len(calls) == 2 * domain.n_buckets
-        assert sum(calls) == domain.bytes_sent(plan.settings)[rank]
-        sent[on] = sum(domain.bytes_sent(plan.settings).values())
+        assert len(sent) == 2 * domain.n_buckets
+        assert sum(sent) == domain.bytes_sent(plan.settings)[rank]
+        total[on] = sum(domain.bytes_sent(plan.settings).values())
         sizes = [-(-11 // world), 3 * 48 * 16 // world] if on else [-(-11 // world)]
-        assert gathers == [(n, torch.bfloat16) for n in sizes]
-    assert sent[True] < sent[False]
+        assert [part.numel() for part in gathered] == sizes
+        assert all(part.dtype == torch.bfloat16 for part in gathered)
+    assert total[True] < total[False]
 
 
+@on_ranks(2, 3, 8)
 def masters_of_replicas_without_some_gradients():
     for many in ({}, {"offload": True}):
         replicas = make(many=many, on_nonfinite="skip")
         replicas.step()
         replicas.step(nowhere=(0, 5, 7))
         replicas.step(without=(1, 4))
-        before = bits(replicas)
+        before = replicas.bits()
         replicas.step(nowhere=(*range(len(SHAPES)),))
-        assert_same_bits(bits(replicas), before)
+        assert_same_bits(replicas.bits(), before)
         assert_equal(replicas)
-        before = bits(replicas)
+        before = replicas.bits()
         replicas.many[1].grad = torch.full_like(
             replicas.many[1], torch.nan if dist.get_rank() else 1.0
         )
         replicas.optimizers[1].step()
-        assert_same_bits(bits(replicas), before)
+        assert_same_bits(replicas.bits(), before)
 
 
-def masters_of_replicas_with_a_gradient_scaler():
-    """Scaled gradients give the steps of unscaled ones; one rank's overflow leaves the step out on all."""
-    replicas = make()
-    replicas.step()
-    before = bits(replicas)
-    optimizer = replicas.optimizers[1]
-    optimizer.found_inf = torch.tensor(float(dist.get_rank() == 0))
-    optimizer.step()
-    assert_same_bits(bits(replicas), before)
-    for each in replicas.optimizers:
-        each.grad_scale, each.found_inf = torch.tensor(8.0), torch.tensor(0.0)
-    replicas.step()
-    assert_equal(replicas)
-
-
+@on_ranks(2, 8)
 def masters_of_replicas_that_are_clipped():
     """QK-clip scales whole weights; each rank's part of the master starts again from the clipped weight."""
     clip = QKClip((SeparateQK("layer", "q", "k", 3, 3),), threshold=1.0)
@@ -234,6 +169,7 @@ def masters_of_replicas_that_are_clipped():
         torch.testing.assert_close(several, one, rtol=2**-8, atol=3e-5)
 
 
+@on_ranks(2, 3, 8)
 def masters_of_replicas_restart():
     """A restart is bitwise; states without masters, or with whole ones, load; changed weights start anew."""
     straight = make()
@@ -252,7 +188,7 @@ def masters_of_replicas_restart():
     for _ in range(3):
         again.step()
         straight.step()
-    assert_same_bits(bits(again), bits(straight))
+    assert_same_bits(again.bits(), straight.bits())
     assert_equal(straight)
     whole = straight.optimizers[0].state_dict()
     with_whole = make()
@@ -274,48 +210,13 @@ def masters_of_replicas_restart():
     assert_equal(late)
 
 
-def masters_of_replicas_move_small_steps():
-    """A hundred steps at 1e-4 move bfloat16 weights as one process does; without masters none of them moves."""
-    for on in (True, False):
-        replicas = make(
-            shapes=[(16, 16), (32,)], lr=1e-4, weight_decay=0.0, master_weights=on, adam_patterns=[]
-        )
-        for p, q in zip(replicas.one, replicas.many, strict=True):
-            # Half of the last bit is larger than a step, and 100 steps are larger than the last bit.
-            for x in (p, q):
-                x.data = torch.linspace(0.08, 0.25, p.numel()).view(p.shape).to(p.dtype)
-        replicas.step()
-        first = [q.detach().clone() for q in replicas.many]
-        for _ in range(100 if on else 10):
-            for optimizer in replicas.optimizers:
-                optimizer.step()
-        moved = [(q != x).float().mean().item() for q, x in zip(replicas.many, first, strict=True)]
-        assert min(moved) > 0.8 if on else max(moved) == 0.0, moved
-        if on:
-            assert_equal(replicas)
-
-
-def masters_of_replicas_captured():
-    """The way of a captured step gives the bits of an eager one."""
-    eager, captured = make(), make()
-    for number in range(3):
-        eager.step()
-        for q, other in zip(captured.many, eager.many, strict=True):
-            q.grad = other.grad.clone()
-        if number:
-            with as_captured():
-                captured.optimizers[1].step()
-        else:
-            captured.optimizers[1].step()
-    assert_same_bits(bits(captured), bits(eager))
-
-
+@on_ranks(2, 4, 8)
 def masters_beside_wide_parameters():
     """One optimizer steps 16-bit and float32 replicas, on a mesh of several axes where there are enough ranks."""
     world = dist.get_world_size()
     mesh = mesh_of((2, world // 2) if world % 2 == 0 and world > 2 else (world,))
     settings = {**SETTINGS, "weight_decay": 0.1, "adam_patterns": []}
-    replicas = Replicas([(16, 16), (7, 5)], mesh, dtype=torch.bfloat16, **settings)
+    replicas = make_replicas([(16, 16), (7, 5)], mesh, dtype=torch.bfloat16, **settings)
     both = [*replicas.one], [*replicas.many]
     for params in both:
         params += [torch.nn.Parameter(p.detach().float().t().contiguous()) for p in params]
@@ -336,18 +237,3 @@ def masters_beside_wide_parameters():
         torch.testing.assert_close(
             q, p, rtol=1e-5 if p.dtype == torch.float32 else 2**-8, atol=1e-5
         )
-
-
-CASES = [
-    ("masters of replicas", masters_of_replicas),
-    ("a rule of weights of masters", masters_of_replicas_follow_a_rule_of_weights),
-    ("memory of masters", masters_of_replicas_take_a_part_of_the_memory),
-    ("collectives of masters", masters_of_replicas_in_collectives),
-    ("masters without some gradients", masters_of_replicas_without_some_gradients),
-    ("masters with a gradient scaler", masters_of_replicas_with_a_gradient_scaler),
-    ("clipped masters", masters_of_replicas_that_are_clipped),
-    ("restart of masters", masters_of_replicas_restart),
-    ("small steps of masters", masters_of_replicas_move_small_steps),
-    ("captured masters", masters_of_replicas_captured),
-    ("masters beside wide parameters", masters_beside_wide_parameters),
-]

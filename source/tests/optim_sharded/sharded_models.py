@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_cases import SETTINGS, drawn, mesh_of, named_mesh
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -48,6 +49,7 @@ def train(model, optimizer, steps, start=0, accumulate=1, clip=0.5):
         optimizer.step()
 
 
+@on_ranks(2, 3, 4, 8)
 def fsdp2_models(**more):
     """fully_shard (also per layer, HSDP, over TP) equals one process; every rank sees the same batch."""
     world = dist.get_world_size()
@@ -192,6 +194,7 @@ def exchange_parameters(model, optimizer, change):
         group["params"] = [present[names[p]] for p in group["params"]]
 
 
+@on_ranks(2, 8)
 def replaced_parameters():
     """Parameters replaced before the first step or after some, in either direction, are stepped as on one process."""
     mesh = mesh_of((dist.get_world_size(),))
@@ -241,6 +244,7 @@ def replaced_parameters():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-8)
 
 
+@on_ranks(2, 4, 8)
 def clipped_adam_gradients():
     """The norm and the gradients of one process: parameters cut by FSDP, and replicas."""
     for way in ("fsdp", "hsdp", "ddp") if dist.get_world_size() % 2 == 0 else ("fsdp",):
@@ -254,10 +258,3 @@ def clipped_adam_gradients():
         assert norms[0] > 0.02
         for p, q in zip(one.parameters(), many.parameters(), strict=True):
             torch.testing.assert_close(full_tensor(q.grad), p.grad, rtol=1e-4, atol=1e-7)
-
-
-CASES = [
-    ("models", fsdp2_models),
-    ("replaced parameters", replaced_parameters),
-    ("clipped Adam gradients", clipped_adam_gradients),
-]

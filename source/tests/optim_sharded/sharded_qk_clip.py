@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_cases import ON_GPUS, drawn, layouts, mesh_of, place
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -83,6 +84,7 @@ def clipped(params, logits, **settings):
     }
 
 
+@on_ranks(2, 8)
 def sharded_qk_clip():
     random = torch.Generator("cpu").manual_seed(0)
     values = {shape: drawn(random, shape, torch.float64) for shape in SHAPES.values()}
@@ -113,6 +115,7 @@ def sharded_qk_clip():
             assert_close(found[name], p, (kind, name))
 
 
+@on_ranks(2, 8)
 def logits_as_dtensors():
     """Heads in uneven and empty shards, whole, or as maxima to be taken give what one process gives."""
     world = dist.get_world_size()
@@ -142,6 +145,7 @@ def logits_as_dtensors():
                 assert_close(found[name], p, (kind, name))
 
 
+@on_ranks(2, 4, 8)
 def unusable_logits_change_nothing():
     mesh = mesh_of((dist.get_world_size(),))
     params = named(SHAPES, lambda shape: torch.ones(shape))
@@ -157,10 +161,3 @@ def unusable_logits_change_nothing():
     assert all(torch.equal(p, torch.ones_like(p)) for p in params.values())
     alone.step(qk_logits={"latent": place(all_logits()["latent"], mesh, [Replicate()])})
     assert not any(torch.equal(p, torch.ones_like(p)) for p in params.values())
-
-
-CASES = [
-    ("QK-clip", sharded_qk_clip),
-    ("QK-clip from DTensors", logits_as_dtensors),
-    ("QK-clip from unusable DTensors", unusable_logits_change_nothing),
-]

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-
 import example_rules
 import recent_rules  # noqa: F401  # registers them
 import torch
 import torch.distributed as dist
-from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, mesh_of
+from sharded_cases import SETTINGS, SHAPES, Twins, every_layout, make_replicas, mesh_of
 from sharded_models import fsdp2_models
-from sharded_state import Replicas
+from spawn_ranks import on_ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.dtensors import full_tensor, local_of
+from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
 SOAP = {**example_rules.SOAP, "magma_muon": False}
 NORMS = example_rules.BRAKE
-AHEAD = {"rules": ["ema_nesterov"], "magma_muon": False}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
+@on_ranks(2, 3, 4, 8)
 def rules_in_every_layout():
     """On four ranks each rule runs on the layouts that differ for it; eight, in the slow tests, run all."""
     four = dist.get_world_size() == 4
@@ -38,6 +36,7 @@ def rules_in_every_layout():
         every_layout(names=("strided", "HSDP"), kinds=("rest",), options=(options,))
 
 
+@on_ranks(2, 8)
 def rules_of_views():
     """Folded dimensions, fused weights cut along and across neurons, experts; buckets of one block."""
     views = (
@@ -58,39 +57,17 @@ def rules_of_views():
             )
 
 
-def rules_of_replicas():
-    """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
-    shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
-    for settings in (BOTH, COLUMNS, SOAP, NORMS, AHEAD):
-        for sharded, more in (
-            ({"replication": "spread"}, {}),
-            ({"bucket_bytes": 1, "slots": 1}, {"offload": True}),
-            ({"replication": "repeat"}, {}),
-        ):
-            replicas = Replicas(
-                shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings
-            )
-            replicas.step()
-            replicas.step(nowhere=(0, 5))
-            replicas.step(without=() if "repeat" in sharded.values() else (2, 6))
-            replicas.assert_equal(1e-5)
-            before = [q.detach().clone() for q in replicas.many]
-            state = [
-                {k: local_of(x).clone() for k, x in s.items()}
-                for s in replicas.optimizers[1].state.values()
-            ]
-            replicas.many[1].grad[0] = torch.nan
-            replicas.optimizers[1].step()
-            assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
-            for old, new in zip(state, replicas.optimizers[1].state.values(), strict=True):
-                assert all(torch.equal(x, local_of(new[k])) for k, x in old.items())
-    wide, tall = Replicas([(5, 96), (96, 5)], mesh_of((dist.get_world_size(),)), **BOTH), None
-    wide.step()
-    wide, tall = (wide.optimizers[1].state[q]["second_moment_of_rows"] for q in wide.many)
+@on_ranks(2, 3, 8)
+def rows_of_replicas_live_with_the_parts_of_their_momenta():
+    ranks = mesh_of((dist.get_world_size(),))
+    replicas = make_replicas([(5, 96), (96, 5)], ranks, **BOTH)
+    replicas.step()
+    wide, tall = (replicas.optimizers[1].state[q]["second_moment_of_rows"] for q in replicas.many)
     assert not isinstance(wide, DTensor)  # its momentum is cut along columns
     assert tall.to_local().shape[0] == -(-96 // dist.get_world_size())
 
 
+@on_ranks(2, 8)
 def rules_without_some_gradients():
     for placements in ([Shard(0)], [Shard(1)]):  # replicas must agree
         for settings in (BOTH, SOAP):
@@ -102,15 +79,7 @@ def rules_without_some_gradients():
             twins.assert_equal(1e-5)
 
 
-def rules_of_bfloat16():
-    twins = Twins(
-        SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16, **BOTH
-    )
-    twins.step()
-    twins.step()
-    twins.assert_equal()
-
-
+@on_ranks(2, 8)
 def master_weights():
     """Masters of one process, in the layout of the parameters: exchanged, gathered, offloaded; gradients missing."""
     mesh, settings = (
@@ -133,8 +102,8 @@ def master_weights():
             if many.get("offload"):
                 assert "master_weight" in twins.optimizers[1]._host_memory._offloaded[q]
     spread = {"sharded": ShardedSettings(replication="spread")}
-    replicas = Replicas(
-        SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, many=spread, **settings
+    replicas = make_replicas(
+        SHAPES["even"], dist.group.WORLD, many=spread, dtype=torch.bfloat16, **settings
     )
     replicas.step()
     replicas.step()
@@ -145,6 +114,7 @@ def master_weights():
         torch.testing.assert_close(several, one, rtol=0, atol=3e-5)
 
 
+@on_ranks(2, 4, 8)
 def rows_live_with_their_elements():
     """A rank keeps the moments of the rows that it has, and no others."""
     world = dist.get_world_size()
@@ -157,6 +127,7 @@ def rows_live_with_their_elements():
         assert x.to_local().shape == (rows, 1)
 
 
+@on_ranks(2, 8)
 def rules_migrate():
     """Views change on all ranks as on one process: state in parts is gathered, averaged and cut again."""
     world = dist.get_world_size()
@@ -175,14 +146,6 @@ def rules_migrate():
             twins.assert_equal(1e-5)
 
 
-CASES = [
-    ("rules migrate", rules_migrate),
-    ("rules in every layout", rules_in_every_layout),
-    ("rules of views", rules_of_views),
-    ("rules of replicas", rules_of_replicas),
-    ("rules without some gradients", rules_without_some_gradients),
-    ("rules of bfloat16", rules_of_bfloat16),
-    ("rows live with their elements", rows_live_with_their_elements),
-    ("master weights", master_weights),
-    ("rules of models", functools.partial(fsdp2_models, **BOTH)),
-]
+@on_ranks(2, 8)
+def rules_of_models():
+    fsdp2_models(**BOTH)

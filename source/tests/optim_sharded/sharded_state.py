@@ -11,19 +11,23 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from example_rules import BRAKE, SOAP
 from sharded_cases import (
     SETTINGS,
     SHAPES,
     Twins,
     as_captured,
+    assert_same_bits,
+    counted_traffic,
     drawn,
     fits,
     layouts,
+    make_replicas,
     mesh_of,
     named_mesh,
     place,
-    slack_of,
 )
+from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -43,6 +47,7 @@ from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 
+@on_ranks(2, 3, 8)
 def offloaded():
     """Moments in host memory change no bit, on any layout, switched on and off, with missing gradients."""
     kinds = ("even", "rest") if dist.get_world_size() < 4 else ("even",)
@@ -88,107 +93,74 @@ def offloaded():
         twins.assert_equal(1e-6)
 
 
-class Replicas:
-    """Plain parameters in one process, and as replicas on all ranks with cut state, stepped with the same gradients."""
-
-    def __init__(self, shapes, told, sharded=None, dtype=torch.float32, many=None, **settings):
-        self.random = torch.Generator("cpu").manual_seed(3)
-        sharded = ShardedSettings(state="sharded", **(sharded or {}))
-        self.one = [nn.Parameter(drawn(self.random, s, dtype)) for s in shapes]
-        self.many = [nn.Parameter(p.detach().clone()) for p in self.one]
-        ways = (self.one, {}), (self.many, {"replicas": told, "sharded": sharded, **(many or {})})
-        self.optimizers = [
-            HybridMuon(
-                [(f"w{i}", p) for i, p in enumerate(ps)], **{**SETTINGS, **settings}, **extra
-            )
-            for ps, extra in ways
-        ]
-
-    def step(self, nowhere=(), without=()):
-        """Step both; parameters in `nowhere` have no gradient, those in `without` none on rank 0, zeros elsewhere."""
-        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
-            p.grad = None if i in nowhere else drawn(self.random, p.shape, p.dtype)
-            if i in without:
-                p.grad.zero_()
-            q.grad = (
-                None if i in nowhere or (i in without and dist.get_rank() == 0) else p.grad.clone()
-            )
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def assert_equal(self, tolerance):
-        one, many = self.optimizers
-        tolerance = max(tolerance, slack_of(one)) if self.one[0].is_cuda else tolerance
-        for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
-            torch.testing.assert_close(
-                q, p, rtol=tolerance, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}"
-            )
-            state, cut = one.state[p], many.state[q]
-            assert state.keys() == cut.keys()
-            for key, x in state.items():
-                y = cut[key]
-                if not key.startswith(
-                    ("second_moment", "soap", "ema_step")
-                ):  # in parts where the rows or columns are
-                    assert isinstance(y, DTensor) == (
-                        key not in ("step", "magma_score") and p.ndim > 0
-                    )
-                assert (y.shape, y.dtype) == (x.shape, x.dtype)
-                y = y.full_tensor() if isinstance(y, DTensor) else y
-                torch.testing.assert_close(y.to(x.device), x, rtol=tolerance, atol=tolerance)
+# How the work of replicas is shared, and more of the optimizer's arguments.
+SHARES = [
+    ({"replication": "spread"}, {}),
+    ({"bucket_bytes": 1, "slots": 1, "free_gradients": True}, {"offload": True}),
+    ({"replication": "repeat"}, {}),
+    (
+        {"replication": "repeat", "free_gradients": True},
+        {"offload": True, "offload_bytes": 2000},
+    ),
+]
+RULES = [
+    {},
+    {"magma_muon": False, "nesterov": False},
+    {"normuon": True, "cautious_decay": True},
+    {"normuon": True, "layout": "in_out", "magma_muon": False},
+    {**SOAP, "magma_muon": False},
+    BRAKE,
+    {"rules": ["ema_nesterov"], "magma_muon": False},
+]
 
 
+@on_ranks(2, 3, 8)
 def cut_state():
-    """Replicas with cut state equal one process, and every rank has the same parameters."""
-    world = dist.get_world_size()
-    kinds = {"even": 0.0, "rest": 1e-6}
-    options = ({}, {"magma_muon": False, "nesterov": False})
-    for (kind, tolerance), settings in itertools.product(kinds.items(), options):
-        shapes = SHAPES[kind] + ([(256,)] if kind == "even" else [])
-        exact = tolerance == 0.0 and world != 3
-        for replication in ("spread", "repeat"):
-            replicas = Replicas(shapes, mesh_of((world,)), {"replication": replication}, **settings)
-            assert bool(replicas.optimizers[1].plan.domains[0].gathered_bytes) == (
-                replication == "repeat"
-            )
-            for _ in range(3):
-                replicas.step()
-            replicas.assert_equal(tolerance if exact else 1e-6)
-    both = [(7, 6), (13,), (2, 3)] + SHAPES["even"]
-    for sharded, many in (
-        ({"bucket_bytes": 1}, {}),
-        ({"slots": 1, "free_gradients": True, "replication": "spread"}, {"offload": True}),
-        ({"replication": "repeat"}, {}),
-        (
-            {"replication": "repeat", "free_gradients": True},
-            {"offload": True, "offload_bytes": 2000},
-        ),
-    ):
-        replicas = Replicas(both, dist.group.WORLD, sharded, many=many)
+    """Replicas with cut state equal one process, and every rank has the same parameters, also without some gradients."""
+    shapes = [(7, 6), (13,), (2, 3), *SHAPES["even"], (6, 8, 16)]
+    for settings, (sharded, more) in itertools.product(RULES, SHARES):
+        told = dist.group.WORLD
+        replicas = make_replicas(shapes, told, sharded, more, on_nonfinite="skip", **settings)
         replicas.step()
         replicas.step(nowhere=(0, 1))
         replicas.step(without=() if "repeat" in sharded.values() else (2, 4))
-        replicas.assert_equal(1e-6)
+        replicas.assert_equal(1e-5 if settings.get("rules") or settings.get("normuon") else 1e-6)
         for q in replicas.many:
-            copies = [torch.empty_like(q) for _ in range(world)]
+            copies = [torch.empty_like(q) for _ in range(dist.get_world_size())]
             dist.all_gather(copies, q.detach())
             assert all(torch.equal(copies[0], other) for other in copies)
-    replicas = Replicas(both, dist.group.WORLD, dtype=torch.bfloat16, on_nonfinite="skip")
+        before = replicas.bits()
+        for q in replicas.many:
+            q.grad = torch.full_like(q, torch.nan if dist.get_rank() else 1.0)
+        replicas.optimizers[1].step()
+        assert_same_bits(replicas.bits(), before)
+
+
+@on_ranks(2, 3, 8)
+def cut_state_where_rounding_is_the_same():
+    """Bitwise, except in three parts; 16-bit parameters are rounded once."""
+    mesh = mesh_of((dist.get_world_size(),))
+    shapes = [*SHAPES["even"], (256,)]
+    for replication, settings in itertools.product(("spread", "repeat"), RULES[:2]):
+        replicas = make_replicas(shapes, mesh, {"replication": replication}, **settings)
+        gathers = bool(replicas.optimizers[1].plan.domains[0].gathered_bytes)
+        assert gathers == (replication == "repeat")
+        for _ in range(3):
+            replicas.step()
+        replicas.assert_equal(0.0 if dist.get_world_size() != 3 else 1e-6)
+    replicas = make_replicas(shapes, mesh, dtype=torch.bfloat16)
     replicas.step()
-    before = [q.detach().clone() for q in replicas.many]
-    replicas.many[1].grad[0] = torch.nan
-    replicas.optimizers[1].step()
-    assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
     replicas.step()
     replicas.assert_equal(2**-8)
 
 
+@on_ranks(2, 8)
 def schedules():
     """Numbers that schedulers change reach all parts of the step."""
     mesh = mesh_of((dist.get_world_size(),))
     for replication in ("repeat", "spread"):
         shapes = [*SHAPES["even"], (16,)]
-        replicas = Replicas(shapes, mesh, {"replication": replication}, vector_route="adamw")
+        replicas = make_replicas(shapes, mesh, {"replication": replication}, vector_route="adamw")
         for number in (0.95, 0.85, 0.9):
             for optimizer in replicas.optimizers:
                 (group,) = optimizer.param_groups
@@ -197,11 +169,12 @@ def schedules():
         replicas.assert_equal(1e-6)
 
 
+@on_ranks(2, 8)
 def momenta_gathered_early():
     """`prefetch` changes no bit, whatever lies between it and the step, and saves no gather that a step needs."""
     mesh = mesh_of((dist.get_world_size(),))
     told = {"replication": "repeat"}
-    early, late = (Replicas(SHAPES["even"], mesh, told, on_nonfinite="skip") for _ in "12")
+    early, late = (make_replicas(SHAPES["even"], mesh, told, on_nonfinite="skip") for _ in "12")
     gathers = []
     gather = elements.all_gather
 
@@ -250,10 +223,11 @@ def momenta_gathered_early():
     same()
 
 
+@on_ranks(2, 8)
 def cut_state_takes_a_part_of_the_memory():
     """Moments take 1/W of the memory where sizes divide, and at most one row's worth more elsewhere."""
     world = dist.get_world_size()
-    replicas = Replicas([(48, 96), (12, 6, 24), (4800,), (world + 1, 1000)], mesh_of((world,)))
+    replicas = make_replicas([(48, 96), (12, 6, 24), (4800,), (world + 1, 1000)], mesh_of((world,)))
     replicas.step()
     one, many = replicas.optimizers
     for p, q in zip(replicas.one, replicas.many, strict=True):
@@ -273,54 +247,31 @@ def cut_state_takes_a_part_of_the_memory():
     )
 
 
+@on_ranks(2, 3, 8)
 def cut_state_collectives():
     """Two all-to-alls a bucket with exactly the plan's bytes, one all-gather for the Adam routes, nothing else."""
-    rank = dist.get_rank()
-    calls, gathers = [], []
-    original, gather = dist.all_to_all_single, elements.all_gather
-
-    def counting(output, source, output_splits, input_splits, **options):
-        calls.append(8 * sum(n for k, n in enumerate(input_splits) if k != rank))
-        return original(output, source, output_splits, input_splits, **options)
-
-    def counting_gather(everything, mine, **options):
-        gathers.append(mine.numel())
-        return gather(everything, mine, **options)
-
-    replicas = Replicas(
-        [*(3 * SHAPES["even"]), (11,), (5,)],
-        mesh_of((dist.get_world_size(),)),
-        {"bucket_bytes": 5000},
-    )
-    replicas.step()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counting)
-        patch.setattr(elements, "all_gather", counting_gather)
-        patch.setattr(repeated, "all_gather", counting_gather)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = [*(3 * SHAPES["even"]), (11,), (5,)]
+    vectors = sum(-(-n // world) for n in (11, 5))
+    for sharded in ({"bucket_bytes": 5000}, {"replication": "repeat"}):
+        replicas = make_replicas(shapes, mesh_of((world,)), sharded)
         replicas.step()
-    plan = replicas.optimizers[1].plan
-    (domain,) = plan.domains
-    assert domain.n_buckets > 1
-    assert len(calls) == 2 * domain.n_buckets
-    assert sum(calls) == domain.bytes_sent(plan.settings)[rank]
-    assert gathers == [sum(-(-n // dist.get_world_size()) for n in (11, 5))]
-    repeat = {"replication": "repeat"}
-    replicas = Replicas(
-        [*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), repeat
-    )
-    replicas.step()
-    calls.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counting)
-        patch.setattr(elements, "all_gather", counting_gather)
-        patch.setattr(repeated, "all_gather", counting_gather)
-        replicas.step()
-    (domain,) = replicas.optimizers[1].plan.domains
-    assert not calls
-    assert gathers[1:] == [domain.gathered_bytes // 4, gathers[0]]
-    assert domain.bytes_sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
+        with counted_traffic() as (sent, gathered):
+            replicas.step()
+        plan = replicas.optimizers[1].plan
+        (domain,) = plan.domains
+        sizes = [part.numel() for part in gathered]
+        if "bucket_bytes" in sharded:
+            assert len(sent) == 2 * domain.n_buckets > 2
+            assert sum(sent) == domain.bytes_sent(plan.settings)[rank]
+            assert sizes == [vectors]
+        else:
+            assert not sent
+            assert sizes == [domain.gathered_bytes // 4, vectors]
+            assert domain.bytes_sent(plan.settings)[rank] == 4 * sizes[0] * (world - 1)
 
 
+@on_ranks(4, 8)
 def cut_state_with_further_domains():
     """All ranks gather momenta even if some of them exchange pieces of further matrices."""
     world = dist.get_world_size()
@@ -376,11 +327,12 @@ def cut_state_with_further_domains():
                 torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
 
 
+@on_ranks(2, 8)
 def states_move_between_ways():
     """Loading in the same processes: cut into whole and back, bitwise, also through a deep copy."""
     shapes = [*SHAPES["even"], *SHAPES["mixed"]]
     mesh = mesh_of((dist.get_world_size(),))
-    first = Replicas(shapes, mesh)
+    first = make_replicas(shapes, mesh)
     first.step()
     first.step()
     cut = first.optimizers[1].state_dict()
@@ -392,7 +344,7 @@ def states_move_between_ways():
         },
     }
     for state, offload in itertools.product((cut, whole), (False, True)):
-        second = Replicas(shapes, mesh, many={"offload": offload})
+        second = make_replicas(shapes, mesh, many={"offload": offload})
         for optimizer in second.optimizers:
             optimizer.load_state_dict(state)
         second.many = second.optimizers[1].param_groups[0]["params"]
@@ -405,6 +357,7 @@ def states_move_between_ways():
         second.assert_equal(1e-6)
 
 
+@on_ranks(2, 8)
 def cut_state_preflight():
     """What cannot be stepped is refused on all ranks, before any byte moves."""
     world = dist.get_world_size()
@@ -457,6 +410,7 @@ def cut_state_preflight():
     )
 
 
+@on_ranks(2, 8)
 def order_of_a_step():
     """Gathers start before the Adam routes and before the bucket in front of them; returns end after the next one."""
     log = []
@@ -501,6 +455,7 @@ def order_of_a_step():
                 assert at["apply", k - slots] < at["gather", k]
 
 
+@on_ranks(2, 3, 8)
 def adam_in_parts():
     """torch's Adam and AdamW with state in parts equal theirs with whole state; states load into each other."""
     world = dist.get_world_size()
@@ -554,6 +509,7 @@ def adam_in_parts():
             step()
 
 
+@on_ranks(2, 8)
 def adam_in_parts_as_users_call_it():
     """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
@@ -650,19 +606,3 @@ def stepped_and_saved(optimizer):
     """Step, and wait for what ranks find out about it."""
     optimizer.step()
     optimizer.state_dict()
-
-
-CASES = [
-    ("Adam in parts, as users call it", adam_in_parts_as_users_call_it),
-    ("Adam in parts", adam_in_parts),
-    ("order of a step", order_of_a_step),
-    ("offloaded", offloaded),
-    ("cut state", cut_state),
-    ("schedules", schedules),
-    ("momenta gathered early", momenta_gathered_early),
-    ("memory of cut state", cut_state_takes_a_part_of_the_memory),
-    ("collectives of cut state", cut_state_collectives),
-    ("cut state with further domains", cut_state_with_further_domains),
-    ("states between ways", states_move_between_ways),
-    ("preflight of cut state", cut_state_preflight),
-]

@@ -15,6 +15,31 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=300)
+# Functions that run on all ranks together, with the numbers of ranks.
+CASES = {}
+
+
+def on_ranks(*worlds):
+    """Mark a function as a case for these numbers of ranks.
+
+    Four ranks add meshes of two axes; three, in the slow tests, cut every matrix unevenly. What
+    depends on neither is for two, and for eight in the slow tests. On GPUs all cases run.
+    """
+
+    def register(function):
+        CASES[function] = worlds
+        return function
+
+    return register
+
+
+def cases_on(world=None):
+    """Return names and functions of the cases for a number of ranks, or of all."""
+    return [
+        (function.__name__.replace("_", " "), function)
+        for function, worlds in CASES.items()
+        if world is None or world in worlds
+    ]
 
 
 def free_port():
@@ -73,10 +98,10 @@ def run_cases(world, cases, device="cpu"):
     One case alone, from this folder with PYTHONPATH=..:../../.. (the helpers of all tests, and this
     checkout) and `python -c`::
 
-        from sharded_cases import CASES
+        from sharded_cases import small_buckets
         from spawn_ranks import run_cases
 
-        print(run_cases(2, [case for case in CASES if case[0] == "small buckets"]))
+        print(run_cases(2, [("small buckets", small_buckets)]))
     """
     results = forked.context().SimpleQueue()
     arguments = world, free_port(), cases, results, device

@@ -12,7 +12,7 @@ from example_rules import SoapMuon
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
+from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
@@ -176,7 +176,7 @@ def test_ranks_with_further_domains_plan_the_common_one_alike():
 def test_regions_are_what_chunking_gives(drawn):
     for p in drawn:
         full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
-        for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
+        for rank, region in regions_by_rank(p.matrices()).items():
             local = local_of(full, p.layout, rank)
             b, r, c = (
                 torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long)
@@ -204,7 +204,7 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(
             batch, part = divmod(job.block, len(parts))
             r0, r1, c0, c1 = parts[part]
             gathered = torch.zeros(p.view.shape)
-            of = regions_by_rank(p.shape, p.view, p.layout)
+            of = regions_by_rank(p.matrices())
             for leg, ends in (("gather", job.sources), ("return", job.destinations)):
                 for rank, elements in ends.items():
                     rows, columns = (
@@ -226,7 +226,7 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(
             assert torch.equal(gathered, expected)
         for i, per_rank in served.items():
             p = drawn[i]
-            for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
+            for rank, region in regions_by_rank(p.matrices()).items():
                 expected = torch.zeros(p.view.shape)
                 b, r, c = (
                     torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long)
@@ -419,11 +419,11 @@ def test_buckets_bound_what_one_rank_receives():
 @given(parameters())
 def test_scores_live_with_their_blocks(drawn):
     for p in drawn:
-        scores = score_layout(p.shape, p.view, p.layout)
+        scores = score_layout(p.matrices())
         everywhere = all(x is None for x in scores.placements)
         places = zip(
             p.layout.places().values(),
-            regions_by_rank(p.shape, p.view, p.layout).values(),
+            regions_by_rank(p.matrices()).values(),
             strict=True,
         )
         for place, region in places:
@@ -465,13 +465,6 @@ def test_describe_says_who_and_how_much():
     assert "rank 0: w block 0 (8x6), bucket 0" in text
     assert "rank 1: v block 0 (4x4), bucket 0" in text
     assert make_plan([]).describe() == "no matrices to orthogonalize"
-
-
-def test_settings_are_checked():
-    with pytest.raises(InvalidSettingError, match="bucket_bytes: must be >= 1; found 0"):
-        ShardedSettings(bucket_bytes=0)
-    with pytest.raises(InvalidSettingError, match="replication"):
-        ShardedSettings(replication="some")
 
 
 def test_sets_of_ranks_that_only_overlap_are_refused():

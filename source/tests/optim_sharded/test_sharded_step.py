@@ -8,18 +8,18 @@ import weakref
 
 import forked
 import pytest
-import sharded_agreement
-import sharded_cases
+import sharded_agreement  # noqa: F401  # registers its cases
+import sharded_cases  # noqa: F401  # registers its cases
 import sharded_failures
-import sharded_masters
+import sharded_masters  # noqa: F401  # registers its cases
 import sharded_models
 import sharded_phases
-import sharded_qk_clip
-import sharded_rules
-import sharded_state
+import sharded_qk_clip  # noqa: F401  # registers its cases
+import sharded_rules  # noqa: F401  # registers its cases
+import sharded_state  # noqa: F401  # registers its cases
 import torch
 import torch.distributed as dist
-from spawn_ranks import free_port, join, run_cases
+from spawn_ranks import cases_on, free_port, join, run_cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepmd_muon.optim.sharded.process_groups import group_of
@@ -40,93 +40,6 @@ MOVES_OF_THREE = [
     ((3, "zero16"), (2, "fsdp16")),
     ((4, "ddp16"), (3, "zero16")),
 ]
-
-# Four ranks add meshes of two axes; three, in the slow tests, cut every matrix unevenly. What depends
-# on neither is tested on two, and on eight. So a new case that is in none of these sets runs on two,
-# four and eight; without meshes of two axes it belongs into NOT_FOR_FOUR.
-FOR_THREE = {
-    "every layout",
-    "captured layouts",
-    "repeated work",
-    "missing gradients",
-    "counted collectives",
-    "replicas",
-    "models",
-    "offloaded",
-    "cut state",
-    "collectives of cut state",
-    "Adam in parts",
-    "process groups",
-    "rules in every layout",
-    "rules of replicas",
-    "masters of replicas",
-    "memory of masters",
-    "collectives of masters",
-    "masters without some gradients",
-    "restart of masters",
-}
-NOT_FOR_FOUR = {
-    "small buckets",
-    "views and settings",
-    "offloaded",
-    "master weights",
-    "QK-clip from DTensors",
-    "bfloat16",
-    "narrow wires",
-    "replicas",
-    "freed gradients",
-    "missing gradients",
-    "gradients that do not agree",
-    "gradients compared late",
-    "non-finite gradients",
-    "gradient scaler",
-    "order of a step",
-    "cut state",
-    "schedules",
-    "momenta gathered early",
-    "memory of cut state",
-    "collectives of cut state",
-    "states between ways",
-    "preflight of cut state",
-    "Adam in parts",
-    "Adam in parts, as users call it",
-    "profiled step",
-    "FSDP1",
-    "routes",
-    "settings",
-    "settings later",
-    "settings in rare steps",
-    "settings compared late",
-    "replicas that differ",
-    "rules of replicas",
-    "rules without some gradients",
-    "rules of bfloat16",
-    "rules of views",
-    "rules of models",
-    "rules migrate",
-    "replaced parameters",
-    "QK-clip",
-    "masters of replicas",
-    "a rule of weights of masters",
-    "memory of masters",
-    "collectives of masters",
-    "masters without some gradients",
-    "masters with a gradient scaler",
-    "clipped masters",
-    "restart of masters",
-    "small steps of masters",
-    "captured masters",
-}
-
-
-# Half of two ranks is one, which exchanges nothing.
-NOT_FOR_TWO = {"cut state with further domains"}
-
-
-def is_for(world, name):
-    if world == 3:
-        return name in FOR_THREE
-    return name not in {2: NOT_FOR_TWO, 4: NOT_FOR_FOUR}.get(world, ())
 
 
 def cases_of(kind, world, moves, folder):
@@ -167,19 +80,7 @@ def folder(tmp_path_factory):
 )
 def test_ranks_together_equal_one_process(world, folder):
     saves = cases_of("save", world, MOVES, folder)  # for the next test
-    everything = [
-        *sharded_cases.CASES,
-        *sharded_failures.CASES,
-        *sharded_agreement.CASES,
-        *sharded_state.CASES,
-        *sharded_masters.CASES,
-        *sharded_models.CASES,
-        *sharded_qk_clip.CASES,
-        *sharded_rules.CASES,
-        *sharded_phases.CASES,
-    ]
-    assert {name for name, _ in everything} >= FOR_THREE | NOT_FOR_FOUR | NOT_FOR_TWO
-    run(world, [case for case in everything if is_for(world, case[0])] + saves)
+    run(world, cases_on(world) + saves)
 
 
 @pytest.mark.gpu
@@ -187,17 +88,8 @@ def test_ranks_together_equal_one_process(world, folder):
 def test_gpus_together_equal_one(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    everything = [
-        *sharded_cases.CASES,
-        *sharded_failures.CASES,
-        *sharded_agreement.CASES,
-        *sharded_state.CASES,
-        *sharded_masters.CASES,
-        *sharded_models.CASES,
-        *sharded_qk_clip.CASES,
-        *sharded_rules.CASES,
-    ]
-    run(world, everything, "cuda")
+    phases = sharded_phases.profiled_step
+    run(world, [case for case in cases_on() if case[1] is not phases], "cuda")
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -2,6 +2,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from compared import assert_same
@@ -135,6 +136,26 @@ def check_restart(train, load):
         return whole, parted
 
     return check
+
+
+@pytest.fixture
+def spoil_batches(monkeypatch):
+    """A function that makes energies infinite from the loader's batch `first` on; returns the batches."""
+    from deepmd_muon.data import DataLoader
+
+    def start(first):
+        batches, original = [], DataLoader.next
+
+        def next_batch(self):
+            batches.append(original(self))
+            if len(batches) >= first:
+                batches[-1].frames.energy[:] = np.inf  # NaN would be a missing label
+            return batches[-1]
+
+        monkeypatch.setattr(DataLoader, "next", next_batch)
+        return batches
+
+    return start
 
 
 @pytest.fixture

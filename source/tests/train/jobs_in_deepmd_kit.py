@@ -50,7 +50,9 @@ def recorded_losses(path):
     def recording(self, *arguments, **options):
         prediction, loss, terms = forward(self, *arguments, **options)
         if torch.is_grad_enabled():
-            record = {"loss": loss} | {name: x for name, x in terms.items() if "rmse" in name}
+            record = {"loss": loss} | {
+                name: x for name, x in terms.items() if name.startswith(("rmse", "mae"))
+            }
             with Path(path).open("a") as file:
                 print(json.dumps({name: float(x) for name, x in record.items()}), file=file)
         return prediction, loss, terms

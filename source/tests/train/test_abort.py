@@ -72,16 +72,13 @@ def test_no_memory_in_a_step(ends, error, words):
     assert all(word in message for word in (*words, "model.ckpt-2.pt"))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("broken"),
-        MemoryError(),
-        DataError("water is broken"),
-        RuntimeError("can't start new thread"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+READING_FAILS = [
+    *(ValueError("broken"), MemoryError(), DataError("water is broken")),
+    RuntimeError("can't start new thread"),
+]
+
+
+@pytest.mark.parametrize("error", READING_FAILS, ids=lambda error: type(error).__name__)
 def test_the_thread_that_reads_ahead_dies(ends, error):
     message = ends(DataLoader, "build", failing(DataLoader.build, 4, error, "deepmd_muon-data"))
     # The three steps before are not lost.
@@ -156,9 +153,7 @@ def test_a_place_that_cannot_be_written_is_a_mistake_of_the_input(small_input, c
     Path("file").write_text("")
     Path("input.json").write_text(json.dumps(small_input(training={"save_ckpt": "file/model"})))
     assert main(["train", "input.json", "-v", "ERROR"]) == 2
-    assert (
-        "dp train: training/save_ckpt: cannot write checkpoints to file: " in capfd.readouterr().err
-    )
+    assert "training/save_ckpt: cannot write checkpoints to file: " in capfd.readouterr().err
 
 
 def test_failures_are_known_by_what_libraries_raise():
@@ -169,12 +164,9 @@ def test_failures_are_known_by_what_libraries_raise():
 
     assert "this machine has no memory" in failure_of(raised(lambda: np.empty(1 << 55)))
     assert "this machine has no memory" in failure_of(raised(lambda: torch.empty(1 << 58)))
-    assert "the GPU has no memory" in failure_of(
-        RuntimeError("CUDA error: out of memory\nCompile with")
-    )
-    assert "illegal memory access" in failure_of(
-        RuntimeError("CUDA error: an illegal memory access\nCUDA kernel")
-    )
+    for known in ("out of memory", "an illegal memory access"):
+        words = {"out of memory": "the GPU has no memory"}.get(known, "illegal memory access")
+        assert words in failure_of(RuntimeError(f"CUDA error: {known}\nCompile with"))
     assert "free space" in failure_of(WriteError(28, "No space left on device", "a.pt"))
     for other in (ValueError("memory"), OSError(2, "No such file", "a"), KeyError("allocate")):
         assert failure_of(other) is None

@@ -52,6 +52,40 @@ def steppers(monkeypatch):
     return found
 
 
+@pytest.fixture
+def check_capture(train, load, steppers):
+    """A function that takes eager steps twice and captured ones, and compares weights and curves."""
+
+    def check(content):
+        results = []
+        for capture in ("off", "off", "auto"):
+            content["training"]["capture"] = capture
+            assert train(content) == 0
+            results.append((load(), Path("lcurve.out").read_text()))
+        (first, curve), (again, _), (captured, captured_curve) = results
+        assert_equal_weights(first, again)  # the eager step itself must be reproducible
+        assert_equal_weights(first, captured)
+        assert captured_curve == curve
+        assert graphs(steppers[-1]) >= 1
+        assert not graphs(steppers[0])
+        assert steppers[-1]._captured.eager_reason is None
+        return first, captured
+
+    return check
+
+
+@pytest.fixture
+def bad_frames(monkeypatch):
+    """Energies of the fourth frame of each system become infinite on the device."""
+    original = FrameStore.take
+
+    def poisoned(self, chunks):
+        original(self, chunks)
+        self.tensors["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
+
+    monkeypatch.setattr(FrameStore, "take", poisoned)
+
+
 def graphs(stepper):
     return stepper._captured.recorded
 
@@ -86,37 +120,15 @@ def assert_equal_weights(first, second):
     ],
 )
 def test_captured_steps_give_the_weights_of_eager_ones(
-    small_input, train, load, steppers, optimizer, precision
+    small_input, check_capture, optimizer, precision
 ):
-    content = small_input(
-        optimizer=optimizer,
-        training={
-            "numb_steps": STEPS,
-            "enable_ema": True,
-            "ema_decay": 0.9,
-            "gradient_max_norm": 5.0,
-        },
-    )
-    content["training"] |= {
-        "adam_gradient_max_norm": 1.0,
-        "ema_tail": 0.5 if optimizer["type"] == "Adam" else 0.0,
-    }
-    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = (
-        precision
-    )
-    content["optimizer"] = optimizer
-    found = []
-    for capture in ("off", "off", "auto"):
-        content["training"]["capture"] = capture
-        assert train(content) == 0
-        found.append((load(), Path("lcurve.out").read_text()))
-    (first, curve), (again, _), (captured, captured_curve) = found
-    assert_equal_weights(first, again)  # the eager step itself must be reproducible
-    assert_equal_weights(first, captured)
-    assert captured_curve == curve
-    assert graphs(steppers[-1]) >= 1
-    assert not graphs(steppers[0])
-    assert steppers[-1]._captured.eager_reason is None
+    training = {"numb_steps": STEPS, "enable_ema": True, "ema_decay": 0.9}
+    training |= {"gradient_max_norm": 5.0, "adam_gradient_max_norm": 1.0}
+    training["ema_tail"] = 0.5 if optimizer["type"] == "Adam" else 0.0
+    content = small_input(optimizer=optimizer, training=training)
+    for part in ("descriptor", "fitting_net"):
+        content["model"][part]["precision"] = precision
+    check_capture(content)
 
 
 @pytest.mark.parametrize(
@@ -130,34 +142,16 @@ def test_captured_steps_give_the_weights_of_eager_ones(
     ids=["static", "dynamic", "one after another", "several messages, linear compression"],
 )
 def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(
-    small_input, train, load, steppers, options
+    small_input, check_capture, options
 ):
     """Angles are computed beside edges there, on another stream."""
     content = small_input(training={"numb_steps": STEPS})
-    repflow = {
-        "e_rcut": 4.5,
-        "e_rcut_smth": 3.0,
-        "e_sel": "auto",
-        "a_rcut": 3.2,
-        "a_rcut_smth": 2.0,
-        "a_sel": "auto",
-    }
-    repflow |= {"n_dim": 32, "e_dim": 24, "a_dim": 16, "nlayers": 3, "smooth_edge_update": True}
-    repflow |= options
-    content["model"]["descriptor"] = {
-        "type": "dpa3",
-        "repflow": repflow,
-        "seed": 1,
-        "precision": "float32",
-    }
-    found = []
-    for capture in ("off", "off", "auto"):
-        content["training"]["capture"] = capture
-        assert train(content) == 0
-        found.append(load())
-    assert_equal_weights(found[0], found[1])
-    assert_equal_weights(found[0], found[2])
-    assert graphs(steppers[-1]) >= 1
+    cuts = {"e_rcut": 4.5, "e_rcut_smth": 3.0, "a_rcut": 3.2, "a_rcut_smth": 2.0}
+    widths = {"n_dim": 32, "e_dim": 24, "a_dim": 16, "nlayers": 3, "smooth_edge_update": True}
+    repflow = {**cuts, **widths, "e_sel": "auto", "a_sel": "auto", **options}
+    descriptor = {"type": "dpa3", "repflow": repflow, "seed": 1, "precision": "float32"}
+    content["model"]["descriptor"] = descriptor
+    check_capture(content)
 
 
 @pytest.fixture(params=["at once", "when needed", "passing", "host"])
@@ -179,10 +173,8 @@ def test_restart_is_bitwise(small_input, train, load, way):
     content = small_input(training={"enable_ema": True})
     train(content)
     whole = load("model.ckpt-10.pt")
-    train(
-        {**content, "training": {**content["training"], "save_ckpt": "again"}},
-        restart="model.ckpt-5.pt",
-    )
+    content["training"]["save_ckpt"] = "again"
+    train(content, restart="model.ckpt-5.pt")
     assert_equal_weights(whole, load("again-10.pt"))
 
 
@@ -217,19 +209,10 @@ def test_systems_of_several_sizes(small_input, train, load, steppers, tmp_path, 
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
 def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
-    small_input, train, load, monkeypatch, optimizer
+    small_input, train, bad_frames, optimizer
 ):
-    content = small_input(
-        optimizer={"type": optimizer}, training={"disp_freq": 1000, "save_freq": 1000}
-    )
-    content["training"]["numb_steps"] = 300
-    original = FrameStore.take
-
-    def poisoned(self, chunks):
-        original(self, chunks)
-        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
-
-    monkeypatch.setattr(FrameStore, "take", poisoned)
+    training = {"disp_freq": 1000, "save_freq": 1000, "numb_steps": 300}
+    content = small_input(optimizer={"type": optimizer}, training=training)
     with pytest.raises(NonFiniteError, match=r"before update \d+: the loss is inf") as caught:
         train(content)
     update = caught.value.update
@@ -243,17 +226,10 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
     assert update == next(i for i, numbers in enumerate(drawn, 1) if 3 in numbers)
 
 
-def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog):
+def test_skip_leaves_bad_steps_out(small_input, train, load, bad_frames, caplog):
     content = small_input(
         optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 1000, "numb_steps": 300}
     )
-    original = FrameStore.take
-
-    def poisoned(self, chunks):
-        original(self, chunks)
-        self.of_frames["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
-
-    monkeypatch.setattr(FrameStore, "take", poisoned)
     with caplog.at_level(logging.WARNING, logger="deepmd_muon"):
         assert train(content) == 0
     assert "skipped" in caplog.text
@@ -348,32 +324,17 @@ def write_alloy(folder: Path, kinds: list[int], seed: int) -> str:
 
 
 CUTS = {"e_rcut": 6.0, "e_rcut_smth": 5.3, "a_rcut": 4.0, "a_rcut_smth": 3.5}
+COUNTED = {**CUTS, "e_sel": "auto", "a_sel": "auto"}
+DYNAMIC = {**CUTS, "e_sel": 200, "a_sel": 40, "use_dynamic_sel": True, "smooth_edge_update": True}
+ONE_SIDE = {"type": "se_e2_a", "sel": "auto", "type_one_side": True}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": "auto"},
-    "se_e2_a one side": {"type": "se_e2_a", "sel": "auto", "type_one_side": True},
-    "se_e2_a one side, float32": {
-        "type": "se_e2_a",
-        "sel": "auto",
-        "type_one_side": True,
-        "precision": "float32",
-    },
+    "se_e2_a one side": ONE_SIDE,
+    "se_e2_a one side, float32": {**ONE_SIDE, "precision": "float32"},
     "dpa1": {"type": "se_atten", "sel": "auto"},
     "dpa1 v2": {"type": "se_atten_v2", "sel": "auto", "attn_layer": 0},
-    "dpa3": {
-        "type": "dpa3",
-        "repflow": {**CUTS, "e_sel": "auto", "a_sel": "auto"},
-        "precision": "float32",
-    },
-    "dpa3 dynamic": {
-        "type": "dpa3",
-        "repflow": {
-            **CUTS,
-            "e_sel": 200,
-            "a_sel": 40,
-            "use_dynamic_sel": True,
-            "smooth_edge_update": True,
-        },
-    },
+    "dpa3": {"type": "dpa3", "repflow": COUNTED, "precision": "float32"},
+    "dpa3 dynamic": {"type": "dpa3", "repflow": DYNAMIC},
 }
 
 
@@ -383,114 +344,62 @@ def test_many_compositions_train_with_default_settings(
     train, load, tmp_path, descriptor, batch_size
 ):
     """Most systems lack an element of the type map, and their empty slots have nearly equal rows."""
-    kinds = {
-        "NiPd": [0, 1],
-        "NiAl": [0, 2],
-        "PdAl": [1, 2],
-        "Pd": [1],
-        "NiNiAl": [0, 0, 2],
-        "all": [0, 1, 2],
-    }
-    systems = [
-        write_alloy(tmp_path / name, kind, seed) for seed, (name, kind) in enumerate(kinds.items())
-    ]
+    kinds = [[0, 1], [0, 2], [1, 2], [1], [0, 0, 2], [0, 1, 2]]
+    systems = [write_alloy(tmp_path / f"s{k}", each, seed=k) for k, each in enumerate(kinds)]
+    descriptor = DESCRIPTORS[descriptor]
+    data = {"systems": systems, "batch_size": batch_size}
     content = {
-        "model": {
-            "type_map": ["Ni", "Pd", "Al"],
-            "descriptor": DESCRIPTORS[descriptor],
-            "fitting_net": {},
-        },
+        "model": {"type_map": ["Ni", "Pd", "Al"], "descriptor": descriptor, "fitting_net": {}},
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5},
         "loss": {"type": "ener"},
         "optimizer": {"type": "HybridMuon"},
-        "training": {
-            "training_data": {"systems": systems, "batch_size": batch_size},
-            "numb_steps": 30,
-            "seed": 1,
-            "disp_freq": 10,
-        },
+        "training": {"training_data": data, "numb_steps": 30, "seed": 1, "disp_freq": 10},
     }
     assert train(content) == 0
-    assert all(
-        value.isfinite().all()
-        for value in load()["model"].values()
-        if isinstance(value, torch.Tensor)
-    )
-    errors = np.loadtxt("lcurve.out")[:, 1]
-    assert np.isfinite(errors).all()
-
-
-def in_branches(content):
-    """The input with two branches on one descriptor and different data."""
-    loss, model, training = content.pop("loss"), content["model"], content["training"]
-    nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
-    parts = {"type_map": "types", "descriptor": "all"}
-    content["model"] = {
-        "shared_dict": {"types": ["Cu"], "all": {**model["descriptor"], "sel": [60]}},
-        "model_dict": {
-            name: {**parts, "fitting_net": net} for name, net in zip("ab", nets, strict=True)
-        },
-    }
-    content["loss_dict"] = {"a": loss, "b": {**loss, "start_pref_e": 1.0}}
-    (whole,) = training.pop("training_data")["systems"]
-    del training["validation_data"]
-    systems = {"a": f"{whole}/fcc32", "b": f"{whole}/triclinic8"}
-    data = {
-        name: {"training_data": {"systems": path, "batch_size": 2}}
-        for name, path in systems.items()
-    }
-    content["training"] = {**training, "data_dict": data, "model_prob": {"a": 2, "b": 1}}
-    return content
+    weights = [value for value in load()["model"].values() if isinstance(value, torch.Tensor)]
+    assert all(value.isfinite().all() for value in weights)
+    assert np.isfinite(np.loadtxt("lcurve.out")[:, 1]).all()
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
 def test_captured_steps_of_branches_give_the_weights_of_eager_ones(
-    small_input, train, load, steppers, optimizer, precision
+    two_branches, check_capture, steppers, optimizer, precision
 ):
     """Graphs of branches share memory; each updates the shared descriptor and its own head alone."""
-    content = small_input(
-        training={"numb_steps": 40, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0}
-    )
+    content = two_branches(numb_steps=40, enable_ema=True, ema_decay=0.9, gradient_max_norm=5.0)
     content["optimizer"] = {"type": optimizer}
-    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = (
-        precision
-    )
-    content = in_branches(content)
-    found = []
-    for capture in ("off", "off", "auto"):
-        content["training"]["capture"] = capture
-        assert train(content) == 0
-        found.append((load(), Path("lcurve.out").read_text()))
-    (first, curve), (again, _), (captured, captured_curve) = found
-    assert_equal_weights(first, again)
-    assert_equal_weights(first, captured)
-    assert captured_curve == curve
+    content["model"]["shared_dict"]["all"]["precision"] = precision
+    for branch in content["model"]["model_dict"].values():
+        branch["fitting_net"]["precision"] = precision
+    first, captured = check_capture(content)
     for name, values in first["optimizer"]["state"].items():
+        others = captured["optimizer"]["state"][name]
         for key, value in values.items():
-            assert torch.equal(
-                torch.as_tensor(value), torch.as_tensor(captured["optimizer"]["state"][name][key])
-            )
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(others[key]))
     assert all(graphs(stepper) >= 1 for stepper in steppers[-2:])
     assert all(stepper._captured.eager_reason is None for stepper in steppers[-2:])
 
 
-def test_restart_of_branches_is_bitwise_and_an_idle_head_keeps_still(small_input, train, load):
-    content = in_branches(small_input(training={"numb_steps": 40, "save_freq": 20}))
+def test_restart_of_branches_is_bitwise_and_an_idle_head_keeps_still(two_branches, train, load):
+    content = two_branches(numb_steps=40, save_freq=20)
     assert train(content) == 0
     whole = load("model.ckpt-40.pt")
     content["training"]["save_ckpt"] = "again"
     assert train(content, restart="model.ckpt-20.pt") == 0
     assert_equal_weights(whole, load("again-40.pt"))
-    content["training"] |= {"save_ckpt": "alone", "model_prob": {"a": 1, "b": 0}, "numb_steps": 80}
+    content["training"] |= {"save_ckpt": "alone", "numb_steps": 80}
+    content["training"]["model_prob"] = {"hot": 1, "cold": 0}
     assert train(content, restart="model.ckpt-40.pt") == 0
     alone = load("alone-80.pt")
-    head = [name for name in whole["model"] if name.startswith("model.b.atomic_model.fitting_net")]
+    head = [
+        name for name in whole["model"] if name.startswith("model.cold.atomic_model.fitting_net")
+    ]
     assert head
     assert all(torch.equal(whole["model"][name], alone["model"][name]) for name in head)
     names = whole["optimizer"]["param_groups"][0]["param_names"]
     for number, values in whole["optimizer"]["state"].items():
-        if names[number].startswith("b."):
+        if names[number].startswith("cold."):
             after = alone["optimizer"]["state"][number]
             assert all(
                 torch.equal(torch.as_tensor(x), torch.as_tensor(after[key]))

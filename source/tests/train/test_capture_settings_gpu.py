@@ -17,23 +17,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-GROUPS = (
-    "training",
-    "training/training_data",
-    "training/validation_data",
-    "validating",
-    "loss",
-    "learning_rate",
-)
+DATA = ("training/training_data", "training/validation_data")
+GROUPS = ("training", *DATA, "validating", "loss", "learning_rate")
 # Steps of other layouts each time are not recorded; the second batch of a layout is.
-FEW_STEPS = (
-    "numb_steps",
-    "numb_epoch",
-    "batch_size 1",
-    "batch_size auto",
-    "batch_size mix",
-    "accumulate",
-)
+BATCHES = ("batch_size 1", "batch_size auto", "batch_size mix")
+FEW_STEPS = ("numb_steps", "numb_epoch", *BATCHES, "accumulate")
 
 
 @pytest.fixture(autouse=True)

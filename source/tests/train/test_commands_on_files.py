@@ -6,41 +6,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import run_dp
 from matplotlib.axes import Axes
+from small_models import COPPER_DESCRIPTORS
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.infer.frozen import is_frozen
 
 VALID = str(Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "valid")
-EDGES = {
-    "n_dim": 8,
-    "e_dim": 4,
-    "nlayers": 1,
-    "axis_neuron": 2,
-    "e_rcut": 4.5,
-    "e_rcut_smth": 2.0,
-    "e_sel": 60,
-}
-REPFLOW = {**EDGES, "a_dim": 4, "a_rcut": 3.0, "a_rcut_smth": 2.0, "a_sel": 14}
-ATTENTION = {
-    "attn": 8,
-    "attn_layer": 1,
-    "tebd_dim": 4,
-    "rcut": 4.5,
-    "rcut_smth": 2.0,
-    "neuron": [4, 8],
-}
-DESCRIPTORS = {
-    "se_e2_a": {},
-    "dpa1": {"type": "se_atten", "sel": "auto", "axis_neuron": 3, "seed": 1, **ATTENTION},
-    "dpa3": {"type": "dpa3", "repflow": REPFLOW, "seed": 1},
-}
 FILES = ("model.ckpt", "best.ckpt-2.t-1.pt", "frozen.pth", ".", "input.json")
 NO_CHECKPOINT = {
     "frozen.pth": "frozen model",
     ".": "folder",
     "input.json": "cannot be read as a checkpoint",
 }
+NO_MODEL = {**NO_CHECKPOINT, "frozen.pth": None}
 AN_INPUT = {**NO_CHECKPOINT, ".": "not a regular file", "input.json": None}
 NO_DATA = dict.fromkeys(FILES, "system")
 # The words of a command, and for each file that it refuses, a word of the message.
@@ -49,40 +29,25 @@ COMMANDS = {
     "show plan": ("show plan FILE --world-size 2", AN_INPUT),
     "show weights": ("show weights FILE", NO_CHECKPOINT),
     "show lcurve": ("show lcurve FILE", dict.fromkeys(FILES, "learning curve")),
-    "show attributes": (
-        "show FILE type-map descriptor fitting-net size observed-type",
-        {**NO_CHECKPOINT, "frozen.pth": None},
-    ),
+    "show attributes": ("show FILE type-map descriptor fitting-net size observed-type", NO_MODEL),
     "show model-branch": (
         "show FILE model-branch",
         {**dict.fromkeys(FILES, "single model"), ".": "folder"},
     ),
-    "test": (f"test -m FILE -s {VALID} -n 1", {**NO_CHECKPOINT, "frozen.pth": None}),
+    "test": (f"test -m FILE -s {VALID} -n 1", NO_MODEL),
     "test --ema": (f"test -m FILE -s {VALID} -n 1 --ema", {**NO_CHECKPOINT, "frozen.pth": "--ema"}),
-    "model-devi": (
-        f"model-devi -m FILE frozen.pth -s {VALID}",
-        {**NO_CHECKPOINT, "frozen.pth": None},
-    ),
-    "check": (
-        f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1",
-        {**NO_CHECKPOINT, "frozen.pth": None},
-    ),
+    "model-devi": (f"model-devi -m FILE frozen.pth -s {VALID}", NO_MODEL),
+    "check": (f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1", NO_MODEL),
     "freeze": ("freeze -c FILE -o other.pth", {**NO_CHECKPOINT, ".": None}),
     "change-bias": ("change-bias FILE -b 0.5 -o changed.pt", NO_CHECKPOINT),
     "neighbor-stat": ("neighbor-stat -s FILE -r 3", NO_DATA),
     "convert-data": ("convert-data FILE converted.hdf5", NO_DATA),
-    "init-model": (
-        "train again.json -v WARNING -i FILE",
-        {**NO_CHECKPOINT, "frozen.pth": None},
-    ),
+    "init-model": ("train again.json -v WARNING -i FILE", NO_MODEL),
     "restart": (
         "train again.json -v WARNING -r FILE",
         {**NO_CHECKPOINT, "frozen.pth": "frozen file"},
     ),
-    "finetune": (
-        "train again.json -v WARNING -t FILE",
-        {**NO_CHECKPOINT, "frozen.pth": None},
-    ),
+    "finetune": ("train again.json -v WARNING -t FILE", NO_MODEL),
 }
 COMMANDS["show model-branch"][1]["input.json"] = NO_CHECKPOINT["input.json"]
 
@@ -97,15 +62,8 @@ def run(descriptor, runs, small_input, train):
     """Fill the folder with the files of a run of this descriptor."""
     kept = runs / descriptor
     if not kept.exists():
-        content = small_input(
-            training={
-                "numb_steps": 2,
-                "save_freq": 1,
-                "enable_ema": True,
-                "seed": 1,
-            }
-        )
-        content["model"]["descriptor"] = DESCRIPTORS[descriptor] or content["model"]["descriptor"]
+        content = small_input(training={"numb_steps": 2, "save_freq": 1, "enable_ema": True})
+        content["model"]["descriptor"] = COPPER_DESCRIPTORS[descriptor]
         content["validating"] = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
         assert train(content) == 0
         # Restarts then have nothing left to do, and no run moves these files.
@@ -198,26 +156,13 @@ def _attributes(capsys):
 def test_attributes_are_deepmd_kits_lines(finished, capsys):
     """The words are those that deepmd-kit 3.2.0 printed for this run's checkpoint."""
     capsys.readouterr()
-    assert (
-        main(["--pt", "show", "model.ckpt.pt", "size", "type-map", "observed-type", "fitting-net"])
-        == 0
+    assert run_dp("--pt show model.ckpt.pt size type-map observed-type fitting-net") == 0
+    fitting_net = (
+        "{'type': 'ener', 'neuron': [6, 6], 'resnet_dt': True, 'activation_function': 'tanh', "
+        "'precision': 'default', 'trainable': True, 'seed': 2, 'atom_ener': [], 'rcond': None, "
+        "'numb_fparam': 0, 'numb_aparam': 0, 'use_aparam_as_mask': False, "
+        "'default_fparam': None, 'dim_case_embd': 0}"
     )
-    fitting_net = {
-        "type": "ener",
-        "neuron": [6, 6],
-        "resnet_dt": True,
-        "activation_function": "tanh",
-        "precision": "default",
-        "trainable": True,
-        "seed": 2,
-        "atom_ener": [],
-        "rcond": None,
-        "numb_fparam": 0,
-        "numb_aparam": 0,
-        "use_aparam_as_mask": False,
-        "default_fparam": None,
-        "dim_case_embd": 0,
-    }
     lines = shown(capsys.readouterr().err).splitlines()
     assert [line.removeprefix("INFO    ") for line in lines] == [
         "This is a singletask model",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from compared import assert_same
-from hosted_models import hosted_input, write_data
+from hosted_models import hosted_input, spin_input, write_data, write_spin_data
 
 needs_deepmd_kit = pytest.mark.skipif(
     importlib.util.find_spec("deepmd") is None, reason="deepmd-kit is not importable here"
@@ -55,14 +55,18 @@ def test_a_program_differentiates_and_draws_as_the_function_does(device):
 
 @needs_deepmd_kit
 @pytest.mark.deepmd_kit
-@pytest.mark.parametrize("kind", ["se_e2_r", pytest.param("dpa4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["se_e2_r", "se_e2_a with spins", pytest.param("dpa4", marks=pytest.mark.slow)]
+)
 def test_a_compiled_run_gives_the_weights_of_a_plain_one(
     kind, tmp_path, train, load, on_device, caplog
 ):
     """With random numbers of the model, several batches a step, an average, and a restart."""
     on_device()
-    system = write_data(tmp_path, nframes=4)
-    content = hosted_input(kind, system, 4, save_freq=2, enable_ema=True)
+    kind, _, has_spins = kind.partition(" ")
+    make_input, write = (spin_input, write_spin_data) if has_spins else (hosted_input, write_data)
+    system = write(tmp_path, nframes=4)
+    content = make_input(kind, system, 4, save_freq=2, enable_ema=True)
     content["training"]["accumulate_grad_batches"] = 2
     if kind == "dpa4":
         content["model"]["descriptor"]["random_gamma"] = True

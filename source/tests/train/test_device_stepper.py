@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from compared import assert_same
+from small_models import COPPER_DESCRIPTORS
 
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.step.stepper import DeviceStepper, RateTable, build_stepper
+from deepmd_muon.train.step.stepper import DeviceStepper, build_stepper
 from deepmd_muon.train.strategy.base import Alone, Strategy
 from deepmd_muon.train.strategy.fully_sharded import FullySharded
 from deepmd_muon.train.strategy.replicated import Replicated
@@ -49,15 +50,9 @@ def test_a_strategy_is_captured_only_if_it_says_that_its_steps_wait_for_nothing(
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     settings = SimpleNamespace(capture="on", enable_tf32=False)
+    parts = {"loss": None, "optimizer": optimizer, "ema": None, "scalars": None}
     with pytest.raises(TrainingError, match="does not say"):
-        build_stepper(
-            strategy=other,
-            loss=None,
-            optimizer=optimizer,
-            ema=None,
-            training=settings,
-            scalars=None,
-        )
+        build_stepper(strategy=other, training=settings, **parts)
 
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
@@ -90,16 +85,9 @@ def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(
 ):
     """Batches of fixed shapes bound the neighbours in angles; on the host they are counted."""
     content = small_input()
-    repflow = {
-        "e_rcut": 4.5,
-        "e_rcut_smth": 3.0,
-        "e_sel": "auto",
-        "a_rcut": 3.2,
-        "a_rcut_smth": 2.0,
-        "a_sel": "auto",
-    }
-    repflow |= {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 2, "axis_neuron": 2}
-    content["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow, "seed": 1}
+    descriptor = COPPER_DESCRIPTORS["dpa3"]
+    repflow = descriptor["repflow"] | {"nlayers": 2, "e_sel": "auto", "a_sel": "auto"}
+    content["model"]["descriptor"] = descriptor | {"repflow": repflow}
     content["training"] |= {"numb_steps": 3, "disp_freq": 3}
     content["training"]["training_data"]["systems"] = [str(EXAMPLE / "train" / "triclinic8")]
     content["training"]["validation_data"]["systems"] = [str(EXAMPLE / "valid" / "triclinic8")]
@@ -201,17 +189,6 @@ def test_streamed_batches_are_those_of_the_loader():
         assert feed.labelled_atoms({"energy", "force"}) == expected.frames.atype.size
     assert plain.state_dict() == streamed.state_dict()
     source.close()
-
-
-def test_the_schedule_on_the_device_is_that_of_the_host():
-    def scalars(step):
-        return 1.0 / (step + 1), 0.5**step
-
-    table = RateTable(scalars, torch.float64, CPU)
-    for step in (*range(1000, 1003), *range(2020, 2030), 7, 8):
-        table.expect(step)
-        table.read()
-        assert (table.lr.item(), table.lr_fraction.item()) == scalars(step)
 
 
 def test_capture_needs_a_gpu(small_input, train):

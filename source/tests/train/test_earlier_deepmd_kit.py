@@ -13,45 +13,14 @@ from deepmd_muon.optim import HybridMuonConfig
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 
 FITTING = {"type": "ener", "neuron": [6, 6], "seed": 2}
-REPFLOW = {
-    **dict(
-        zip(
-            ("n_dim", "e_dim", "a_dim", "nlayers", "axis_neuron", "e_sel", "a_sel"),
-            (6, 4, 4, 2, 2, 9, 5),
-            strict=True,
-        )
-    ),
-    **dict(
-        zip(("e_rcut", "e_rcut_smth", "a_rcut", "a_rcut_smth"), (4.0, 3.0, 3.0, 2.0), strict=True)
-    ),
-}
+RADIAL = {"rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2}
+CUTS = {"e_rcut": 4.0, "e_rcut_smth": 3.0, "e_sel": 9, "a_rcut": 3.0, "a_rcut_smth": 2.0}
+WIDTHS = {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 2, "axis_neuron": 2, "a_sel": 5}
 DESCRIPTORS = {
-    "se_e2_a": {
-        "sel": [9, 9],
-        "rcut": 4.0,
-        "rcut_smth": 1.0,
-        "neuron": [4, 8],
-        "axis_neuron": 2,
-        "resnet_dt": True,
-    },
-    "se_atten": {
-        "sel": 9,
-        "rcut": 4.0,
-        "rcut_smth": 1.0,
-        "neuron": [4, 8],
-        "axis_neuron": 2,
-        "tebd_dim": 3,
-        "attn": 6,
-    },
-    "se_atten_v2": {
-        "sel": 9,
-        "rcut": 4.0,
-        "rcut_smth": 1.0,
-        "neuron": [4, 8],
-        "axis_neuron": 2,
-        "attn_layer": 0,
-    },
-    "dpa3": {"repflow": REPFLOW},
+    "se_e2_a": {"sel": [9, 9], "resnet_dt": True, **RADIAL},
+    "se_atten": {"sel": 9, "tebd_dim": 3, "attn": 6, **RADIAL},
+    "se_atten_v2": {"sel": 9, "attn_layer": 0, **RADIAL},
+    "dpa3": {"repflow": CUTS | WIDTHS},
 }
 BETAS = (0.9, 0.95)
 STEPS = 7
@@ -68,12 +37,9 @@ VERSIONS = {
 
 def model_of(kind):
     descriptor = {"type": kind, "precision": "float32", "seed": 1, **DESCRIPTORS[kind]}
+    fitting_net = {**FITTING, "precision": "float32"}
     return build_model(
-        {
-            "type_map": ["O", "H"],
-            "descriptor": descriptor,
-            "fitting_net": {**FITTING, "precision": "float32"},
-        }
+        {"type_map": ["O", "H"], "descriptor": descriptor, "fitting_net": fitting_net}
     )
 
 
@@ -99,15 +65,9 @@ def saved_state(model, group, least):
         else:
             state[key] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
             state[key] |= {f"beta{i + 1}_pow": beta**STEPS for i, beta in enumerate(BETAS)}
-    settings = {
-        "lr": 1e-3,
-        "momentum": 0.95,
-        "adam_betas": BETAS,
-        "lr_adjust": 10.0,
-        "lr_adjust_coeff": 0.2,
-        **group,
-    }
-    groups = [{**settings, "weight_decay": 0.001, "params": list(range(len(names)))}]
+    settings = {"lr": 1e-3, "momentum": 0.95, "adam_betas": BETAS, "weight_decay": 0.001}
+    settings |= {"lr_adjust": 10.0, "lr_adjust_coeff": 0.2, **group}
+    groups = [{**settings, "params": list(range(len(names)))}]
     extra = {"train_infos": {"lr": 1e-3, "step": STEPS - 1}}
     return {
         "model": {"_extra_state": extra},
@@ -124,15 +84,9 @@ def test_states_of_every_version_continue(kind, version, caplog):
     content, names = saved_state(model, group, least)
     with caplog.at_level(logging.WARNING):
         load_optimizer_state(optimizer, model, content, Path("model.ckpt.pt"))
-    warned = {
-        record.getMessage().split(":")[0]
-        for record in caplog.records
-        if record.levelname == "WARNING"
-    }
-    parameters, routes = (
-        dict(model.named_parameters()),
-        {entry.name: entry.route for entry in optimizer.routing},
-    )
+    warned = {message.split(":")[0] for message in caplog.messages}
+    parameters = dict(model.named_parameters())
+    routes = {entry.name: entry.route for entry in optimizer.routing}
     changed = set()
     for key, old in content["optimizer"]["state"].items():
         name = names[key]
@@ -167,7 +121,6 @@ def test_a_state_of_another_model_is_refused(kind):
     model = model_of(kind)
     content, _ = saved_state(model, *VERSIONS["latest"])
     content["optimizer"]["param_groups"][0]["params"].append(10**6)
+    optimizer = HybridMuonConfig().build(model, 1e-3)
     with pytest.raises(CheckpointError, match="parameters"):
-        load_optimizer_state(
-            HybridMuonConfig().build(model, 1e-3), model, content, Path("model.ckpt.pt")
-        )
+        load_optimizer_state(optimizer, model, content, Path("model.ckpt.pt"))

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_dp
 from finetune_data import FIXTURE, PREFIX, TABLE, an_input, write_files, write_input
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import ModelError, build_model
-from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches, to_deepmd_kit
-from deepmd_muon.model.errors import BranchError
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.model.nn.type_embedding import identity
 from deepmd_muon.model.settings import model_settings
 from deepmd_muon.model.type_map import TypeMove, check_move, move_weights
@@ -30,11 +30,16 @@ def _files(tmp_path, monkeypatch):
     write_files(tmp_path)
 
 
+def start(content, **options):
+    """Train on neighbours that are not counted, and return the exit status."""
+    options = {"log_level": "WARNING", "skip_neighbor_stat": True, **options}
+    return run(load(write_input(content)), **options)
+
+
 def finetune(type_map, source, branch=None, *, way="finetune", script=True, **changes):
     """Train and return the model of the checkpoint."""
-    path = write_input(an_input(type_map, **changes))
-    given = {way: source, "model_branch": branch, "use_pretrain_script": script}
-    assert run(load(path), log_level="WARNING", skip_neighbor_stat=True, **given) == 0
+    options = {way: source, "model_branch": branch, "use_pretrain_script": script}
+    assert start(an_input(type_map, **changes), **options) == 0
     return torch.load("model.ckpt.pt", weights_only=True)["model"]
 
 
@@ -67,22 +72,14 @@ def test_one_branch_is_fine_tuned_as_deepmd_kit_does():
 
 def test_the_command_line_fine_tunes(capsys):
     path = write_input(an_input(["O", "H"]))
-    words = [
-        "--pt",
-        "train",
-        path,
-        "--model-branch",
-        "water",
-        "--use-pretrain-script",
-        "--skip-neighbor-stat",
-    ]
-    assert main([*words, "-t", "branches"]) == 0  # .pt may be left out
+    command = f"train {path} --model-branch water --use-pretrain-script --skip-neighbor-stat"
+    assert run_dp(f"{command} -t branches") == 0  # .pt may be left out
     ours = torch.load("model.ckpt.pt", weights_only=True)["model"]
     torch.testing.assert_close(
         ours[f"{PREFIX}out_bias"], FIXTURE["finetuned"]["named"][f"{PREFIX}out_bias"], **TINY
     )
     capsys.readouterr()
-    assert main(words) == 2
+    assert run_dp(command) == 2
     assert "--model-branch" in capsys.readouterr().err
 
 
@@ -128,10 +125,9 @@ def test_a_type_map_grows_and_is_reordered(caplog):
 
 def test_init_model_takes_a_branch_and_leaves_the_bias():
     ours = finetune(["O", "H"], "branches.pt", "H2O", way="init_model")
-    elements = FIXTURE["branches"]["_extra_state"]["model_params"]["model_dict"]["water"][
-        "type_map"
-    ]
-    assert ours["_extra_state"]["model_params"]["type_map"] == elements  # --use-pretrain-script
+    branches = FIXTURE["branches"]["_extra_state"]["model_params"]["model_dict"]
+    # --use-pretrain-script
+    assert ours["_extra_state"]["model_params"]["type_map"] == branches["water"]["type_map"]
     assert torch.equal(
         ours[f"{PREFIX}out_bias"], FIXTURE["branches"]["model.water.atomic_model.out_bias"]
     )
@@ -147,15 +143,7 @@ def test_init_model_fits_the_bias_of_new_types_alone():
     torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}, "one.pt")
     content = an_input(["O", "H"])
     content["model"] = {**section, "type_map": ["O", "H"]}
-    assert (
-        run(
-            load(write_input(content)),
-            init_model="one.pt",
-            log_level="WARNING",
-            skip_neighbor_stat=True,
-        )
-        == 0
-    )
+    assert start(content, init_model="one.pt") == 0
     ours = torch.load("model.ckpt.pt", weights_only=True)["model"]
     bias = ours[f"{PREFIX}out_bias"][0, :, 0]
     assert bias[1] == state["atomic_model.out_bias"][0, 1, 0]
@@ -185,7 +173,7 @@ def test_change_bias_gives_deepmd_kits_numbers(mode, how):
 def test_change_bias_sets_values_and_keeps_the_optimizer():
     content = an_input(["O", "H"], optimizer="HybridMuon", lr=1e-3)
     content["model"], _ = named()
-    assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert start(content) == 0
     assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-4.5", "-1.25"]) == 0
     before, after = (
         torch.load(name, weights_only=True) for name in ("model.ckpt.pt", "model.ckpt_updated.pt")
@@ -193,15 +181,7 @@ def test_change_bias_sets_values_and_keeps_the_optimizer():
     assert after["model"][f"{PREFIX}out_bias"].flatten().tolist() == [-4.5, -1.25]
     assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
     content["training"]["numb_steps"] = 2
-    assert (
-        run(
-            load(write_input(content)),
-            restart="model.ckpt_updated.pt",
-            log_level="WARNING",
-            skip_neighbor_stat=True,
-        )
-        == 0
-    )
+    assert start(content, restart="model.ckpt_updated.pt") == 0
 
 
 @pytest.mark.parametrize(
@@ -241,42 +221,9 @@ def test_some_frames_are_enough_for_a_bias():
     assert min((fit - bias).abs().max() for fit in fits) < 1e-9
 
 
-def test_branches_and_their_refusals():
-    state = FIXTURE["branches"]
-    assert list(saved_branches(state))[:2] == ["water", "metal"]
-    for branch in (None, "steel"):
-        with pytest.raises(BranchError, match="water, metal"):
-            from_deepmd_kit(state, branch)
-    with pytest.raises(BranchError, match="single"):
-        from_deepmd_kit(FIXTURE["finetuned"]["named"], "water")
-
-
-def test_a_branch_is_tested():
-    for head, differs in (("water", False), ("metal", True)):
-        assert (
-            main(["--pt", "test", "-m", "branches.pt", "--head", head, "-s", "target", "-d", head])
-            == 0
-        )
-        assert Path(f"{head}.e.out").exists()
-        assert (Path("water.e.out").read_text() != Path(f"{head}.e.out").read_text()) == differs
-
-
-def test_another_model_or_a_fixed_type_map_is_refused(small_input):
+def test_a_model_of_another_size_is_refused():
     with pytest.raises(CheckpointError, match="n_dim"):
         finetune(["O", "H"], "named.pt", script=False)
-    content = small_input()
-    content["training"]["numb_steps"] = 1
-    assert run(load(write_input(content)), log_level="WARNING") == 0
-    content["model"]["type_map"] = ["Ag", "Cu"]
-    content["model"]["descriptor"]["sel"] = [20, 40]
-    for script in (False, True):
-        with pytest.raises(ModelError, match=r"^model/type_map: .*se_e2_a.* cannot take new types"):
-            run(
-                load(write_input(content)),
-                finetune="model.ckpt.pt",
-                use_pretrain_script=script,
-                log_level="WARNING",
-            )
 
 
 @pytest.mark.parametrize("way", ["init_model", "finetune", "restart"])
@@ -294,12 +241,8 @@ def test_se_e2_a_says_that_it_cannot_take_new_types(small_input, way, sel):
     for word in ("se_e2_a", "(Xx)", str(saved), "dpa3", "se_atten"):
         assert word in message
     content["model"]["descriptor"]["sel"] = "auto"
-    assert (
-        run(
-            load(write_input(content)), log_level="ERROR", finetune="model.ckpt.pt", force_load=True
-        )
-        == 0
-    )
+    forced = {"finetune": "model.ckpt.pt", "force_load": True, "skip_neighbor_stat": False}
+    assert start(content, **forced) == 0
     with pytest.raises(ModelError, match="cannot change its type map"):
         check_move(TypeMove(("O", "H"), ("H", "O")), model_settings(content["model"]))
 
@@ -310,12 +253,7 @@ def test_trainable_parts_of_the_input_must_fit_the_net_of_the_checkpoint():
     with pytest.raises(
         ModelError, match=r"^model/fitting_net/trainable: must have one value for each"
     ):
-        run(
-            load(write_input(content)),
-            finetune="named.pt",
-            use_pretrain_script=True,
-            log_level="WARNING",
-        )
+        start(content, finetune="named.pt", use_pretrain_script=True, skip_neighbor_stat=False)
 
 
 def test_data_without_energies_stop_a_fine_tuning():
@@ -331,19 +269,14 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
     section, _ = named()
     content = an_input(["O", "H"], optimizer=optimizer, lr=1e-3, numb_steps=2, enable_ema=ema)
     content["model"] = section
-    assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert start(content) == 0
     before = torch.load("model.ckpt-2.pt", weights_only=True)
     content["model"] = {**section, "type_map": ["H", "Xx", "O"]}
     content["training"]["numb_steps"] = 3
     started = []
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(Trainer, "run", lambda self, begun: started.append(self) or 0)
-        run(
-            load(write_input(content)),
-            restart="model.ckpt-2.pt",
-            log_level="WARNING",
-            skip_neighbor_stat=True,
-        )
+        start(content, restart="model.ckpt-2.pt")
     after = started[0].optimizer.state_dict()
     table = TABLE.removeprefix("model.Default.")
     weights = started[0].model.state_dict()[table]
@@ -356,9 +289,8 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
     assert after["state"].keys() == before["optimizer"]["state"].keys()
     for key, old in before["optimizer"]["state"].items():
         name, new = names[key], after["state"][key]
-        old = {
-            what: x for what, x in old.items() if torch.is_tensor(x)
-        }  # the powers of decays are deepmd-kit's
+        # The powers of decays are deepmd-kit's.
+        old = {what: x for what, x in old.items() if torch.is_tensor(x)}
         assert old.keys() == new.keys()
         for what, value in old.items():
             rows = name == table and value.dim() == 2
@@ -372,15 +304,7 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
             (average + identity(average))[[2, 0]], before["ema"]["model"][table], **TINY
         )
         assert torch.equal(average[1], weights[1])
-    assert (
-        run(
-            load(write_input(content)),
-            restart="model.ckpt-2.pt",
-            log_level="WARNING",
-            skip_neighbor_stat=True,
-        )
-        == 0
-    )
+    assert start(content, restart="model.ckpt-2.pt") == 0
 
 
 def test_one_type_grows_to_two():
@@ -391,18 +315,10 @@ def test_one_type_grows_to_two():
     for types in Path("target").rglob("type.raw"):
         types.write_text("0\n" * len(types.read_text().split()))
         types.with_name("type_map.raw").write_text("H\n")
-    assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert start(content) == 0
     content["model"] = {**section, "type_map": ["O", "H"]}
     content["training"]["numb_steps"] = 2
-    assert (
-        run(
-            load(write_input(content)),
-            restart="model.ckpt.pt",
-            log_level="WARNING",
-            skip_neighbor_stat=True,
-        )
-        == 0
-    )
+    assert start(content, restart="model.ckpt.pt") == 0
     assert torch.load("model.ckpt.pt", weights_only=True)["deepmd_muon"]["step"] == 2
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from write_systems import make_arrays, write_npy
 
-from deepmd_muon.data import SystemFormatError, open_systems
+from deepmd_muon.data import open_systems
 from deepmd_muon.train.batches.frame_store import read_chunk
 
 # Types of each of four frames of five atoms, and of a fixed order.
@@ -36,23 +36,12 @@ def test_atoms_are_packed_in_order_of_their_types(tmp_path, case, mixed):
         coord += [arrays["coord"][k].reshape(5, 3)[atom] for atom in order]
         force += [arrays["force"][k].reshape(5, 3)[atom] for atom in order]
         own += [arrays["atom_ener"][k][atom] for atom in order]
-    np.testing.assert_array_equal(chunk.atype, atype)
-    np.testing.assert_array_equal(chunk.coord, coord)
-    np.testing.assert_array_equal(chunk.labels["force"], force)
-    np.testing.assert_array_equal(chunk.labels["atom_ener"][:, 0], own)
-    np.testing.assert_array_equal(chunk.labels["energy"][:, 0], arrays["energy"][numbers])
+    np.testing.assert_array_equal(chunk.values["atype"], atype)
+    np.testing.assert_array_equal(chunk.values["coord"], coord)
+    np.testing.assert_array_equal(chunk.values["force"], force)
+    np.testing.assert_array_equal(chunk.values["atom_ener"][:, 0], own)
+    np.testing.assert_array_equal(chunk.values["energy"][:, 0], arrays["energy"][numbers])
     assert chunk.natoms.tolist() == [(types[k] >= 0).sum() for k in numbers]
-    assert chunk.counts.tolist() == [
+    assert chunk.values["counts"].tolist() == [
         [(types[k] == kind).sum() for kind in range(3)] for k in numbers
     ]
-
-
-def test_equal_types_that_are_none_are_refused(tmp_path):
-    arrays = {**make_arrays(3, 2), "real_atom_types": np.full((3, 2), 0.5)}
-    (system,) = open_systems([write_npy(tmp_path / "s", [0, 0], [arrays])], ["A", "B"])
-    with pytest.raises(SystemFormatError, match="integer"):
-        system.frames([0, 1, 2])
-    np.save(tmp_path / "s/set.000/real_atom_types.npy", np.full((3, 2), 7))
-    (system,) = open_systems([str(tmp_path / "s")], ["A", "B"])
-    with pytest.raises(SystemFormatError, match="found 7 to 7"):
-        system.frames([0, 1, 2])

@@ -34,8 +34,3 @@ def test_weights_are_those_of_the_checkpoint(frozen, option):
     names = [name for name, x in of_checkpoint.items() if isinstance(x, torch.Tensor)]
     assert any(name.endswith("matrix") for name in names)
     assert [name for name in names if not torch.equal(of_checkpoint[name], of_frozen[name])] == []
-
-
-def test_a_frozen_file_cannot_be_restarted(frozen, capsys):
-    assert main(["--pt", "train", "start.json", "--restart", "frozen.pth"]) == 2
-    assert "--init-model" in capsys.readouterr().err

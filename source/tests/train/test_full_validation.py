@@ -50,9 +50,8 @@ def test_the_best_checkpoint_has_the_errors_of_dp_test(validated, train):
     assert train(validated(training={"enable_ema": True}, max_best_ckpt=2)) == 0
     found = rows()
     assert list(found) == [2, 4, 6, 8, 10]
-    assert [name.partition("(")[0] for name in lines()[0].split()[2:]] == [
-        *("E_MAE", "E_RMSE", "F_MAE", "F_RMSE", "S_MAE", "S_RMSE"),
-    ]
+    columns = [name.partition("(")[0] for name in lines()[0].split()[2:]]
+    assert columns == ["E_MAE", "E_RMSE", "F_MAE", "F_RMSE", "S_MAE", "S_RMSE"]
     ranked = sorted(found, key=lambda step: found[step][3])[:2]
     best = [f"best.ckpt-{step}.t-{rank}.pt" for rank, step in enumerate(ranked, 1)]
     assert sorted(path.name for path in Path().glob("*best*")) == sorted(best)

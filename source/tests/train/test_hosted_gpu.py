@@ -4,7 +4,14 @@ import importlib.util
 
 import pytest
 import torch
-from hosted_models import MODELS, hosted_input, write_data
+from hosted_models import (
+    MODELS,
+    SPIN_MODELS,
+    hosted_input,
+    spin_input,
+    write_data,
+    write_spin_data,
+)
 from test_capture_gpu import _on_gpu  # noqa: F401 (a fixture)
 from test_hosted_training import assert_close
 
@@ -18,14 +25,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, *(f"{kind} with spins" for kind in SPIN_MODELS)])
 def test_captured_steps_give_the_weights_of_launched_ones(kind, tmp_path, train, load):
-    system = write_data(tmp_path, nframes=4)
+    kind, _, has_spins = kind.partition(" ")
+    make_input, write = (spin_input, write_spin_data) if has_spins else (hosted_input, write_data)
+    system = write(tmp_path, nframes=4)
     # DPA-4 computes its geometry in float32.
-    tolerance = 1e-4 if kind == "dpa4" else 1e-9
+    tolerance = 1e-4 if kind.startswith("dpa4") else 1e-9
     weights = []
     for capture in ("off", "on"):
-        content = hosted_input(kind, system, 8, save_freq=4, capture=capture)
+        content = make_input(kind, system, 8, save_freq=4, capture=capture)
         # Orthogonalized in float64, rounding does not grow.
         content["optimizer"] = {"type": "HybridMuon", "precision": "float64"}
         assert train(content, skip_neighbor_stat=True) == 0

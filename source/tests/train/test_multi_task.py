@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run_dp
+from small_models import COPPER_DESCRIPTORS as DESCRIPTORS
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
@@ -16,22 +18,6 @@ from deepmd_muon.optim.routing.routes import RouteTable
 from deepmd_muon.train import trainer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
-_ANGLES = {"e_dim": 5, "a_dim": 4, "a_rcut": 3.0, "a_rcut_smth": 2.5, "a_sel": 10}
-_EDGES = {"n_dim": 6, "nlayers": 1, "e_rcut": 4.0, "e_rcut_smth": 3.5, "e_sel": 20}
-_NET = {"rcut_smth": 2.0, "neuron": [4, 8], "seed": 1}
-DESCRIPTORS = {
-    "se_e2_a": {"type": "se_e2_a", "sel": [44], "rcut": 4.5, "axis_neuron": 3, **_NET},
-    "dpa1": {
-        "type": "dpa1",
-        "sel": 30,
-        "rcut": 4.0,
-        "axis_neuron": 2,
-        "attn": 6,
-        "attn_layer": 1,
-        **_NET,
-    },
-    "dpa3": {"type": "dpa3", "repflow": {**_EDGES, **_ANGLES}, "seed": 1},
-}
 HOT, COLD = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
 DESCRIPTOR, FITTING = "atomic_model.descriptor.", "atomic_model.fitting_net."
 
@@ -116,18 +102,10 @@ def test_a_head_that_is_not_drawn_keeps_weights_and_momentum(two_branches, train
     assert not same(
         below(branch(before, "cold"), DESCRIPTOR), below(branch(after, "cold"), DESCRIPTOR)
     )
-    states = []
-    for found in (before, after):
-        optimizer = found["optimizer"]
-        names = optimizer["param_groups"][0]["param_names"]
-        own = [i for i, name in enumerate(names) if name.startswith(f"cold.{FITTING}")]
-        states.append({names[i]: optimizer["state"][i] for i in own})
-    assert states[0]
-    for name, values in states[0].items():
-        present = states[1][name]
-        assert same(
-            *({key: torch.as_tensor(x) for key, x in one.items()} for one in (values, present))
-        ), name
+    saved, present = (below(states(content), f"cold.{FITTING}") for content in (before, after))
+    assert saved
+    for name, values in saved.items():
+        assert same(values, present[name]), name
 
 
 def test_only_runs_with_branches_may_lack_gradients_in_a_captured_step(
@@ -194,11 +172,8 @@ def test_reports_name_the_branches(two_branches, train):
     assert rows.shape == (3, len(names))
     assert np.isfinite(rows[:, names.index("rmse_f_val_hot")]).all()
     # Each row has the errors of the branches that were trained since the last one.
-    assert (
-        np.isfinite(rows[1:, [names.index("rmse_f_trn_hot"), names.index("rmse_f_trn_cold")]])
-        .any(0)
-        .all()
-    )
+    trained = [names.index("rmse_f_trn_hot"), names.index("rmse_f_trn_cold")]
+    assert np.isfinite(rows[1:, trained]).any(0).all()
     record = json.loads(Path("run.jsonl").read_text().splitlines()[-1])
     assert {"rmse_f_trn_hot", "rmse_f_val_hot", "rmse_f_trn_cold"} <= record.keys()
 
@@ -238,52 +213,14 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
         Predictor("model.ckpt.pt", head="hot", ema=True).evaluate(frames).energy, found["hot"]
     )
     for name, energy in found.items():
-        assert (
-            main(
-                ["--pt", "freeze", "-c", "model.ckpt.pt", "-o", name, "--head", name, "-v", "ERROR"]
-            )
-            == 0
-        )
+        assert run_dp(f"--pt freeze -c model.ckpt.pt -o {name} --head {name} -v ERROR") == 0
         np.testing.assert_allclose(
             Predictor(f"{name}.pth").evaluate(frames).energy, energy, rtol=1e-12
         )
-    assert (
-        main(
-            [
-                "--pt",
-                "test",
-                "-m",
-                "model.ckpt.pt",
-                "-s",
-                COLD,
-                "--head",
-                "cold",
-                "-n",
-                "2",
-                "-d",
-                "of",
-            ]
-        )
-        == 0
-    )
+    assert run_dp(f"--pt test -m model.ckpt.pt -s {COLD} --head cold -n 2 -d of") == 0
     np.testing.assert_allclose(np.loadtxt("of.e.out")[:, 1], found["cold"], rtol=1e-9)
     for option in ("--head", "--model-branch"):
-        assert (
-            main(
-                [
-                    "--pt",
-                    "change-bias",
-                    "model.ckpt.pt",
-                    "-b",
-                    "-1",
-                    "-o",
-                    "moved.pt",
-                    option,
-                    "hot",
-                ]
-            )
-            == 0
-        )
+        assert run_dp(f"--pt change-bias model.ckpt.pt -b -1 -o moved.pt {option} hot") == 0
     assert float(load_model("moved.pt", head="hot").atomic_model.out_bias) == -1.0
     assert float(load_model("moved.pt", head="cold").atomic_model.out_bias) != -1.0
     devi = ["--pt", "model-devi", "-m", "model.ckpt.pt", "moved.pt", "-s", COLD, "-o", "devi"]
@@ -295,11 +232,12 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
 def test_epochs_of_branches_give_length_and_probabilities(two_branches, train, monkeypatch):
     seen = []
     original = trainer.length_and_probabilities
-    monkeypatch.setattr(
-        trainer,
-        "length_and_probabilities",
-        lambda *parts: seen.append(original(*parts)) or seen[-1],
-    )
+
+    def noted(*parts):
+        seen.append(original(*parts))
+        return seen[-1]
+
+    monkeypatch.setattr(trainer, "length_and_probabilities", noted)
     content = two_branches()
     for key in ("numb_steps", "model_prob"):
         del content["training"][key]
@@ -330,10 +268,7 @@ def test_show_lists_the_branches(two_branches, train, capsys):
     content = two_branches(numb_steps=1)
     content["model"]["model_dict"]["cold"]["model_branch_alias"] = ["ice", "snow"]
     assert train(content) == 0
-    assert (
-        main(["--pt", "show", "model.ckpt.pt", "model-branch", "type-map", "size", "observed-type"])
-        == 0
-    )
+    assert run_dp("--pt show model.ckpt.pt model-branch type-map size observed-type") == 0
     told = capsys.readouterr().err
     assert "['hot', 'cold', 'RANDOM']" in told
     assert "| cold         | ice, snow |" in told
@@ -355,6 +290,11 @@ def states(content):
     }
 
 
+def branch_sections(content):
+    """Return the sections of an input with an entry for each branch."""
+    return content["model"]["model_dict"], content["loss_dict"], content["training"]["data_dict"]
+
+
 def without_steps(content, **training):
     """Let a run end where it begins, so that its checkpoint holds what it has loaded."""
     return {**content, "training": {**content["training"], "save_ckpt": "next/model", **training}}
@@ -366,11 +306,7 @@ def test_a_renamed_branch_keeps_its_state_and_place(two_branches, train, load, o
     content["optimizer"] = {"type": optimizer}
     assert train(content) == 0
     before = load()
-    for section in (
-        content["model"]["model_dict"],
-        content["loss_dict"],
-        content["training"]["data_dict"],
-    ):
+    for section in branch_sections(content):
         section["warm"] = section.pop("hot")
     content["training"]["model_prob"] = {"warm": 2, "cold": 1}
     content["model"]["model_dict"]["warm"]["model_branch_alias"] = ["hot"]
@@ -378,9 +314,8 @@ def test_a_renamed_branch_keeps_its_state_and_place(two_branches, train, load, o
     after = load("next/model.pt")
     assert same(branch(before, "hot"), branch(after, "warm"))
     known = states(before)
-    for name, values in states(
-        after
-    ).items():  # the shared descriptor is named after the first branch, now cold
+    for name, values in states(after).items():
+        # The shared descriptor is named after the first branch, now cold.
         former = name.replace("warm.", "hot.").replace(f"cold.{DESCRIPTOR}", f"hot.{DESCRIPTOR}")
         assert same(known.pop(former), values), name
     assert not known
@@ -427,9 +362,7 @@ def test_from_one_model_to_several_and_back(two_branches, small_input, train, lo
     one = load("one.pt")
     content = two_branches(numb_steps=6)
     content["optimizer"] = {"type": optimizer}
-    content["model"]["model_dict"]["cold"]["finetune_head"] = (
-        "Default"  # cold continues it, hot is new
-    )
+    content["model"]["model_dict"]["cold"]["finetune_head"] = "Default"  # hot is new
     assert train(without_steps(content), restart="one-6.pt") == 0
     both = load("next/model.pt")
     assert same(branch(one, "Default"), branch(both, "cold"))
@@ -449,11 +382,7 @@ def test_from_one_model_to_several_and_back(two_branches, small_input, train, lo
 def test_a_checkpoint_without_these_branches_is_refused(two_branches, train):
     content = two_branches(numb_steps=2, save_freq=2)
     assert train(content) == 0
-    for section in (
-        content["model"]["model_dict"],
-        content["loss_dict"],
-        content["training"]["data_dict"],
-    ):
+    for section in branch_sections(content):
         section["a"], section["b"] = section.pop("hot"), section.pop("cold")
     content["training"]["model_prob"] = {"a": 1, "b": 1}
     with pytest.raises(

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,9 +92,8 @@ def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):
     for run in range(3):
         content["training"]["seed"] = run
         assert train(content) == 0
-        kept.append(
-            {name: Path(name).read_bytes() for name in ("lcurve.out", "log.jsonl", "out.json")}
-        )
+        names = ("lcurve.out", "log.jsonl", "out.json")
+        kept.append({name: Path(name).read_bytes() for name in names})
     for number in (1, 2):
         for name, was in kept[number - 1].items():
             assert Path(f"{name}.{number}").read_bytes() == was
@@ -103,15 +103,9 @@ def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):
 def test_going_back_keeps_later_files(small_input, train, caplog):
     """A restart from an older checkpoint would overwrite later ones, and cut the reports."""
     training = {"numb_steps": 6, "save_freq": 2, "disp_freq": 1, "jsonl_file": "log.jsonl"}
-    content = {
-        **small_input(training=training),
-        "validating": {"full_validation": True, "full_val_start": 0},
-    }
-    content["validating"] |= {
-        "validation_freq": 1,
-        "max_best_ckpt": 6,
-        "full_val_file": "./val.log",
-    }
+    validating = {"full_validation": True, "full_val_start": 0, "validation_freq": 1}
+    validating |= {"max_best_ckpt": 6, "full_val_file": "./val.log"}
+    content = small_input(training=training, validating=validating)
     assert train(content) == 0
     reports = ("lcurve.out", "log.jsonl", "val.log")
     before = {
@@ -138,23 +132,12 @@ def test_going_back_keeps_later_files(small_input, train, caplog):
 
 def test_a_restart_does_not_add_to_the_reports_of_another_run(small_input, train, caplog):
     """Two runs with different save_ckpt and one disp_file, one after the other."""
-    contents = {
-        name: {
-            **small_input(
-                training={
-                    "numb_steps": 4,
-                    "save_freq": 2,
-                    "disp_freq": 1,
-                    "save_ckpt": name,
-                    "seed": seed,
-                }
-            ),
-            "validating": {"full_validation": True, "full_val_start": 0, "validation_freq": 1},
-        }
-        for seed, name in enumerate("ab")
-    }
-    assert train(contents["a"]) == 0
-    assert train(contents["b"]) == 0
+    contents = {}
+    for seed, name in enumerate("ab"):
+        training = {"numb_steps": 4, "save_freq": 2, "disp_freq": 1, "save_ckpt": name}
+        validating = {"full_validation": True, "full_val_start": 0, "validation_freq": 1}
+        contents[name] = small_input(training=training | {"seed": seed}, validating=validating)
+        assert train(contents[name]) == 0
     theirs = {name: Path(name).read_bytes() for name in ("lcurve.out", "val.log")}
     best = [path.read_bytes() for path in Path().glob("best.ckpt-*")]
     contents["a"]["training"]["numb_steps"] = 6
@@ -162,59 +145,52 @@ def test_a_restart_does_not_add_to_the_reports_of_another_run(small_input, train
     assert "save_ckpt b" in caplog.text
     for name, was in theirs.items():
         assert was in [path.read_bytes() for path in Path().glob(f"{name}.*")]
-        steps = [
-            int(line.split()[0])
-            for line in Path(name).read_text().splitlines()
-            if not line.startswith("#")
-        ]
-        assert steps == [5, 6]
+        assert np.loadtxt(name, comments="#")[:, 0].tolist() == [5, 6]
     assert set(best) <= {path.read_bytes() for path in Path().glob("best.ckpt.*")}
 
 
-@pytest.mark.parametrize("way", ["restart", "init_model"])
-def test_weights_that_are_not_finite_are_refused(small_input, train, way):
-    content = small_input(training={"numb_steps": 2})
+def first_weight(saved):
+    return next(x for name, x in saved["model"].items() if name.endswith("layers.0.matrix"))
+
+
+def average(saved):
+    return next(x for x in saved["ema"]["model"].values() if x.numel())
+
+
+def state_tensor(key):
+    def find(saved):
+        return next(state[key] for state in saved["optimizer"]["state"].values() if key in state)
+
+    return find
+
+
+# The optimizer of a run, what is spoiled in its checkpoint, the number, and how the error names it.
+SPOILED = [
+    ("HybridMuon", first_weight, "inf", "not finite"),
+    ("HybridMuon", state_tensor("momentum_buffer"), "nan", r"\(momentum_buffer of atomic_model"),
+    ("HybridMuon", state_tensor("magma_score"), "inf", r"\(magma_score of atomic_model"),
+    ("HybridMuon", state_tensor("exp_avg"), "nan", r"\(exp_avg of atomic_model"),
+    ("HybridMuon", state_tensor("exp_avg_sq"), "nan", r"\(exp_avg_sq of atomic_model"),
+    ("HybridMuon", state_tensor("exp_avg_sq"), "-1e-9", r"\(exp_avg_sq of atomic_model"),
+    ("Adam", state_tensor("exp_avg"), "nan", "NaN"),
+    ("Adam", average, "nan", "NaN"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "find", "value", "word"), SPOILED)
+def test_a_checkpoint_that_would_spoil_the_run_is_refused(
+    small_input, train, optimizer, find, value, word
+):
+    content = small_input(
+        training={"numb_steps": 2, "enable_ema": True}, optimizer={"type": optimizer}
+    )
     assert train(content) == 0
     saved = read_checkpoint("model.ckpt-2.pt")
-    name = next(name for name in saved["model"] if name.endswith("layers.0.matrix"))
-    saved["model"][name].view(-1)[0] = float("inf")
+    find(saved).view(-1)[0] = float(value)
     torch.save(saved, "broken.pt")
-    with pytest.raises(CheckpointError, match=r"broken\.pt.*not finite"):
-        train(content, **{way: "broken.pt"})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("momentum_buffer", "nan"),
-        ("magma_score", "inf"),
-        ("exp_avg", "nan"),
-        ("exp_avg_sq", "nan"),
-        ("exp_avg_sq", "-1e-9"),
-    ],
-)
-def test_a_state_that_would_spoil_the_weights_is_refused(small_input, train, key, value):
-    content = small_input(training={"numb_steps": 2})
-    assert train(content) == 0
-    saved = read_checkpoint("model.ckpt-2.pt")
-    values = next(one for one in saved["optimizer"]["state"].values() if key in one)
-    values[key].view(-1)[0] = float(value)
-    torch.save(saved, "broken.pt")
-    with pytest.raises(CheckpointError, match=rf"broken\.pt.*\({key} of atomic_model"):
-        train(content, restart="broken.pt")
-
-
-@pytest.mark.parametrize("part", ["optimizer", "ema"])
-def test_an_average_or_state_of_adam_that_is_not_finite_is_refused(small_input, train, part):
-    settings = {"numb_steps": 2, "enable_ema": True, "ema_decay": 0.9}
-    content = small_input(training=settings, optimizer={"type": "Adam"})
-    assert train(content) == 0
-    saved = read_checkpoint("model.ckpt-2.pt")
-    spoiled = saved["ema"]["model"] if part == "ema" else saved["optimizer"]["state"][0]
-    next(x for x in spoiled.values() if x.numel()).view(-1)[0] = float("nan")
-    torch.save(saved, "broken.pt")
-    with pytest.raises(CheckpointError, match=r"broken\.pt.*NaN"):
-        train(content, restart="broken.pt")
+    for way in ("restart", "init_model") if find is first_weight else ("restart",):
+        with pytest.raises(CheckpointError, match=rf"broken\.pt.*{word}"):
+            train(content, **{way: "broken.pt"})
 
 
 @pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg_sq"])

@@ -1,17 +1,16 @@
 """Runs of models with frame and atomic parameters and excluded types: statistics, batches, restarts, commands."""
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import run_dp
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import (
-    DataError,
     DataLoader,
     NeighborCache,
     Parameters,
@@ -181,27 +180,6 @@ def test_a_restart_is_exact_to_the_bit(kind, systems, train, check_restart):
         train(content, restart="model.ckpt-3.pt", skip_neighbor_stat=True)
 
 
-def test_bad_data_are_told_before_the_first_step(systems, train):
-    for folder in systems[:2]:
-        Path(folder, "set.000", "fparam.npy").unlink()
-    np.save(Path(systems[2], "set.000", "aparam.npy"), np.zeros((1, 7)))
-    content = an_input("se_e2_a-everything", systems)
-    with pytest.raises(DataError) as error:
-        train(content, skip_neighbor_stat=True)
-    for word in (
-        "3 of 3 systems",
-        systems[0],
-        systems[1],
-        f"{systems[2]}: set.000/aparam.npy",
-        "fparam.npy: missing",
-    ):
-        assert word in str(error.value)
-    assert not Path("lcurve.out").exists()
-    np.save(Path(systems[2], "set.000", "aparam.npy"), np.zeros((1, 15)))
-    content["model"]["fitting_net"]["default_fparam"] = [300.0, 3.0]
-    assert train(content, skip_neighbor_stat=True) == 0
-
-
 def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
     """dp test, model-devi, change-bias and freeze, on a checkpoint and on its frozen file."""
     content = an_input("se_e2_a-everything", systems, numb_steps=3)
@@ -215,36 +193,13 @@ def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
     )
     assert np.abs(other.energy - expected.energy).min() > 1e-6
     for model in ("model.ckpt.pt", "frozen.pth"):
-        assert (
-            main(
-                ["--pt", "test", "-m", model, "-s", systems[0], "-d", f"of-{model}", "-v", "ERROR"]
-            )
-            == 0
-        )
+        assert run_dp(f"--pt test -m {model} -s {systems[0]} -d of-{model} -v ERROR") == 0
         table = np.loadtxt(f"of-{model}.e.out")
         np.testing.assert_allclose(table[:, 1], expected.energy, rtol=1e-9)
-    assert (
-        main(
-            [
-                "--pt",
-                "model-devi",
-                "-m",
-                "model.ckpt.pt",
-                "frozen.pth",
-                "-s",
-                systems[0],
-                "-o",
-                "devi.out",
-            ]
-        )
-        == 0
-    )
+    assert run_dp(f"--pt model-devi -m model.ckpt.pt frozen.pth -s {systems[0]} -o devi.out") == 0
     assert np.abs(np.loadtxt("devi.out")[:, 1:]).max() < 1e-6
     every = str(Path(systems[0]).parent)
-    assert (
-        main(["--pt", "change-bias", "model.ckpt.pt", "-s", every, "-o", "moved.pt", "-v", "ERROR"])
-        == 0
-    )
+    assert run_dp(f"--pt change-bias model.ckpt.pt -s {every} -o moved.pt -v ERROR") == 0
     moved = Predictor("moved.pt", device="cpu").model.atomic_model.out_bias[0, :, 0]
     before = predictor.model.atomic_model.out_bias[0, :, 0]
     assert (moved - before)[0].abs() > 1e-3
@@ -362,13 +317,3 @@ def test_runs_on_another_type_map_exclude_the_same_elements(systems, train, kind
     assert settings.type_map == ("H", "C", "O")
     assert settings.descriptor.exclude_types == ((2, 0), (1, 1))
     assert (settings.pair_exclude_types, settings.atom_exclude_types) == (((0, 0), (1, 2)), (0,))
-
-
-def test_the_normalised_input_gives_the_same_again(systems, train):
-    content = an_input("se_e2_a-everything", systems, numb_steps=1)
-    assert train(content, skip_neighbor_stat=True, output="first.json") == 0
-    again = json.loads(Path("first.json").read_text())
-    assert again["model"]["fitting_net"]["numb_aparam"] == 1
-    assert again["model"]["pair_exclude_types"] == [[0, 0]]
-    assert train(again, skip_neighbor_stat=True, output="second.json") == 0
-    assert Path("second.json").read_text() == Path("first.json").read_text()

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -61,36 +60,6 @@ def test_a_run_that_skips_most_steps_says_so_and_one_that_skips_all_ends(kind, c
         with pytest.raises(NonFiniteError, match="all of the last 10 steps"):
             guard.check(30)
     SkipCount(1).add(1, 1, 1)  # one bad step ends no run
-
-
-def spoil(path, change):
-    with h5py.File(path, "a") as file:
-        (entry,) = file["deepmd_muon"].values()
-        change(entry)
-
-
-def put(name, value):
-    def change(entry):
-        del entry[name]
-        entry[name] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (put("mean", np.full((1, 4), 0.1)), "checksum"),
-        (lambda entry: entry.pop("mean"), "checksum"),
-        (put("mean", h5py.SoftLink("/none")), "is damaged"),
-    ],
-)
-def test_damaged_statistics_are_named(small_input, train, change, problem):
-    content = small_input(training={"stat_file": "stat.hdf5", "numb_steps": 1})
-    assert train(content) == 0
-    spoil("stat.hdf5", change)
-    with pytest.raises(DataError, match=f"stat_file stat.hdf5.*{problem}"):
-        train(content)
 
 
 @pytest.mark.parametrize(

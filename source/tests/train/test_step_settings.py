@@ -64,19 +64,13 @@ def test_a_reason_ends_a_run_that_demands_capture(small_input):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     for capture in ("on", "auto", "off"):
         content = small_input(training={"capture": capture})
-        arguments = {
-            "strategy": strategy,
-            "loss": None,
-            "optimizer": optimizer,
-            "ema": None,
-            "training": settings_of(content).training,
-            "scalars": None,
-        }
+        parts = {"loss": None, "optimizer": optimizer, "ema": None, "scalars": None}
+        parts |= {"strategy": strategy, "training": settings_of(content).training}
         if capture == "on":
             with pytest.raises(TrainingError, match="training/some is true"):
-                build_stepper(**arguments)
+                build_stepper(**parts)
         else:
-            assert isinstance(build_stepper(**arguments), HostStepper)
+            assert isinstance(build_stepper(**parts), HostStepper)
 
 
 def test_each_schedule_on_the_device_is_that_of_the_host(inputs):
@@ -103,20 +97,12 @@ def test_each_loss_takes_the_fraction_on_the_device(inputs):
     def drawn(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    prediction = {
-        "energy": drawn(3),
-        "force": drawn(3, 4, 3),
-        "virial": drawn(3, 9),
-        "atom_energy": drawn(3, 4),
-    }
-    labels = {
-        "energy": drawn(3),
-        "force": drawn(3, 4, 3),
-        "virial": drawn(3, 9),
-        "atom_ener": drawn(3, 4),
-        "atom_pref": drawn(3, 4).abs(),
-        "atom_ener_coeff": drawn(3, 4),
-    }
+    shapes = {"energy": (3,), "force": (3, 4, 3), "virial": (3, 9)}
+    prediction = {name: drawn(*shape) for name, shape in shapes.items()}
+    prediction["atom_energy"] = drawn(3, 4)
+    labels = {name: drawn(*shape) for name, shape in shapes.items()}
+    labels |= {name: drawn(3, 4) for name in ("atom_ener", "atom_ener_coeff")}
+    labels["atom_pref"] = drawn(3, 4).abs()
     atoms = ComparedAtoms(torch.zeros(3, 4, dtype=torch.int64))
     values = set()
     for name, content in inputs.items():

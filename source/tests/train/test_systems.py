@@ -14,7 +14,7 @@ from deepmd_muon.data import DataError, TypeMapError, open_systems
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.model import ModelError, build_model
-from deepmd_muon.train import TrainingError, run
+from deepmd_muon.train import run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 DPA1 = {
@@ -104,13 +104,6 @@ def test_settings_for_types_are_checked_when_the_types_are_known(small_input, tr
     normalize(content)
     with pytest.raises(ModelError, match="one number for each of the 1 types"):
         train(content)
-
-
-def test_a_sel_without_its_counts_names_the_option_that_skips_them(small_input, train):
-    content = small_input()
-    content["model"]["descriptor"]["sel"] = "auto"
-    with pytest.raises(TrainingError, match="--skip-neighbor-stat"):
-        train(content, skip_neighbor_stat=True)
 
 
 def test_settings_without_effect_are_warned_of_once(small_input, train, caplog):

@@ -51,11 +51,8 @@ class Coordination(torch.nn.Module):
         described = (x.unsqueeze(-1) ** self.powers).sum(1) @ self.mix
 
         def pullback(adjoint):
-            slope = (
-                (adjoint @ self.mix.T).unsqueeze(1)
-                * self.powers
-                * x.unsqueeze(-1) ** (self.powers - 1)
-            )
+            powers = self.powers * x.unsqueeze(-1) ** (self.powers - 1)
+            slope = (adjoint @ self.mix.T).unsqueeze(1) * powers
             return (-slope.sum(-1) / (self.rcut * r)).unsqueeze(-1) * edges
 
         return Described(described, pullback if force else None)
@@ -118,23 +115,43 @@ def _registered():
     register_loss("log_cosh", settings=LogCoshSettings, module=LogCosh)
     register_optimizer("SignedMomentum", SignSettings)
     yield
+    # Other tests of this process look at the package as it comes.
     del OPTIMIZERS["SignedMomentum"]
-    del DESCRIPTORS._parts[
-        "coordination"
-    ]  # other tests of this process look at the package as it comes
+    del DESCRIPTORS._parts["coordination"]
     del LOSSES._parts["log_cosh"]
 
 
-def test_its_settings_are_checked_and_documented(small_input):
+# Of each part: a section with two mistakes, their paths, and a sentence of the reference.
+MISTAKES = {
+    "descriptor": (
+        {"type": "coordination", "powers": [1, 2], "rcutt": 3},
+        {"model/descriptor/powers/0", "model/descriptor/rcutt"},
+        "Exponents of 1 − r/rcut.",
+    ),
+    "optimizer": (
+        {"type": "SignedMomentum", "decay": 1.0, "dekay": 1},
+        {"optimizer/decay", "optimizer/dekay"},
+        "Decay of the momentum, β of the average.",
+    ),
+    "loss": (
+        {"type": "log_cosh", "scale": 0, "scael": 1},
+        {"loss/scale", "loss/scael"},
+        "Error at which the loss turns linear [eV/Å].",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", MISTAKES)
+def test_settings_are_checked_and_documented_like_the_others(small_input, part):
+    section, paths, sentence = MISTAKES[part]
     content = small_input()
-    content["model"]["descriptor"] = {"type": "coordination", "powers": [1, 2], "rcutt": 3}
+    place = content["model"] if part == "descriptor" else content
+    place[part] = section
     with pytest.raises(InputError) as caught:
         normalize(content)
-    assert {problem.path for problem in caught.value.problems} == {
-        "model/descriptor/powers/0",
-        "model/descriptor/rcutt",
-    }
-    assert "Exponents of 1 − r/rcut." in reference()
+    assert {problem.path for problem in caught.value.problems} == paths
+    assert sentence in reference()
+    assert section["type"] in json.dumps(json_schema())
 
 
 def test_it_trains_restarts_and_predicts(small_input, check_restart):
@@ -170,10 +187,8 @@ def test_an_optimizer_trains_and_restarts(small_input, train, check_restart):
     content = small_input()
     content["optimizer"] = {"type": "SignedMomentum", "decay": 0.8}
     whole, _ = check_restart(content, 5)
-    assert json.loads(Path("out.json").read_text())["optimizer"] == {
-        "type": "SignedMomentum",
-        "decay": 0.8,
-    }
+    written = json.loads(Path("out.json").read_text())
+    assert written["optimizer"] == {"type": "SignedMomentum", "decay": 0.8}
     assert {key for state in whole["optimizer"]["state"].values() for key in state} == {"momentum"}
     content["optimizer"] = {"type": "Adam"}
     assert train(content) == 0
@@ -184,28 +199,14 @@ def test_an_optimizer_trains_and_restarts(small_input, train, check_restart):
         train(content, restart="model.ckpt-5.pt")
 
 
-def test_an_optimizer_is_checked_and_documented_like_the_others(small_input):
-    content = small_input()
-    content["optimizer"] = {"type": "SignedMomentum", "decay": 1.0, "dekay": 1}
-    with pytest.raises(InputError) as caught:
-        normalize(content)
-    assert {problem.path for problem in caught.value.problems} == {
-        "optimizer/decay",
-        "optimizer/dekay",
-    }
-    assert "Decay of the momentum, β of the average." in reference()
-    assert "SignedMomentum" in json.dumps(json_schema())
-    for name, settings in (("Adam", SignSettings), ("mine", SignedMomentum)):
-        with pytest.raises(InvalidSettingError, match="register_optimizer"):
-            register_optimizer(name, settings)
+@pytest.mark.parametrize(("name", "settings"), [("Adam", SignSettings), ("mine", SignedMomentum)])
+def test_a_name_that_is_taken_and_no_settings_are_refused(name, settings):
+    with pytest.raises(InvalidSettingError, match="register_optimizer"):
+        register_optimizer(name, settings)
 
 
-def test_a_loss_is_checked_like_the_others(small_input):
+def test_a_metric_that_the_loss_does_not_compare_is_named(small_input):
     content = small_input(validating={"full_validation": True, "validation_metric": "E:MAE"})
-    content["loss"] = {"type": "log_cosh", "scale": 0, "scael": 1}
-    with pytest.raises(InputError) as caught:
-        normalize(content)
-    assert {problem.path for problem in caught.value.problems} == {"loss/scale", "loss/scael"}
     content["loss"] = {"type": "log_cosh"}
     with pytest.raises(InputError, match="does not compare energy"):
         normalize(content)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from hosted_models import hosted_input, write_data
+from hosted_models import hosted_input, spin_input, write_data, write_spin_data
 from train_ranks import Job, run_jobs
 
 pytestmark = [
@@ -32,6 +32,20 @@ def test_two_ranks_reach_the_weights_of_one_process(tmp_path):
     for name in ("stage_0", "stage_1"):
         for key, x in weights_of(tmp_path / name / "model.ckpt-3.pt").items():
             torch.testing.assert_close(x, alone[key], rtol=0, atol=1e-9)
+
+
+def test_two_ranks_reach_the_weights_of_one_process_with_spins(tmp_path):
+    """Also for virtual atoms, which neighbour lists have to reach on every rank."""
+    system = write_spin_data(tmp_path)
+    options = {"skip_neighbor_stat": True}
+    jobs = [
+        Job(tmp_path / name, spin_input("se_e2_a", system, 3), options) for name in ("alone", "two")
+    ]
+    assert run_jobs(1, jobs[:1]) == [["0"]]
+    assert run_jobs(2, jobs[1:]) == [["0", "0"]]
+    alone = weights_of(tmp_path / "alone" / "model.ckpt-3.pt")
+    for key, x in weights_of(tmp_path / "two" / "model.ckpt-3.pt").items():
+        torch.testing.assert_close(x, alone[key], rtol=0, atol=1e-9)
 
 
 def weights_of(path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared import tensors
-from make_rule_files import ARCHIVE, HALF, RUNS, STEPS, content
+from rule_files import ARCHIVE, HALF, RUNS, STEPS, content
 from train_ranks import Job, run_jobs
 
 from deepmd_muon.checkpoint_file.file import read_checkpoint

@@ -243,16 +243,11 @@ def test_further_layouts_equal_one_process_with_the_larger_batch(place):
     check_equal(place, 4, run_jobs(4, four), four)
     check_equal(place, 3, run_jobs(3, three), three)
     check_equal(place, 2, run_jobs(2, adam), adam, "AdamW")
-
-
-@pytest.mark.slow
-def test_eight_ranks_equal_one_process_with_the_larger_batch(place):
-    layouts = ((0, 1), (1, 1), (2, 4), (3, 2))
-    jobs = [
+    eight = [
         Job(place / f"8_{stage}", content(place, 1, stage, groups=groups))
-        for stage, groups in layouts
+        for stage, groups in ((0, 1), (1, 1), (2, 4), (3, 2))
     ]
-    check_equal(place, 8, run_jobs(8, jobs), jobs)
+    check_equal(place, 8, run_jobs(8, eight), eight)
 
 
 def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(place):
@@ -779,7 +774,7 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
 
 
 def torchrun_command(folder):
-    """Return how two ranks are started in a folder."""
+    """Return how torchrun starts two ranks in a folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += [
         "--master-port",
@@ -792,21 +787,6 @@ def torchrun_command(folder):
     ]
     environment = {**os.environ, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     return {"args": command, "cwd": folder, "env": environment}
-
-
-def torchrun(folder):
-    """Train on two ranks in a folder."""
-    return subprocess.run(**torchrun_command(folder), capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_torchrun_tells_a_wrong_input_once(place, tmp_path):
-    (tmp_path / "input.json").write_text(json.dumps(content(place, 1, numb_steps=-1)))
-    done = torchrun(tmp_path)
-    message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found -1\n"
-    assert done.stderr.count(message) == 1
-    assert done.stderr.count("dp train") == 1
-    assert "exitcode  : 2" in done.stderr
 
 
 def test_reports_a_wrong_input_once(place, tmp_path):
@@ -834,15 +814,3 @@ def test_reports_a_wrong_input_once(place, tmp_path):
     for text, part in zip(told, expected, strict=True):
         assert part in text
         assert text.count("dp train:") == bool(part)
-
-
-@pytest.mark.slow
-def test_torchrun_trains_and_logs_once(place, tmp_path):
-    given = content(place, 1, 1, numb_steps=2, seed=None)
-    del given["optimizer"]["lr_adjust_coeff"]  # for a remark
-    (tmp_path / "input.json").write_text(json.dumps(given))
-    done = torchrun(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("training done; the model is model.ckpt-2.pt") == 1
-    assert done.stderr.count("optimizer/lr_adjust_coeff is not given") == 1
-    assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] == 2

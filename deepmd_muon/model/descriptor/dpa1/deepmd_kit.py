@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.deepmd_kit import Translation, check_slots, own_parameters
 from deepmd_muon.model.descriptor.dpa1.module import DPA1
@@ -25,7 +26,7 @@ def _parameters(descriptor: DPA1) -> list[str]:
     return before + _EMPTY_PARAMETERS + of_types
 
 
-def _check(state: Mapping[str, torch.Tensor]) -> None:
+def _check(state: Mapping[str, Tensor]) -> None:
     """Refuse statistics that differ between slots or directions."""
     check_slots(state, "se_atten", "mean", "stddev")
     for name in ("mean", "stddev"):

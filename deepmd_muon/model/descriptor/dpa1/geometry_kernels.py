@@ -1,8 +1,7 @@
 """Triton kernels of DPA-1's rows and directions, and of their derivative.
 
 `geometry` has the formulas and defines the results; `test_geometry_kernels` compares them. Edges
-are numbered as in `environment_kernels`. The number behind a name is a component: 1, 2, 3 for x, y,
-z, and 0 for the radial one of a row.
+are numbered as in `environment_kernels`.
 """
 
 from __future__ import annotations
@@ -15,16 +14,28 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS
 from deepmd_muon.model.descriptor.environment_kernels import (
+    Row,
     curvature,
     edges_of_program,
     launch_on_edges,
-    load_three,
+    load_row,
     loaded_edges,
-    store_four,
-    store_three,
+    store_row,
     switched,
 )
 from deepmd_muon.model.descriptor.reach import Reach
+from deepmd_muon.model.nn.vector_kernels import (
+    Vector,
+    across,
+    cast,
+    dot,
+    load_vector,
+    minus,
+    plus,
+    scaled,
+    store_vector,
+    times,
+)
 
 _LEAST = tl.constexpr(NORMALIZE_EPS)
 
@@ -32,19 +43,11 @@ _LEAST = tl.constexpr(NORMALIZE_EPS)
 class Rows(NamedTuple):
     """What all kernels compute of some edges."""
 
-    r0: Any  # R
-    r1: Any
-    r2: Any
-    r3: Any
-    e1: Any  # e = r_ij/r
-    e2: Any
-    e3: Any
+    row: Any  # R, a Row
+    direction: Any  # e = r_ij/r
     per_distance: Any  # 1/r
     length: Any  # L/1e-12; D is shorter than e where this is below 1
-    inverse0: Any  # inverse deviation of each component
-    inverse1: Any
-    inverse2: Any
-    inverse3: Any
+    inverse: Any  # Row: inverse deviation of each component
 
 
 def geometry(
@@ -120,14 +123,12 @@ def _geometry_kernel(
 ):
     """Write R = (row − mean)·inverse and D = e·min(1, L/1e-12)."""
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
-    f = switched(x, y, z, reach)
-    r = _rows(x, y, z, f, mean=mean, inverse=inverse, edge=edge, nnei=nnei, real=real)
-    store_four(rows, edge, real, a=r.r0, b=r.r1, c=r.r2, d=r.r3)
-    shortening = tl.minimum(r.length, 1.0)
-    store_three(
-        direction, edge, real, x=r.e1 * shortening, y=r.e2 * shortening, z=r.e3 * shortening
-    )
+    r = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(r, reach)
+    rows_ij = _rows(r, f, mean, inverse, atom=edge // nnei, real=real)
+    store_row(rows, edge, real, rows_ij.row)
+    shortening = tl.minimum(rows_ij.length, 1.0)
+    store_vector(direction, edge, real, scaled(shortening, rows_ij.direction))
 
 
 @triton.jit(do_not_specialize=["count", "nnei"])
@@ -154,42 +155,24 @@ def _pull_kernel(
     contributes (ē − (ē·e)·e)/r.
     """
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
-    f = switched(x, y, z, reach)
-    r = _rows(x, y, z, f, mean=mean, inverse=inverse, edge=edge, nnei=nnei, real=real)
-    d1, d2, d3 = load_three(direction_bar, edge, real)
-    d1 = d1.to(tl.float64)
-    d2 = d2.to(tl.float64)
-    d3 = d3.to(tl.float64)
-    shortening = tl.minimum(r.length, 1.0)
-    along = d1 * r.e1 + d2 * r.e2 + d3 * r.e3
-    length_bar = tl.where(r.length <= 1.0, along / _LEAST, 0.0)
-    a0 = tl.load(rows_bar + edge * 4, real, 0.0).to(tl.float64)
-    a1 = tl.load(rows_bar + edge * 4 + 1, real, 0.0).to(tl.float64)
-    a2 = tl.load(rows_bar + edge * 4 + 2, real, 0.0).to(tl.float64)
-    a3 = tl.load(rows_bar + edge * 4 + 3, real, 0.0).to(tl.float64)
-    a0 = a0 * r.inverse0
-    a1 = (a1 + length_bar * r.e1) * r.inverse1
-    a2 = (a2 + length_bar * r.e2) * r.inverse2
-    a3 = (a3 + length_bar * r.e3) * r.inverse3
-    e1_bar = d1 * shortening + length_bar * r.r1
-    e2_bar = d2 * shortening + length_bar * r.r2
-    e3_bar = d3 * shortening + length_bar * r.r3
-    inward = e1_bar * r.e1 + e2_bar * r.e2 + e3_bar * r.e3
-    j = curvature(x, y, z, reach)
-    scale = j.radial * a0 + j.bend * (a1 * x + a2 * y + a3 * z)
-    x_bar = j.isotropic * a1 + scale * x + (e1_bar - inward * r.e1) * r.per_distance
-    y_bar = j.isotropic * a2 + scale * y + (e2_bar - inward * r.e2) * r.per_distance
-    z_bar = j.isotropic * a3 + scale * z + (e3_bar - inward * r.e3) * r.per_distance
+    r = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(r, reach)
+    rows_ij = _rows(r, f, mean, inverse, atom=edge // nnei, real=real)
+    e = rows_ij.direction
+    d_bar = cast(load_vector(direction_bar, edge, real, 0.0), tl.float64)
+    length_bar = tl.where(rows_ij.length <= 1.0, dot(d_bar, e) / _LEAST, 0.0)
+    shortening = tl.minimum(rows_ij.length, 1.0)
+    e_bar = plus(scaled(shortening, d_bar), scaled(length_bar, rows_ij.row.vector))
+    row_bar = _to_float64(load_row(rows_bar, edge, real))
+    inverse_ij = rows_ij.inverse
+    a = times(plus(row_bar.vector, scaled(length_bar, e)), inverse_ij.vector)
+    j = curvature(r, reach)
+    scale = j.radial * (row_bar.radial * inverse_ij.radial) + j.bend * dot(a, r)
+    through_row = plus(scaled(j.isotropic, a), scaled(scale, r))
+    through_direction = scaled(rows_ij.per_distance, across(e_bar, e))
     has_neighbor = real & (tl.load(neighbor + edge, real, -1) >= 0)
-    store_three(
-        edges_bar,
-        edge,
-        real,
-        x=tl.where(has_neighbor, x_bar, 0.0),
-        y=tl.where(has_neighbor, y_bar, 0.0),
-        z=tl.where(has_neighbor, z_bar, 0.0),
-    )
+    edge_bar = _where(has_neighbor, plus(through_row, through_direction))
+    store_vector(edges_bar, edge, real, edge_bar)
 
 
 @triton.jit(do_not_specialize=["count", "nnei"])
@@ -214,72 +197,51 @@ def _push_kernel(
         Ḋ = q·ė + e·q̇,   q̇ = (Ṙ·e + R·ė)/1e-12 where L < 1e-12, else 0.
     """
     edge, real = edges_of_program(count, block)
-    x, y, z = loaded_edges(edges, neighbor, edge, real, reach)
-    f = switched(x, y, z, reach)
-    r = _rows(x, y, z, f, mean=mean, inverse=inverse, edge=edge, nnei=nnei, real=real)
+    r = loaded_edges(edges, neighbor, edge, real, reach)
+    f = switched(r, reach)
+    rows_ij = _rows(r, f, mean, inverse, atom=edge // nnei, real=real)
     has_neighbor = real & (tl.load(neighbor + edge, real, -1) >= 0)
-    c1, c2, c3 = load_three(edges_dot, edge, has_neighbor)
-    j = curvature(x, y, z, reach)
-    along = c1 * x + c2 * y + c3 * z
-    turn = j.bend * along
-    r1_dot = (j.isotropic * c1 + turn * x) * r.inverse1
-    r2_dot = (j.isotropic * c2 + turn * y) * r.inverse2
-    r3_dot = (j.isotropic * c3 + turn * z) * r.inverse3
-    store_four(rows_dot, edge, real, a=j.radial * along * r.inverse0, b=r1_dot, c=r2_dot, d=r3_dot)
-    outward = c1 * r.e1 + c2 * r.e2 + c3 * r.e3
-    e1_dot = (c1 - outward * r.e1) * r.per_distance
-    e2_dot = (c2 - outward * r.e2) * r.per_distance
-    e3_dot = (c3 - outward * r.e3) * r.per_distance
-    length_dot = (
-        r1_dot * r.e1 + r2_dot * r.e2 + r3_dot * r.e3
-        + r.r1 * e1_dot + r.r2 * e2_dot + r.r3 * e3_dot
-    )  # fmt: skip
-    shortening_dot = tl.where(r.length <= 1.0, length_dot / _LEAST, 0.0)
-    shortening = tl.minimum(r.length, 1.0)
-    store_three(
-        direction_dot,
-        edge,
-        real,
-        x=e1_dot * shortening + r.e1 * shortening_dot,
-        y=e2_dot * shortening + r.e2 * shortening_dot,
-        z=e3_dot * shortening + r.e3 * shortening_dot,
-    )
+    c = load_vector(edges_dot, edge, has_neighbor, 0.0)
+    j = curvature(r, reach)
+    along = dot(c, r)
+    inverse_ij = rows_ij.inverse
+    vector = plus(scaled(j.isotropic, c), scaled(j.bend * along, r))
+    row_dot = Row(j.radial * along * inverse_ij.radial, times(vector, inverse_ij.vector))
+    store_row(rows_dot, edge, real, row_dot)
+    e = rows_ij.direction
+    e_dot = scaled(rows_ij.per_distance, across(c, e))
+    length_dot = dot(row_dot.vector, e) + dot(rows_ij.row.vector, e_dot)
+    shortening_dot = tl.where(rows_ij.length <= 1.0, length_dot / _LEAST, 0.0)
+    shortening = tl.minimum(rows_ij.length, 1.0)
+    d_dot = plus(scaled(shortening, e_dot), scaled(shortening_dot, e))
+    store_vector(direction_dot, edge, real, d_dot)
 
 
 @triton.jit
-def _rows(x, y, z, f, mean, inverse, edge, nnei, real):
+def _rows(r, f, mean, inverse, atom, real):
     """Return `Rows` from r_ij and `Switched`."""
     per_distance = 1.0 / f.distance
     isotropic = f.switch * f.t * f.t
-    row = edge // nnei * 4
-    inverse0 = _load_number(inverse + row, real)
-    inverse1 = _load_number(inverse + row + 1, real)
-    inverse2 = _load_number(inverse + row + 2, real)
-    inverse3 = _load_number(inverse + row + 3, real)
-    r0 = (f.switch * f.t - _load_number(mean + row, real)) * inverse0
-    r1 = (isotropic * x - _load_number(mean + row + 1, real)) * inverse1
-    r2 = (isotropic * y - _load_number(mean + row + 2, real)) * inverse2
-    r3 = (isotropic * z - _load_number(mean + row + 3, real)) * inverse3
-    e1 = x * per_distance
-    e2 = y * per_distance
-    e3 = z * per_distance
+    inverse_ij = _to_float64(load_row(inverse, atom, real))
+    mean_ij = _to_float64(load_row(mean, atom, real))
+    radial = (f.switch * f.t - mean_ij.radial) * inverse_ij.radial
+    vector = times(minus(scaled(isotropic, r), mean_ij.vector), inverse_ij.vector)
+    direction = scaled(per_distance, r)
     return Rows(
-        r0=r0,
-        r1=r1,
-        r2=r2,
-        r3=r3,
-        e1=e1,
-        e2=e2,
-        e3=e3,
+        row=Row(radial, vector),
+        direction=direction,
         per_distance=per_distance,
-        length=(r1 * e1 + r2 * e2 + r3 * e3) / _LEAST,
-        inverse0=inverse0,
-        inverse1=inverse1,
-        inverse2=inverse2,
-        inverse3=inverse3,
+        length=dot(vector, direction) / _LEAST,
+        inverse=inverse_ij,
     )
 
 
 @triton.jit
-def _load_number(pointer, mask):
-    return tl.load(pointer, mask, 0.0).to(tl.float64)
+def _to_float64(row):
+    return Row(row.radial.to(tl.float64), cast(row.vector, tl.float64))
+
+
+@triton.jit
+def _where(mask, a):
+    """Return a vector, and 0 where the mask is false."""
+    return Vector(tl.where(mask, a.x, 0.0), tl.where(mask, a.y, 0.0), tl.where(mask, a.z, 0.0))

@@ -78,8 +78,7 @@ class Angles(FourPasses):
         terms, weight, rho = inputs
         kernels = _kernels(self, weight)
         if kernels is not None:
-            message, a_new = kernels.value(terms, _layer(self, inputs))
-            return (message, None if rho is None else a_new), ()
+            return kernels.value(terms, _layer(self, inputs)), ()
         message = terms.u.new_empty(terms.u.shape[0], self.message_columns)
         a_new = None if rho is None else torch.empty_like(terms.a)
         for block in self._blocks():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
+from torch import Tensor
 
 from deepmd_muon.model.deepmd_kit import Translation, check_slots
 from deepmd_muon.model.errors import ForeignModelError
 
 
-def _check(state: Mapping[str, torch.Tensor]) -> None:
+def _check(state: Mapping[str, Tensor]) -> None:
     if state["repflows.mean"].any():
         raise ForeignModelError("the descriptor's mean is not 0, which no DPA-3 of deepmd-kit has")
     check_slots(state, "repflows", "stddev")

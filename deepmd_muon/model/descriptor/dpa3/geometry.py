@@ -26,8 +26,8 @@ ANGLE_BLOCK_ROWS = 4096  # angles of a block on a CPU: with 96 features 1.5 MB, 
 
 
 def weigh(
-    r: torch.Tensor, start: float, end: float, exponential: bool, exponent: float = EXPONENT
-) -> torch.Tensor:
+    r: Tensor, start: float, end: float, exponential: bool, exponent: float = EXPONENT
+) -> Tensor:
     """Return the weight of neighbours at distances r [Å]: 1 up to about `start`, then falling.
 
     The quintic polynomial ends at 0 at `end`. The exponential form exp(−exp(20·(r − start)/start))

@@ -7,6 +7,7 @@ import math
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GUARD, weigh
@@ -21,8 +22,8 @@ from deepmd_muon.model.scripted.near import Near, Request
 class Tape(NamedTuple):
     """The graph from edge vectors to descriptor."""
 
-    vectors: torch.Tensor
-    descriptor: torch.Tensor
+    vectors: Tensor
+    descriptor: Tensor
 
 
 class Switch(NamedTuple):
@@ -45,15 +46,15 @@ class Split(NamedTuple):
         Added once.
     """
 
-    blocks: list[torch.Tensor]
-    bias: torch.Tensor
+    blocks: list[Tensor]
+    bias: Tensor
 
 
 class Residual(NamedTuple):
     """x′ = carry·x + Σ weights[k]∘u_k."""
 
     carry: float
-    weights: torch.Tensor
+    weights: Tensor
 
 
 class LayerWeights(NamedTuple):
@@ -75,32 +76,32 @@ class Graph(NamedTuple):
     Angles belong to the first columns: `angle_weight` and `in_angle` are `(ncentre, nslots)`.
     """
 
-    edge_weight: torch.Tensor
-    direction: torch.Tensor
-    angle_weight: torch.Tensor
-    in_angle: torch.Tensor
+    edge_weight: Tensor
+    direction: Tensor
+    angle_weight: Tensor
+    in_angle: Tensor
 
 
 class Features(NamedTuple):
     """The features that layers update."""
 
-    node: torch.Tensor  # (ncentre, n_dim)
-    edge: torch.Tensor  # (ncentre, nnei, e_dim)
-    angle: torch.Tensor  # (ncentre, nslots, nslots, a_dim)
+    node: Tensor  # (ncentre, n_dim)
+    edge: Tensor  # (ncentre, nnei, e_dim)
+    angle: Tensor  # (ncentre, nslots, nslots, a_dim)
 
 
 class Geometry(NamedTuple):
     """The functions of positions that the layers start from."""
 
     graph: Graph
-    radial: torch.Tensor  # (ncentre, nnei): the number that an edge starts from
-    cosine: torch.Tensor  # (ncentre, nslots, nslots), scaled: the number that an angle starts from
+    radial: Tensor  # (ncentre, nnei): the number that an edge starts from
+    cosine: Tensor  # (ncentre, nslots, nslots), scaled: the number that an angle starts from
 
 
 # ----- functions of the program ------------------------------------------------------------------
 
 
-def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]) -> torch.Tensor:
+def add_updates(residual: Residual, x: Tensor, updates: list[Tensor]) -> Tensor:
     """Return features with their updates added."""
     x = x * residual.carry
     for index in range(len(updates)):
@@ -108,14 +109,14 @@ def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]
     return x
 
 
-def rows_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def rows_product(x: Tensor, matrix: Tensor) -> Tensor:
     """Return x·matrix, from x `(…, n)`."""
     rows = product(x.reshape([-1, matrix.shape[0]]), matrix)
-    out: torch.Tensor = rows.unflatten(0, list(x.shape[:-1]))
+    out: Tensor = rows.unflatten(0, list(x.shape[:-1]))
     return out
 
 
-def apply_dense(layer: Dense, x: torch.Tensor) -> torch.Tensor:
+def apply_dense(layer: Dense, x: Tensor) -> Tensor:
     """Return x·matrix + bias."""
     return rows_product(x, layer.matrix) + layer.bias
 
@@ -125,7 +126,7 @@ def take_outputs(split: Split, start: int, end: int) -> Split:
     return Split([block[:, start:end] for block in split.blocks], split.bias[start:end])
 
 
-def sum_over_angles(y: torch.Tensor, graph: Graph) -> torch.Tensor:
+def sum_over_angles(y: Tensor, graph: Graph) -> Tensor:
     """Return the messages of angles to their first edge `(ncentre, nslots, features)`.
 
     They are Σ_k s_j·s_k·y_jk, from y `(ncentre, nslots, nslots, features)`.
@@ -190,11 +191,11 @@ class ScriptedDPA3(torch.nn.Module):
     edge_switch: Switch
     angle_switch: Switch
     layers: list[LayerWeights]
-    table: torch.Tensor
-    scale: torch.Tensor
-    edge_matrix: torch.Tensor
-    edge_bias: torch.Tensor
-    angle_matrix: torch.Tensor
+    table: Tensor
+    scale: Tensor
+    edge_matrix: Tensor
+    edge_bias: Tensor
+    angle_matrix: Tensor
 
     def __init__(self, module: DPA3) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ class ScriptedDPA3(torch.nn.Module):
         self.register_buffer("angle_matrix", block.angle_embd.matrix.detach().clone())
 
     @torch.jit.export
-    def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
+    def describe(self, near: Near) -> tuple[Tensor, Tape]:
         """Return D `(ncentre, dim_out)` and the tape."""
         vectors = near.vectors.detach().requires_grad_(True)
         geometry = self._geometry(near, vectors)
@@ -304,9 +305,7 @@ class ScriptedDPA3(torch.nn.Module):
         node = self._update_nodes(weights, graph, features, y, neighbors)
         return Features(node, edge, angle)
 
-    def _edge_values(
-        self, split: Split, near: Near, features: Features
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _edge_values(self, split: Split, near: Near, features: Features) -> tuple[Tensor, Tensor]:
         """Return a layer's activations of all edges, and the nodes of neighbours.
 
         Their shapes are `(ncentre, nnei, features)` and `(ncentre, nnei, n_dim)`.
@@ -320,7 +319,7 @@ class ScriptedDPA3(torch.nn.Module):
         z = rows_product(features.edge, edge_rows) + p.unsqueeze(1) + gathered[..., :n_outputs]
         return value_of(self.act, z), gathered[..., n_outputs:]
 
-    def _angle_values(self, split: Split, graph: Graph, features: Features) -> torch.Tensor:
+    def _angle_values(self, split: Split, graph: Graph, features: Features) -> Tensor:
         """Return a layer's activations of all angles `(ncentre, nslots, nslots, features)`."""
         angle_rows, centre_rows, second_rows, first_rows = split.blocks
         edge = features.edge[:, : graph.in_angle.shape[1], : first_rows.shape[0]]
@@ -329,7 +328,7 @@ class ScriptedDPA3(torch.nn.Module):
         u = rows_product(edge, first_rows) + centre_term.unsqueeze(1)
         t = rows_product(edge, second_rows)
         z = rows_product(features.angle, angle_rows) + u.unsqueeze(2) + t.unsqueeze(1)
-        y: torch.Tensor = value_of(self.act, z)
+        y: Tensor = value_of(self.act, z)
         return y
 
     def _update_nodes(
@@ -337,9 +336,9 @@ class ScriptedDPA3(torch.nn.Module):
         weights: LayerWeights,
         graph: Graph,
         features: Features,
-        y: torch.Tensor,
-        neighbors: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        neighbors: Tensor,
+    ) -> Tensor:
         """Return the nodes after a layer.
 
         y are the edges' activations for messages, `neighbors` the nodes of neighbours.
@@ -359,8 +358,8 @@ class ScriptedDPA3(torch.nn.Module):
         return add_updates(weights.node_residual, features.node, updates)
 
     def _update_by_angles(
-        self, weights: LayerWeights, graph: Graph, edge: torch.Tensor, message: torch.Tensor
-    ) -> torch.Tensor:
+        self, weights: LayerWeights, graph: Graph, edge: Tensor, message: Tensor
+    ) -> Tensor:
         """Return the update of every edge by messages of angles `(ncentre, nslots, e_dim)`.
 
         See `RepflowLayer._update_by_angles`.
@@ -373,10 +372,10 @@ class ScriptedDPA3(torch.nn.Module):
             return torch.cat([value_of(self.act, apply_dense(linear, message)), without], 1)
         message = torch.where(graph.in_angle.unsqueeze(2), message, edge[:, :n_slots])
         message = torch.cat([message, edge[:, n_slots:]], 1)
-        update: torch.Tensor = value_of(self.act, apply_dense(linear, message))
+        update: Tensor = value_of(self.act, apply_dense(linear, message))
         return update
 
-    def _geometry(self, near: Near, vectors: torch.Tensor) -> Geometry:
+    def _geometry(self, near: Near, vectors: Tensor) -> Geometry:
         """Return the graph, and the numbers that edges and angles start from."""
         dtype = self.table.dtype
         edge_switch = self.edge_switch
@@ -413,9 +412,9 @@ class ScriptedDPA3(torch.nn.Module):
         return Geometry(graph=graph, radial=radial.to(dtype), cosine=cosine.to(dtype))
 
     @torch.jit.export
-    def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
+    def pullback(self, adjoint: Tensor, tape: Tape) -> Tensor:
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
-        outputs: list[torch.Tensor | None] = [adjoint]
+        outputs: list[Tensor | None] = [adjoint]
         slope = torch.autograd.grad([tape.descriptor], [tape.vectors], outputs)[0]
         assert slope is not None
         return slope
@@ -481,9 +480,7 @@ def _split(layers: list[Layer], rows: list[int]) -> Split:
     return Split([block.contiguous() for block in matrix.split(rows)], bias)
 
 
-def _residual(
-    style: str, trained: torch.nn.ParameterList, count: int, like: torch.Tensor
-) -> Residual:
+def _residual(style: str, trained: torch.nn.ParameterList, count: int, like: Tensor) -> Residual:
     """Return how `count` updates are added to features like `like` `(width,)`.
 
     By trained vectors, averaged, or incremented; see `layer._residual_weights`.

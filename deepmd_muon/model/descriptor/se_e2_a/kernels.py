@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
+from deepmd_muon.model.descriptor.environment_kernels import Row, loaded_edges, store_row, switched
 from deepmd_muon.model.descriptor.pieces import (
     FEWEST,
     GRID,
@@ -39,6 +39,7 @@ from deepmd_muon.model.descriptor.pieces import (
     places,
 )
 from deepmd_muon.model.descriptor.reach import Reach
+from deepmd_muon.model.nn.vector_kernels import Vector
 
 ROW_BLOCK = 128  # edges of an atom that are standardised together
 ATOM_BLOCK = 1024  # atoms whose extremes are reduced together
@@ -100,18 +101,16 @@ def _standard_rows_kernel(
         column = begin + tl.arange(0, block)
         edge = atom * nnei + column
         mask = column < nnei
-        x, y, z = loaded_edges(edges, neighbor, edge, mask, reach)
-        _, t, switch, _ = switched(x, y, z, reach)
-        isotropic = switch * t * t
-        store_four(
-            rows,
-            edge,
-            mask,
-            a=empty0 + (switch * t).to(dtype) * scale0,
-            b=empty1 + (isotropic * x).to(dtype) * scale1,
-            c=empty2 + (isotropic * y).to(dtype) * scale2,
-            d=empty3 + (isotropic * z).to(dtype) * scale3,
+        r = loaded_edges(edges, neighbor, edge, mask, reach)
+        f = switched(r, reach)
+        isotropic = f.switch * f.t * f.t
+        radial = empty0 + (f.switch * f.t).to(dtype) * scale0
+        vector = Vector(
+            empty1 + (isotropic * r.x).to(dtype) * scale1,
+            empty2 + (isotropic * r.y).to(dtype) * scale2,
+            empty3 + (isotropic * r.z).to(dtype) * scale3,
         )
+        store_row(rows, edge, mask, Row(radial, vector))
     _store_four(empty + atom * 4, empty0, empty1, empty2, empty3)
     _store_four(scale + atom * 4, scale0, scale1, scale2, scale3)
 

@@ -3,6 +3,7 @@
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.se_e2_a.embedding import CPU_BLOCK_ROWS
@@ -48,11 +49,11 @@ class Block(NamedTuple):
         G and G′ `(2, natoms, width, M)`.
     """
 
-    atoms: torch.Tensor
+    atoms: Tensor
     first_column: int
     width: int
-    rows: torch.Tensor
-    features: torch.Tensor
+    rows: Tensor
+    features: Tensor
 
 
 class Tape(NamedTuple):
@@ -73,13 +74,13 @@ class Tape(NamedTuple):
     """
 
     environment: Rows
-    scale: torch.Tensor
-    used: torch.Tensor
+    scale: Tensor
+    used: Tensor
     blocks: list[Block]
-    a: torch.Tensor
+    a: Tensor
 
 
-def embed(act: Act, layers: list[Dense], s: torch.Tensor) -> torch.Tensor:
+def embed(act: Act, layers: list[Dense], s: Tensor) -> Tensor:
     """Return G(s) and G′(s) `(2, rows, M)` of s `(rows,)`."""
     return embed_rows(act, layers, s.unsqueeze(1))
 
@@ -113,10 +114,10 @@ class ScriptedSeE2A(torch.nn.Module):
     request: Request
     act: Act
     nets: list[list[Dense]]
-    scale: torch.Tensor
-    empty_row: torch.Tensor
-    empty_features: torch.Tensor
-    seen: torch.Tensor
+    scale: Tensor
+    empty_row: Tensor
+    empty_features: Tensor
+    seen: Tensor
 
     def __init__(self, module: SeE2A) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class ScriptedSeE2A(torch.nn.Module):
         self.register_buffer("seen", seen)
 
     @torch.no_grad()
-    def _features_of_empty_rows(self) -> torch.Tensor:
+    def _features_of_empty_rows(self) -> Tensor:
         """Return G(s) of an empty slot, by types of centre and neighbour `(ntypes, ntypes, M)`."""
         ntypes = self.request.ntypes
         by_centre = []
@@ -162,7 +163,7 @@ class ScriptedSeE2A(torch.nn.Module):
         return neighbor if self.one_side else neighbor * self.request.ntypes + centre
 
     @torch.jit.export
-    def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
+    def describe(self, near: Near) -> tuple[Tensor, Tape]:
         """Return D `(ncentre, dim_out)` and the tape."""
         empty = near.neighbor < 0
         environment = environment_rows(
@@ -202,9 +203,9 @@ class ScriptedSeE2A(torch.nn.Module):
     def _add_sums(
         self,
         section: Section,
-        empty: torch.Tensor,
-        rows: torch.Tensor,
-        a: torch.Tensor,
+        empty: Tensor,
+        rows: Tensor,
+        a: Tensor,
         blocks: list[Block],
     ) -> None:
         """Add Σ R ⊗ G of a section to the rows of `a`, and its blocks to the list.
@@ -238,7 +239,7 @@ class ScriptedSeE2A(torch.nn.Module):
             start = stop
 
     @torch.jit.export
-    def pullback(self, adjoint: torch.Tensor, tape: Tape) -> torch.Tensor:
+    def pullback(self, adjoint: Tensor, tape: Tape) -> Tensor:
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
         a_bar = sums_pullback(adjoint, tape.a, self.axis, self.slots).transpose(1, 2)
         environment = tape.environment

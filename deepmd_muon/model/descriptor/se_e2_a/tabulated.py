@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.se_e2_a.scripted import ScriptedSeE2A, embed
 from deepmd_muon.model.scripted.dense import Act, Dense
@@ -20,8 +21,8 @@ class TabulatedSeE2A(Tabulated):
     request: Request
     act: Act
     nets: list[list[Dense]]
-    empty_features: torch.Tensor
-    sel: torch.Tensor
+    empty_features: Tensor
+    sel: Tensor
 
     def __init__(self, scripted: ScriptedSeE2A, *, step: float, nearest: float) -> None:
         super().__init__(scripted, scripted.empty_row, step=step, nearest=nearest)
@@ -41,16 +42,14 @@ class TabulatedSeE2A(Tabulated):
     @staticmethod
     def features_of(
         scripted: ScriptedSeE2A, centre: int, neighbor_kind: int
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    ) -> Callable[[Tensor], Tensor]:
         """Return the net of a pair of types; see `Tabulated`."""
         layers = [
             double(layer) for layer in scripted.nets[scripted.net_number(centre, neighbor_kind)]
         ]
         return lambda s: embed(scripted.act, layers, s)[0]
 
-    def embed_exactly(
-        self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
-    ) -> torch.Tensor:
+    def embed_exactly(self, x: Tensor, pair: Tensor, switch: Tensor) -> Tensor:
         """Return G and G′; see `Tabulated`."""
         ntypes = self.request.ntypes
         out = torch.zeros([2, x.shape[0], self.width], dtype=x.dtype, device=x.device)
@@ -64,7 +63,7 @@ class TabulatedSeE2A(Tabulated):
                     out.index_copy_(1, edges, embed(self.act, layers, x[edges]))
         return out
 
-    def fill(self, near: Near, neighbor_kind: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def fill(self, near: Near, neighbor_kind: Tensor, real: Tensor) -> Tensor:
         """Return the contribution of empty slots; see `Tabulated`."""
         filled = torch.zeros(
             [neighbor_kind.shape[0], self.request.ntypes],

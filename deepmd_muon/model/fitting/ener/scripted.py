@@ -1,6 +1,7 @@
 """The `ener` fitting net for TorchScript; see `deepmd_muon.model.scripted.interface`."""
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.fitting.ener.module import EnergyFitting
@@ -22,12 +23,12 @@ class ScriptedEnergyFitting(torch.nn.Module):
     )
     act: Act
     nets: list[list[Dense]]
-    branch: torch.Tensor
-    bias: torch.Tensor
+    branch: Tensor
+    bias: Tensor
     vacuum: list[bool]
-    parameter_mean: torch.Tensor
-    parameter_scale: torch.Tensor
-    default_fparam: torch.Tensor
+    parameter_mean: Tensor
+    parameter_scale: Tensor
+    default_fparam: Tensor
 
     def __init__(self, module: EnergyFitting) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class ScriptedEnergyFitting(torch.nn.Module):
         self.register_buffer("bias", bias)
 
     @torch.no_grad()
-    def _in_vacuum(self, width: int) -> torch.Tensor:
+    def _in_vacuum(self, width: int) -> Tensor:
         """Return the networks' values without neighbours `(ntypes,)` [eV].
 
         They are 0 for types without a vacuum energy.
@@ -71,8 +72,8 @@ class ScriptedEnergyFitting(torch.nn.Module):
 
     @torch.jit.export
     def energy_and_slope(
-        self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, descriptor: Tensor, counts: list[int], parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return energies `(ncentre,)` [eV] and dE/dD like `descriptor`."""
         x = descriptor.to(self.branch.dtype)
         with_parameters = self.parameter_mean.shape[0] > 0
@@ -84,8 +85,8 @@ class ScriptedEnergyFitting(torch.nn.Module):
         if self.branch.shape[0] > 0:
             x = torch.cat([x, self.branch.expand(x.shape[0], -1)], dim=1)
         rows_by_type = [x] if self.mixed_types else list(torch.split(x, counts))
-        energies: list[torch.Tensor] = []
-        slopes: list[torch.Tensor] = []
+        energies: list[Tensor] = []
+        slopes: list[Tensor] = []
         for index in range(len(rows_by_type)):
             energy, slope = energy_and_slope(self.act, self.nets[index], rows_by_type[index])
             if with_parameters and self.vacuum[index]:
@@ -100,5 +101,5 @@ class ScriptedEnergyFitting(torch.nn.Module):
         return total, slope[:, : descriptor.shape[1]].to(descriptor.dtype)
 
 
-def _copy(tensor: torch.Tensor | None, empty: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: Tensor | None, empty: Tensor) -> Tensor:
     return (empty if tensor is None else tensor).detach().clone()

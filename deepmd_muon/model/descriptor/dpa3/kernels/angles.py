@@ -1,7 +1,12 @@
-"""Triton kernels of the four passes over a layer's angles; `angles.Angles` defines their results.
+"""Triton kernels of the four passes over a layer's angles.
 
-Notation (that of `angles`; `four_passes` explains the passes, bars, dots and hats)
-----------------------------------------------------------------------------------
+`dpa3.angles.Angles` defines the results, and `nn.four_passes` explains the passes: a bar marks
+derivatives of the energy, a dot tangents, a hat derivatives of the loss. Passes 1 (`value`) and 3
+(`tangent`) launch `push_kernel`, passes 2 (`adjoint`) and 4 (`gradient`) `pull_kernel`. What a pass
+does not have is None, so that the compiler leaves it out.
+
+Notation (that of `dpa3.angles`)
+--------------------------------
 For the pairs (j, k) of neighbours of one atom, with f applied to each element,
 
     z_jk = a_jk·W + u_j + t_k,   y = f(z),   m_j = s_j·Σ_k s_k·y_jk[:M],
@@ -26,14 +31,25 @@ How the work is divided
 A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k; its z, y and
 their derivatives never leave the chip. With a grid (P, G, B), program (p, g, b) takes the atoms p,
 p + P, …, of each the first neighbours g, g + G, …, and one block, the last one for b = 0. Columns of
-y are taken in *chunks*, because a program's registers hold one chunk of W; the contributions of all
-chunks to ā or â are added up in memory.
+y are taken in *chunks*, because a program's registers hold one chunk of W:
 
-No two programs add to one number: sums over k are written as one part a block, sums over j as one
-part a group g, those over all angles as one part a program. They are added up afterwards.
+    for each chunk of y:
+        for every P-th atom:
+            for every G-th first neighbour within reach: compute the tile and store
+            for every G-th first neighbour beyond: store zeros
 
-Neighbours beyond the `reach` of an atom contribute zeros. Their tiles are not computed, zeros are
-stored instead.
+No two programs add to one number. Each writes parts, which are added up afterwards, always in the
+same order:
+
+- sums over second neighbours k (m, ū, û): one part for each block;
+- sums over first neighbours j (t̄, t̂): one part for each group g;
+- s̄, a sum over columns of y: one part for each chunk, as first neighbour for each block, as second
+  neighbour for each group;
+- Ŵ, ρ̂, sums over all angles: one part for each program.
+
+The contributions of all chunks to ā or â are added up in memory.
+
+Neighbours beyond the `reach` of an atom have s = 0 and contribute nothing.
 
 All tensors are contiguous and in single precision. `test_kernels_of_dpa3` (in
 `test_model_kernels.py`, by Triton's interpreter) compares the kernels with float64.
@@ -41,6 +57,7 @@ All tensors are contiguous and in single precision. `test_kernels_of_dpa3` (in
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -52,6 +69,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
     add_parts,
     at_once,
+    contiguous,
     holding,
     load_tile,
     precision,
@@ -60,41 +78,6 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
 from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.layer_kernels import curve
-
-# ----- arguments ---------------------------------------------------------------------------------
-
-
-class ParameterParts(NamedTuple):
-    """The gradients of W and ρ in parts, one for each program."""
-
-    weight: Any  # (*grid, A, Y)
-    rho: Any  # (*grid, A)
-
-
-class Form(NamedTuple):
-    """Sizes that are known when a kernel is compiled; A, M and Y are those of the table above.
-
-    Attributes
-    ----------
-    tile_rows, n_blocks
-        Second neighbours in a tile, a power of two, and how many blocks hold all.
-    a_width
-        A power of two that holds A columns.
-    chunk_columns, n_chunks
-        Columns of a chunk, and how many chunks hold Y columns.
-    precision
-        Of products, see `shared.precision`.
-    """
-
-    A: tl.constexpr
-    M: tl.constexpr
-    Y: tl.constexpr
-    tile_rows: tl.constexpr
-    n_blocks: tl.constexpr
-    a_width: tl.constexpr
-    chunk_columns: tl.constexpr
-    n_chunks: tl.constexpr
-    precision: tl.constexpr
 
 
 class AngleLayer(NamedTuple):
@@ -127,363 +110,63 @@ class AngleLayer(NamedTuple):
     formula: Formula
 
 
-# ----- helpers of the kernels --------------------------------------------------------------------
-
-
-class Chunk(NamedTuple):
-    """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
-
-    c: Any  # numbers of the columns
-    in_y: Any  # c < Y
-    a_column: Any  # c − M: the column of a′ that a column of y updates
-    in_a: Any  # M ≤ c < Y
-    weight: Any  # (a_width, chunk_columns)
-    rho: Any  # (1, chunk_columns); 0 in columns of the message
-
-
-class Block(NamedTuple):
-    """The block of second neighbours that a program takes."""
-
-    number: Any
-    k: Any  # (tile_rows,): numbers of the neighbours
-    mask: Any  # (tile_rows,): which exist
-    i: Any  # (a_width,): columns of a
-    a_mask: Any  # (tile_rows, a_width): entries of a tile of a that exist
-
-
-@triton.jit
-def _load_chunk(weight, rho, chunk_number, i, form):
-    """Load what a program holds of a chunk; `i` are columns of a."""
-    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-    in_y = c < form.Y
-    a_column = c - form.M
-    in_a = (c >= form.M) & in_y
-    weight_mask = (i < form.A)[:, None] & in_y[None, :]
-    return Chunk(
-        c=c,
-        in_y=in_y,
-        a_column=a_column,
-        in_a=in_a,
-        weight=load_tile(weight, i, c, weight_mask, form.Y),
-        rho=tl.load(rho + a_column, in_a, 0.0)[None, :],
-    )
-
-
-@triton.jit
-def _open_block(n_slots, form):
-    """Return the block of a program."""
-    number = tl.zeros([], tl.int32)
-    if form.n_blocks > 1:
-        # The last block, which few atoms reach, comes first: its programs run next to those that
-        # have more to do.
-        number += form.n_blocks - 1 - tl.program_id(2)
-    k = number * form.tile_rows + tl.arange(0, form.tile_rows)
-    i = tl.arange(0, form.a_width)
-    mask = k < n_slots
-    a_mask = mask[:, None] & (i < form.A)[None, :]
-    return Block(number=number, k=k, mask=mask, i=i, a_mask=a_mask)
-
-
-@triton.jit
-def _first_slot(atom, n_slots):
-    """Return the slot of an atom's neighbour 0 (int64: angles · columns may exceed 2³¹)."""
-    return atom * tl.full([], n_slots, tl.int64)
-
-
-@triton.jit
-def _first_neighbors(reach, atom, block, form):
-    """Return the range of first neighbours that a program computes.
-
-    With G groups it computes start, start + G, … below `end`. The neighbours beyond, beyond + G, …
-    contribute nothing: the program stores zeros for them.
-    """
-    within_reach = tl.load(reach + atom)
-    end = tl.where(within_reach > block.number * form.tile_rows, within_reach, 0)
-    start = tl.program_id(1)
-    step = tl.num_programs(1)
-    n_computed = (tl.maximum(end - start, 0) + step - 1) // step
-    return start, end, start + n_computed * step
-
-
-@triton.jit
-def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
-    """Return where a part (atoms·n_slots, columns) starts."""
-    return parts + number.to(tl.int64) * n_atoms * n_slots * columns
-
-
-@triton.jit
-def _pre_activation(terms, a, t, slot, chunk, form):
-    """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents."""
-    u = tl.load(terms.u + slot * form.Y + chunk.c, chunk.in_y, 0.0)
-    return tl.dot(a, chunk.weight, input_precision=form.precision) + u[None, :] + t
-
-
-@triton.jit
-def _load_message(message, slot, chunk, form):
-    """Load the cotangent of m_j into the columns of y (1, chunk_columns); 0 beyond M."""
-    return tl.load(message + slot * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
-
-
-@triton.jit
-def _store_zeros(
-    rows, angles, first_slot, beyond, n_slots, block, c, columns: tl.constexpr, chunk_number, form
-):
-    """Store zeros for first neighbours from `beyond` on and, unless `angles` is None, their angles.
-
-    `chunk_number` is that of the chunk; zeros of angles are stored with the first one.
-    """
-    for j in range(beyond, n_slots, tl.num_programs(1)):
-        slot = first_slot + j
-        tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
-        if angles is not None:
-            angle = slot * n_slots + block.k
-            zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
-            at = angles + angle[:, None] * form.A + block.i[None, :]
-            tl.store(at, zeros, block.a_mask & (chunk_number == 0))
-
-
-@triton.jit
-def _store_zeros_of_s(s, beyond, n_slots):
-    """Store zeros of s of an atom for first neighbours from `beyond` on."""
-    for j in range(beyond, n_slots, tl.num_programs(1)):
-        tl.store(s + j, 0.0)
-
-
-@triton.jit
-def _store_parameters(parameters, program, weight_hat, rho_hat, block, chunk, form):
-    """Store a program's part of the gradients of W and ρ, in the columns of a chunk."""
-    row = (program * form.A + block.i[:, None]) * form.Y
-    mask = (block.i < form.A)[:, None] & chunk.in_y[None, :]
-    tl.store(parameters.weight + row + chunk.c[None, :], weight_hat, mask)
-    if form.Y > form.M:
-        tl.store(parameters.rho + program * form.A + chunk.a_column, rho_hat, chunk.in_a)
-
-
-@triton.jit
-def _accumulate_a(a_out, value, angle, block, chunk_number, form):
-    """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
-    # The first chunk must not read: the memory is not initialized.
-    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), form.A)
-    tl.store(a_out + angle[:, None] * form.A + block.i[None, :], value, block.a_mask)
-
-
 # ----- the passes --------------------------------------------------------------------------------
-# Sizes that differ between batches are not specialized: Triton would compile a kernel again for
-# each number of atoms that 16 divides.
 
 
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def push_kernel(
-    message_parts,  # (blocks, slots, M), written
-    a_new,  # (angles, A), written if Y > M
-    dots,  # AngleTerms: ȧ, u̇, ṫ, ṡ; None in pass 1
-    weight,
-    rho,
-    reach,
-    terms,  # AngleTerms
-    n_atoms,
-    n_slots,
-    alpha,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Write m in parts, one a block, and a′ (pass 1), or their tangents (pass 3).
+def value(terms: AngleTerms, layer: AngleLayer) -> tuple[Tensor, Tensor | None]:
+    """Pass 1: return m (slots, M) and a′ (angles, A); None for a′ if it is not wanted."""
+    launch = Launch(terms, layer, PASS_1)
+    out = launch.empty_outputs()
+    push_kernel[launch.grid](out=out, dots=None, **launch.arguments)
+    return add_parts(out.message)[0], out.a_new
 
-    m_j = s_j·Σ_k s_k·y_jk[:M], a′ = α·a + ρ∘y[M:]. With ẏ = f′(z)∘ż,
-    ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
+
+def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -> AngleTerms:
+    """Pass 2: return the adjoints of the terms, each in the shape of its term."""
+    launch = Launch(terms, layer)
+    n_first = launch.n_blocks * launch.n_chunks
+    n_second = launch.n_groups * launch.n_chunks
+    s_parts = launch.empty(n_first + n_second, *terms.s.shape)  # added up together
+    out = launch.empty_gradients()._replace(s_first=s_parts[:n_first], s_second=s_parts[n_first:])
+    pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
+    u_bar, t_bar, s_bar = add_parts(out.u, out.t, s_parts)
+    return AngleTerms(a=out.a, u=u_bar, t=t_bar, s=s_bar)
+
+
+def tangent(terms: AngleTerms, dots: AngleTerms, layer: AngleLayer) -> tuple[Tensor, Tensor | None]:
+    """Pass 3: return the tangents of m and a′, which are the cotangents of their adjoints."""
+    launch = Launch(terms, layer)
+    out = launch.empty_outputs()
+    push_kernel[launch.grid](out=out, dots=contiguous(dots), **launch.arguments)
+    return add_parts(out.message)[0], out.a_new
+
+
+def gradient(
+    hats: AngleCotangents,
+    bars: AngleCotangents | None,
+    terms: AngleTerms,
+    dots: AngleTerms | None,
+    layer: AngleLayer,
+) -> Tensors:
+    """Pass 4: return the gradients of a, u, t, W and ρ; no elements for an absent ρ.
+
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
+    such pass.
     """
-    block = _open_block(n_slots, form)
-    message = _part(message_parts, block.number, n_atoms, n_slots, form.M)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
-        new_mask = block.mask[:, None] & chunk.in_a[None, :]
-        z_mask = block.mask[:, None] & chunk.in_y[None, :]
-        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
-            if dots is not None:
-                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-                t_mask = z_mask & (start < end)
-                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
-            for j in range(start, end, tl.num_programs(1)):
-                slot = first_slot + j
-                angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, _ = curve(z, kind, curve_constants)
-                old = terms.a
-                if dots is None:
-                    m = tl.load(terms.s + slot) * tl.sum(y * s_k[:, None], 0)
-                else:
-                    old = dots.a
-                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                    y_dot = slope * _pre_activation(
-                        dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form
-                    )
-                    s_j = tl.load(terms.s + slot)
-                    pair = (s_j * s_k)[:, None]
-                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    m = tl.sum(y_dot * pair + y * pair_dot, 0)
-                    y = y_dot
-                tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
-                if form.Y > form.M:
-                    a_old = load_tile(old, angle, chunk.a_column, new_mask, form.A)
-                    at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
-                    tl.store(at, alpha * a_old + chunk.rho * y, new_mask)
-            _store_zeros(
-                rows=message,
-                angles=a_new if form.Y > form.M else None,
-                first_slot=first_slot,
-                beyond=beyond,
-                n_slots=n_slots,
-                block=block,
-                c=chunk.c,
-                columns=form.M,
-                chunk_number=chunk_number,
-                form=form,
-            )
-
-
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
-def pull_kernel(
-    # AngleTerms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y), and in pass 2 s
-    # (blocks·chunks, slots), the part of first neighbours
-    out,
-    s_second_parts,  # (chunks·groups, slots), written in pass 2: s̄ as second neighbour
-    parameters,  # ParameterParts, written in pass 4; None in pass 2
-    hats,  # AngleCotangents of this pass; in pass 2, each hat below stands for a bar
-    bars,  # AngleCotangents of pass 2; None in pass 2, and without forces
-    dots,  # AngleTerms; None in pass 2, and without forces
-    weight,
-    rho,
-    reach,
-    terms,  # AngleTerms
-    n_atoms,
-    n_slots,
-    alpha,
-    curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,
-) -> None:
-    """Write the gradients of a, u, t, W and ρ (pass 4), or the adjoints of a, u, t and s (pass 2).
-
-    With ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ȳ = [s_j·s_k·m̄_j, ρ∘ā′] and
-    ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ: â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
-    Ŵ = Σ (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ (y∘â′ + f′(z)∘ż∘ā′). Without bars and dots their terms are 0.
-    ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
-    """
-    block = _open_block(n_slots, form)
-    group = tl.program_id(1)
-    n_groups = tl.num_programs(1)
-    u_hat = _part(out.u, block.number, n_atoms, n_slots, form.Y)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
-        new_mask = block.mask[:, None] & chunk.in_a[None, :]
-        z_mask = block.mask[:, None] & chunk.in_y[None, :]
-        if parameters is None:
-            s_number = block.number * form.n_chunks + chunk_number
-            s_hat = _part(out.s, s_number, n_atoms, n_slots, 1)
-        else:
-            weight_hat = tl.zeros_like(chunk.weight)
-            rho_hat = tl.zeros([form.chunk_columns], tl.float32)
-        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, z_mask & (start < end), form.Y)
-            if dots is not None:
-                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-                t_mask = z_mask & (start < end)
-                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
-            t_hat = tl.zeros_like(t)
-            s_second_hat = tl.zeros_like(s_k)
-            for j in range(start, end, n_groups):
-                slot = first_slot + j
-                angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot=slot, chunk=chunk, form=form)
-                y, slope, bend = curve(z, kind, curve_constants)
-                s_j = tl.load(terms.s + slot)
-                # Before ŷ: in another order the compiler spills more registers.
-                if dots is not None:
-                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                    z_dot = _pre_activation(dots, a_dot, t_dot, slot=slot, chunk=chunk, form=form)
-                m_hat = _load_message(hats.message, slot, chunk, form)
-                if parameters is None:
-                    along = tl.sum(y * m_hat, 1)
-                    tl.store(s_hat + slot, tl.sum(along * s_k, 0))
-                    s_second_hat += s_j * along
-                pair = (s_j * s_k)[:, None]
-                y_hat = m_hat * pair
-                rho_terms = tl.zeros_like(y)
-                if form.Y > form.M:
-                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, form.A)
-                    rho_terms += y * new_hat
-                    y_hat += chunk.rho * new_hat
-                if dots is not None:
-                    m_bar = _load_message(bars.message, slot, chunk, form)
-                    y_hat += m_bar * pair_dot
-                    y_bar = m_bar * pair
-                    if form.Y > form.M:
-                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
-                        rho_terms += slope * z_dot * new_bar
-                        y_bar += chunk.rho * new_bar
-                    z_hat = slope * y_hat + bend * z_dot * y_bar
-                    z_bar = slope * y_bar
-                else:
-                    z_hat = slope * y_hat
-                t_hat += z_hat
-                tl.store(u_hat + slot * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
-                if parameters is not None:
-                    rho_hat += tl.sum(rho_terms, 0)
-                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
-                if dots is not None:
-                    weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
-                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
-                if form.Y > form.M:
-                    a_hat += alpha * load_tile(
-                        hats.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
-                    )
-                _accumulate_a(
-                    out.a, a_hat, angle=angle, block=block, chunk_number=chunk_number, form=form
-                )
-            _store_zeros(
-                rows=u_hat,
-                angles=out.a,
-                first_slot=first_slot,
-                beyond=beyond,
-                n_slots=n_slots,
-                block=block,
-                c=chunk.c,
-                columns=form.Y,
-                chunk_number=chunk_number,
-                form=form,
-            )
-            row = group.to(tl.int64) * n_atoms + atom
-            if parameters is None:
-                _store_zeros_of_s(s_hat + first_slot, beyond, n_slots)
-                s_row = chunk_number * n_groups * n_atoms + row
-                tl.store(s_second_parts + s_row * n_slots + block.k, s_second_hat, block.mask)
-            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
-            tl.store(t_at, t_hat, z_mask)
-        if parameters is not None:
-            # Of this program, as the flattened grid counts.
-            program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
-            _store_parameters(
-                parameters,
-                program,
-                weight_hat=weight_hat,
-                rho_hat=rho_hat,
-                block=block,
-                chunk=chunk,
-                form=form,
-            )
-        # The next chunk adds to â, which other threads of this program have written.
-        tl.debug_barrier()
+    launch = Launch(terms, layer)
+    n_programs = math.prod(launch.grid)
+    weight_parts = launch.empty(n_programs, *launch.weight.shape)
+    rho_parts = launch.empty(n_programs, *launch.rho.shape)
+    out = launch.empty_gradients()._replace(weight=weight_parts, rho=rho_parts)
+    pull_kernel[launch.grid](
+        out=out,
+        hats=hats,
+        bars=bars,
+        dots=contiguous(dots) if dots else None,
+        num_stages=1,
+        **launch.arguments,
+    )
+    return out.a, *add_parts(out.u, out.t, out.weight, out.rho)
 
 
 # ----- launches ----------------------------------------------------------------------------------
@@ -507,10 +190,10 @@ OTHER_PASSES = Tuning(chunk_columns=32, programs=4)
 
 
 class Launch:
-    """The grid of a pass over one layer's angles, its arguments that all passes share, and outputs."""
+    """The grid of a pass over one layer's angles, the arguments of all passes, and outputs."""
 
     def __init__(self, terms: AngleTerms, layer: AngleLayer, tuning: Tuning = OTHER_PASSES) -> None:
-        self.terms = _contiguous(terms)
+        self.terms = contiguous(terms)
         self.layer = layer
         self.weight = layer.weight.contiguous()
         self.rho = self.weight.new_empty(0) if layer.rho is None else layer.rho.contiguous()
@@ -547,26 +230,24 @@ class Launch:
             "num_warps": tile_rows // SMALLEST,
         }
 
-    def empty_outputs(self) -> tuple[Tensor, Tensor]:
-        """Allocate what passes 1 and 3 write: m in parts, and a′."""
-        u = self.terms.u
-        message_parts = u.new_empty(self.n_blocks, u.shape[0], self.layer.message_columns)
-        a_new = self.terms.a.new_empty(self.terms.a.shape if self.rho.numel() else (0,))
-        return message_parts, a_new
+    def empty(self, *shape: int) -> Tensor:
+        """Allocate an output of this shape."""
+        return self.weight.new_empty(*shape)
 
-    def empty_u_parts(self) -> Tensor:
-        """Allocate ū or û in parts."""
-        u_parts: Tensor = self.terms.u.new_empty(self.n_blocks, *self.terms.u.shape)
-        return u_parts
+    def empty_outputs(self) -> OutputParts:
+        """Allocate what passes 1 and 3 write."""
+        return OutputParts(
+            message=self.empty(self.n_blocks, self.terms.u.shape[0], self.layer.message_columns),
+            a_new=None if self.layer.rho is None else self.empty(*self.terms.a.shape),
+        )
 
-    def empty_t_parts(self) -> Tensor:
-        """Allocate t̄ or t̂ in parts."""
-        t_parts: Tensor = self.terms.t.new_empty(self.n_groups, *self.terms.t.shape)
-        return t_parts
-
-
-def _contiguous(terms: AngleTerms) -> AngleTerms:
-    return AngleTerms(*(x.contiguous() for x in terms))
+    def empty_gradients(self) -> GradientParts:
+        """Allocate what passes 2 and 4 both write."""
+        return GradientParts(
+            a=self.empty(*self.terms.a.shape),
+            u=self.empty(self.n_blocks, *self.terms.u.shape),
+            t=self.empty(self.n_groups, *self.terms.t.shape),
+        )
 
 
 def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
@@ -582,81 +263,395 @@ def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
     return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
 
 
-def value(terms: AngleTerms, layer: AngleLayer) -> Tensors:
-    """Pass 1: return m and a′."""
-    launch = Launch(terms, layer, PASS_1)
-    message_parts, a_new = launch.empty_outputs()
-    push_kernel[launch.grid](
-        message_parts=message_parts, a_new=a_new, dots=None, **launch.arguments
-    )
-    return add_parts(message_parts)[0], a_new
+# ----- arguments of the kernels ------------------------------------------------------------------
 
 
-def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -> Tensors:
-    """Pass 2: return the adjoints of a, u, t, s."""
-    launch = Launch(terms, layer)
-    s = launch.terms.s
-    n_first = launch.n_chunks * launch.n_blocks
-    n_second = launch.n_chunks * launch.n_groups
-    s_parts = s.new_empty(n_first + n_second, *s.shape)  # added up together
-    out = AngleTerms(
-        a=launch.terms.a.new_empty(launch.terms.a.shape),
-        u=launch.empty_u_parts(),
-        t=launch.empty_t_parts(),
-        s=s_parts[:n_first],
-    )
-    pull_kernel[launch.grid](
-        out=out,
-        s_second_parts=s_parts[n_first:],
-        parameters=None,
-        hats=cotangents,
-        bars=None,
-        dots=None,
-        **launch.arguments,
-    )
-    return out.a, *add_parts(out.u, out.t, s_parts)
+class Form(NamedTuple):
+    """Sizes that are known when a kernel is compiled; A, M and Y are those of the table above.
 
-
-def tangent(terms: AngleTerms, dots: AngleTerms, layer: AngleLayer) -> Tensors:
-    """Pass 3: return the tangents of m and a′, which are the cotangents of their adjoints."""
-    launch = Launch(terms, layer)
-    message_parts, a_new = launch.empty_outputs()
-    push_kernel[launch.grid](
-        message_parts=message_parts, a_new=a_new, dots=_contiguous(dots), **launch.arguments
-    )
-    return add_parts(message_parts)[0], a_new
-
-
-def gradient(
-    hats: AngleCotangents,
-    bars: AngleCotangents | None,
-    terms: AngleTerms,
-    dots: AngleTerms | None,
-    layer: AngleLayer,
-) -> Tensors:
-    """Pass 4: return the gradients of a, u, t, W, ρ.
-
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
-    such pass.
+    Attributes
+    ----------
+    tile_rows, n_blocks
+        Second neighbours in a tile, a power of two, and how many blocks hold all.
+    a_width
+        A power of two that holds A columns.
+    chunk_columns, n_chunks
+        Columns of a chunk, and how many chunks hold Y columns.
+    precision
+        Of products, see `shared.precision`.
     """
-    launch = Launch(terms, layer)
-    a_hat = launch.terms.a.new_empty(launch.terms.a.shape)
-    # s has no gradient. A tensor must stand in its place, which the kernel does not write.
-    out = AngleTerms(a=a_hat, u=launch.empty_u_parts(), t=launch.empty_t_parts(), s=a_hat)
-    parameters = ParameterParts(
-        weight=launch.weight.new_empty(*launch.grid, *launch.weight.shape),
-        rho=launch.rho.new_empty(*launch.grid, *launch.rho.shape),
+
+    A: tl.constexpr
+    M: tl.constexpr
+    Y: tl.constexpr
+    tile_rows: tl.constexpr
+    n_blocks: tl.constexpr
+    a_width: tl.constexpr
+    chunk_columns: tl.constexpr
+    n_chunks: tl.constexpr
+    precision: tl.constexpr
+
+
+class OutputParts(NamedTuple):
+    """What passes 1 and 3 write: m and a′, or their tangents."""
+
+    message: Any  # (blocks, slots, M): parts of m
+    a_new: Any = None  # (angles, A); None if a′ is not wanted
+
+
+class GradientParts(NamedTuple):
+    """What passes 2 and 4 write: adjoints, or gradients."""
+
+    a: Any  # (angles, A)
+    u: Any  # (blocks, slots, Y): parts of û
+    t: Any  # (groups, slots, Y): parts of t̂
+    s_first: Any = None  # (blocks·chunks, slots): parts of s̄ as first neighbour; pass 2 only
+    s_second: Any = None  # (chunks·groups, slots): parts of s̄ as second neighbour; pass 2 only
+    weight: Any = None  # (programs, A, Y): parts of Ŵ; pass 4 only
+    rho: Any = None  # (programs, A): parts of ρ̂; pass 4 only
+
+
+# ----- kernels -----------------------------------------------------------------------------------
+# Sizes that differ between batches are not specialized: Triton would compile a kernel again for
+# each number of atoms that 16 divides.
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def push_kernel(
+    out,  # OutputParts, written
+    weight,  # (A, Y)
+    rho,  # (A,)
+    reach,  # (atoms,)
+    terms,  # AngleTerms
+    dots,  # AngleTerms: tangents; None in pass 1
+    n_atoms,
+    n_slots,
+    alpha,
+    curve_constants: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,  # of the activation, as is `curve_constants`
+) -> None:
+    """Write m and a′ (pass 1), or their tangents (pass 3).
+
+    y = f(z); m_j = s_j·Σ_k s_k·y_jk[:M], one part for each block, and a′ = α·a + ρ∘y[M:]. Their
+    tangents are ẏ = f′(z)∘ż, ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
+    """
+    block = _open_block(n_slots, form)
+    message = _part(out.message, block.number, n_atoms, n_slots, form.M)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, block, form)
+        for number in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            atom = _find_atom(number, reach, n_slots, block, form)
+            s_k, t = _load_second(terms, atom, block, chunk, form)
+            if dots is not None:
+                s_k_dot, t_dot = _load_second(dots, atom, block, chunk, form)
+            for j in range(atom.start, atom.end, tl.num_programs(1)):
+                slot = atom.first_slot + j
+                angle = slot * n_slots + block.k
+                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
+                z = _pre_activation(terms, a, t, slot, chunk, form)
+                y, slope, _ = curve(z, kind, curve_constants)
+                old = terms.a
+                if dots is None:
+                    m = tl.load(terms.s + slot) * tl.sum(y * s_k[:, None], 0)
+                else:
+                    old = dots.a
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
+                    y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                    s_j = tl.load(terms.s + slot)
+                    pair = (s_j * s_k)[:, None]
+                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    m = tl.sum(y_dot * pair + y * pair_dot, 0)
+                    y = y_dot
+                tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
+                if form.Y > form.M:
+                    a_old = load_tile(old, angle, chunk.a_column, chunk.a_mask, form.A)
+                    at = out.a_new + angle[:, None] * form.A + chunk.a_column[None, :]
+                    tl.store(at, alpha * a_old + chunk.rho * y, chunk.a_mask)
+            zeros = ZeroRows(message, out.a_new, n_slots, columns=form.M)
+            _store_zeros(zeros, atom, block, chunk, form)
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def pull_kernel(
+    out,  # GradientParts, written
+    hats,  # AngleCotangents of this pass; in pass 2, each hat below stands for a bar
+    bars,  # AngleCotangents of pass 2; None in pass 2, and without forces
+    weight,  # (A, Y)
+    rho,  # (A,)
+    reach,  # (atoms,)
+    terms,  # AngleTerms
+    dots,  # AngleTerms: tangents; None in pass 2, and without forces
+    n_atoms,
+    n_slots,
+    alpha,
+    curve_constants: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Write the gradients of a, u, t, W and ρ (pass 4), or the adjoints of the terms (pass 2).
+
+    ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ȳ = [s_j·s_k·m̄_j, ρ∘ā′];
+    ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
+    â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
+    Ŵ = Σ_angles (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ_angles (y∘â′ + f′(z)∘ż∘ā′).
+    Without bars and dots their terms are 0. Pass 2 writes no Ŵ and ρ̂, but
+    ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
+    """
+    block = _open_block(n_slots, form)
+    group = tl.program_id(1)
+    n_groups = tl.num_programs(1)
+    u_hat = _part(out.u, block.number, n_atoms, n_slots, form.Y)
+    for chunk_number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, block, form)
+        if out.weight is None:
+            s_number = block.number * form.n_chunks + chunk_number
+            s_first = _part(out.s_first, s_number, n_atoms, n_slots, 1)
+        else:
+            weight_hat = tl.zeros_like(chunk.weight)
+            rho_hat = tl.zeros([form.chunk_columns], tl.float32)
+        for number in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            atom = _find_atom(number, reach, n_slots, block, form)
+            s_k, t = _load_second(terms, atom, block, chunk, form)
+            if dots is not None:
+                s_k_dot, t_dot = _load_second(dots, atom, block, chunk, form)
+            t_hat = tl.zeros_like(t)
+            s_second_hat = tl.zeros_like(s_k)
+            for j in range(atom.start, atom.end, n_groups):
+                slot = atom.first_slot + j
+                angle = slot * n_slots + block.k
+                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
+                z = _pre_activation(terms, a, t, slot, chunk, form)
+                y, slope, bend = curve(z, kind, curve_constants)
+                s_j = tl.load(terms.s + slot)
+                # Before ŷ: in another order the compiler spills more registers.
+                if dots is not None:
+                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
+                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                m_hat = _load_message(hats.message, slot, chunk, form)
+                if out.s_first is not None:
+                    along = tl.sum(y * m_hat, 1)
+                    tl.store(s_first + slot, tl.sum(along * s_k, 0))
+                    s_second_hat += s_j * along
+                pair = (s_j * s_k)[:, None]
+                y_hat = m_hat * pair
+                rho_terms = tl.zeros_like(y)
+                if form.Y > form.M:
+                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, chunk.a_mask, form.A)
+                    rho_terms += y * new_hat
+                    y_hat += chunk.rho * new_hat
+                if dots is not None:
+                    m_bar = _load_message(bars.message, slot, chunk, form)
+                    y_hat += m_bar * pair_dot
+                    y_bar = m_bar * pair
+                    if form.Y > form.M:
+                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, chunk.a_mask, form.A)
+                        rho_terms += slope * z_dot * new_bar
+                        y_bar += chunk.rho * new_bar
+                    z_hat = slope * y_hat + bend * z_dot * y_bar
+                    z_bar = slope * y_bar
+                else:
+                    z_hat = slope * y_hat
+                t_hat += z_hat
+                tl.store(u_hat + slot * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
+                if out.weight is not None:
+                    rho_hat += tl.sum(rho_terms, 0)
+                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
+                if dots is not None:
+                    weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
+                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
+                if form.Y > form.M:
+                    a_hat += alpha * load_tile(
+                        hats.a_new, angle, block.i, block.a_mask & (chunk.number == 0), form.A
+                    )
+                _accumulate_a(out.a, a_hat, angle, block, chunk, form)
+            zeros = ZeroRows(u_hat, out.a, n_slots, columns=form.Y)
+            _store_zeros(zeros, atom, block, chunk, form)
+            row = group.to(tl.int64) * n_atoms + number
+            if out.s_first is not None:
+                _store_zeros_of_s(s_first + atom.first_slot, atom.beyond, n_slots)
+                s_row = chunk_number * n_groups * n_atoms + row
+                tl.store(out.s_second + s_row * n_slots + block.k, s_second_hat, block.mask)
+            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
+            tl.store(t_at, t_hat, chunk.mask)
+        if out.weight is not None:
+            # Of this program, as the flattened grid counts.
+            program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
+            _store_weight(out.weight, weight_hat, program, block, chunk, form)
+            _store_rho(out.rho, rho_hat, program, chunk, form)
+        # The next chunk adds to â, which other threads of this program have written.
+        tl.debug_barrier()
+
+
+# ----- blocks and chunks -------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
+
+    number: Any
+    c: Any  # numbers of the columns
+    in_y: Any  # c < Y
+    a_column: Any  # c − M: the column of a′ that a column of y updates
+    in_a: Any  # M ≤ c < Y
+    mask: Any  # (tile_rows, chunk_columns): entries of a tile of y that exist
+    a_mask: Any  # (tile_rows, chunk_columns): those that update a′
+    weight: Any  # (a_width, chunk_columns)
+    rho: Any  # (1, chunk_columns); 0 in columns of the message
+
+
+class Atom(NamedTuple):
+    """The first neighbours of an atom that a program takes: start, start + G, … with G groups."""
+
+    first_slot: Any  # of neighbour 0
+    start: Any
+    end: Any  # those below are computed
+    beyond: Any  # the first that is not
+
+
+class Block(NamedTuple):
+    """The block of second neighbours that a program takes."""
+
+    number: Any
+    k: Any  # (tile_rows,): numbers of the neighbours
+    mask: Any  # (tile_rows,): which exist
+    i: Any  # (a_width,): columns of a
+    a_mask: Any  # (tile_rows, a_width): entries of a tile of a that exist
+
+
+@triton.jit
+def _open_block(n_slots, form):
+    """Return the block of a program."""
+    number = tl.zeros([], tl.int32)
+    if form.n_blocks > 1:
+        # The last block, which few atoms reach, comes first: its programs run next to those that
+        # have more to do.
+        number += form.n_blocks - 1 - tl.program_id(2)
+    k = number * form.tile_rows + tl.arange(0, form.tile_rows)
+    i = tl.arange(0, form.a_width)
+    mask = k < n_slots
+    a_mask = mask[:, None] & (i < form.A)[None, :]
+    return Block(number=number, k=k, mask=mask, i=i, a_mask=a_mask)
+
+
+@triton.jit
+def _find_atom(number, reach, n_slots, block, form):
+    """Return the range of an atom's first neighbours that a program computes.
+
+    The neighbours beyond contribute nothing: the program stores zeros for them.
+    """
+    within_reach = tl.load(reach + number)
+    end = tl.where(within_reach > block.number * form.tile_rows, within_reach, 0)
+    start = tl.program_id(1)
+    step = tl.num_programs(1)
+    n_computed = (tl.maximum(end - start, 0) + step - 1) // step
+    # int64: angles · columns may exceed 2³¹
+    first_slot = number * tl.full([], n_slots, tl.int64)
+    return Atom(first_slot, start, end, beyond=start + n_computed * step)
+
+
+@triton.jit
+def _load_chunk(weight, rho, number, block, form):
+    """Load what a program holds of a chunk."""
+    c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    in_y = c < form.Y
+    a_column = c - form.M
+    in_a = (c >= form.M) & in_y
+    weight_mask = (block.i < form.A)[:, None] & in_y[None, :]
+    return Chunk(
+        number=number,
+        c=c,
+        in_y=in_y,
+        a_column=a_column,
+        in_a=in_a,
+        mask=block.mask[:, None] & in_y[None, :],
+        a_mask=block.mask[:, None] & in_a[None, :],
+        weight=load_tile(weight, block.i, c, weight_mask, form.Y),
+        rho=tl.load(rho + a_column, in_a, 0.0)[None, :],
     )
-    pull_kernel[launch.grid](
-        out=out,
-        s_second_parts=None,
-        parameters=parameters,
-        hats=hats,
-        bars=bars,
-        dots=None if dots is None else _contiguous(dots),
-        num_stages=1,
-        **launch.arguments,
-    )
-    weight_parts = parameters.weight.flatten(0, 2)
-    rho_parts = parameters.rho.flatten(0, 2)
-    return out.a, *add_parts(out.u, out.t, weight_parts, rho_parts)
+
+
+# ----- tensors of a tile -------------------------------------------------------------------------
+
+
+@triton.jit
+def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
+    """Return where a part (atoms·n_slots, columns) starts."""
+    return parts + number.to(tl.int64) * n_atoms * n_slots * columns
+
+
+@triton.jit
+def _load_second(terms, atom, block, chunk, form):
+    """Return s_k (tile_rows,) and a chunk of t_k (tile_rows, chunk_columns), or their tangents."""
+    slot = atom.first_slot + block.k
+    s = tl.load(terms.s + slot, block.mask, 0.0)
+    # t is not read if nothing is computed.
+    t = load_tile(terms.t, slot, chunk.c, chunk.mask & (atom.start < atom.end), form.Y)
+    return s, t
+
+
+@triton.jit
+def _pre_activation(terms, a, t, slot, chunk, form):
+    """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents."""
+    u = tl.load(terms.u + slot * form.Y + chunk.c, chunk.in_y, 0.0)
+    return tl.dot(a, chunk.weight, input_precision=form.precision) + u[None, :] + t
+
+
+@triton.jit
+def _load_message(message, slot, chunk, form):
+    """Load the cotangent of m_j into the columns of y (1, chunk_columns); 0 beyond M."""
+    return tl.load(message + slot * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
+
+
+@triton.jit
+def _accumulate_a(a_out, value, angle, block, chunk, form):
+    """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
+    # The first chunk must not read: the memory is not initialized.
+    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk.number > 0), form.A)
+    tl.store(a_out + angle[:, None] * form.A + block.i[None, :], value, block.a_mask)
+
+
+@triton.jit
+def _store_weight(weight_parts, value, program, block, chunk, form):
+    """Store a program's part of Ŵ in the columns of a chunk."""
+    row = (program * form.A + block.i[:, None]) * form.Y
+    mask = (block.i < form.A)[:, None] & chunk.in_y[None, :]
+    tl.store(weight_parts + row + chunk.c[None, :], value, mask)
+
+
+@triton.jit
+def _store_rho(rho_parts, value, program, chunk, form):
+    """Store a program's part of ρ̂ in the columns of a chunk."""
+    if form.Y > form.M:
+        tl.store(rho_parts + program * form.A + chunk.a_column, value, chunk.in_a)
+
+
+class ZeroRows(NamedTuple):
+    """What is 0 for first neighbours that are not computed."""
+
+    rows: Any  # (slots, columns)
+    angles: Any  # (angles, A); None if not wanted
+    n_slots: Any
+    columns: tl.constexpr
+
+
+@triton.jit
+def _store_zeros(zeros, atom, block, chunk, form):
+    """Store zeros for first neighbours that are not computed, those of angles with chunk 0."""
+    for j in range(atom.beyond, zeros.n_slots, tl.num_programs(1)):
+        slot = atom.first_slot + j
+        row = zeros.rows + slot * zeros.columns + chunk.c
+        tl.store(row, tl.zeros([form.chunk_columns], tl.float32), chunk.c < zeros.columns)
+        if zeros.angles is not None:
+            angle = slot * zeros.n_slots + block.k
+            at = zeros.angles + angle[:, None] * form.A + block.i[None, :]
+            tile = tl.zeros([form.tile_rows, form.a_width], tl.float32)
+            tl.store(at, tile, block.a_mask & (chunk.number == 0))
+
+
+@triton.jit
+def _store_zeros_of_s(s, beyond, n_slots):
+    """Store zeros of s of an atom for first neighbours that are not computed."""
+    for j in range(beyond, n_slots, tl.num_programs(1)):
+        tl.store(s + j, 0.0)

@@ -72,6 +72,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     add_parts,
     add_to_neighbors,
     at_once,
+    contiguous,
     holding,
     load_tile,
     precision,
@@ -133,7 +134,7 @@ def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
     """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
     launch = Launch(terms, layer)
     out = launch.empty_outputs()
-    push_kernel[launch.grid](out=out, dots=_contiguous(dots), **launch.arguments)
+    push_kernel[launch.grid](out=out, dots=contiguous(dots), **launch.arguments)
     message, moment = add_parts(out.message, out.moment)
     return message, out.update, moment
 
@@ -157,7 +158,7 @@ def gradient(
         out=out,
         hats=hats,
         bars=bars,
-        dots=_contiguous(dots) if dots else None,
+        dots=contiguous(dots) if dots else None,
         **launch.arguments,
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
@@ -185,7 +186,7 @@ class Launch:
 
     def __init__(self, terms: EdgeTerms, layer: EdgeLayer, tuning: Tuning = OTHER_PASSES) -> None:
         self.layer = layer
-        self.terms = _contiguous(terms)
+        self.terms = contiguous(terms)
         self.n_atoms, self.n_slots = layer.neighbor.shape
         E, self.Y = layer.weight.shape
         V = self.terms.table.shape[1] - self.Y
@@ -244,10 +245,6 @@ class Launch:
     def sum_table_rows(self, rows: Tensor) -> Tensor:
         """Return the sum over the edges that lead to each atom."""
         return add_to_neighbors(rows, self.layer.incoming.order, self.layer.incoming.start)
-
-
-def _contiguous(terms: EdgeTerms) -> EdgeTerms:
-    return EdgeTerms(*(x.contiguous() for x in terms))
 
 
 # ----- arguments of the kernels ------------------------------------------------------------------

@@ -7,17 +7,19 @@ in the same order every time, so that results repeat bit by bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepmd_muon.model.descriptor.dpa3.tensors import AngleTerms, EdgeTerms
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Formula
 
 Tensors = Sequence[Tensor]
+Terms = TypeVar("Terms", EdgeTerms, AngleTerms)
 
 # ----- sizes and precision -----------------------------------------------------------------------
 
@@ -30,6 +32,11 @@ def holding(count: int) -> int:
     """Return the side of a tile that holds so many rows or columns."""
     side: int = max(SMALLEST, triton.next_power_of_2(count))
     return side
+
+
+def contiguous(terms: Terms) -> Terms:
+    """Return the terms as contiguous tensors, which the kernels expect."""
+    return type(terms)(*(x.contiguous() for x in terms))
 
 
 def at_once(device: torch.device, per_multiprocessor: int) -> int:

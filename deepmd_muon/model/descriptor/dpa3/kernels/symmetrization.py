@@ -104,9 +104,7 @@ class Symmetrization(FourPasses):
         symmetrize_kernel[(len(moment),)](
             squares=squares,
             moment=moment,
-            # A dummy where there is no tangent: the kernel does not read it.
-            moment_dot=moment if moment_dot is None else moment_dot,
-            with_tangent=moment_dot is not None,
+            moment_dot=moment_dot,
             form=self._form(moment),
         )
         return squares
@@ -155,8 +153,7 @@ def _block_columns(block: tl.constexpr, form):
 def symmetrize_kernel(
     squares,  # (atoms, axis·(E + N)), written
     moment,  # (atoms, 3, E + N)
-    moment_dot,  # (atoms, 3, E + N); read only with a tangent
-    with_tangent: tl.constexpr,
+    moment_dot,  # (atoms, 3, E + N); None for G
     form,
 ) -> None:
     """G_ad = Σ_c H_ca·H_cd / 3 in each block, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
@@ -171,7 +168,7 @@ def symmetrize_kernel(
             row = (atom * 3 + c) * width
             h_a = tl.load(moment + row + begin + a, a_mask, 0.0)
             h_d = tl.load(moment + row + d, d_mask, 0.0)
-            if with_tangent:
+            if moment_dot is not None:
                 h_a_dot = tl.load(moment_dot + row + begin + a, a_mask, 0.0)
                 h_d_dot = tl.load(moment_dot + row + d, d_mask, 0.0)
                 total += h_a_dot[:, None] * h_d[None, :] + h_a[:, None] * h_d_dot[None, :]

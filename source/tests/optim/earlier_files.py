@@ -1,24 +1,18 @@
-"""Make earlier_state.pt and earlier_checkpoint.pt, which later versions must read bitwise.
+"""What earlier_state.pt and earlier_checkpoint.pt were made from; later versions must read both bitwise.
 
-Usage: python make_earlier_files.py
-
-Both were written by deepmd_muon 0.1.0 before its optimizer was cut into layers (commit 5090226, torch 2.13, one thread,
-2026-11-22). Make them again only with that commit: a file that the present code writes proves nothing.
+deepmd_muon 0.1.0 wrote them before its optimizer was cut into layers (commit 5090226, torch 2.13, one thread,
+2026-11-22). The first file has parameters and state after three steps of `set_gradients`, parameters after a fourth,
+and the state of the training after eight steps. The second is the checkpoint of its fourth step.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).parent
-TRAINING_DATA = HERE.parents[2] / "examples" / "cu_emt" / "data" / "train"
+TRAINING_DATA = Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "train"
 SETTINGS = {
     "muon_mode": "slice",
     "adam_patterns": ["*.table"],
@@ -105,42 +99,3 @@ def training_input() -> dict[str, object]:
             "save_freq": 4,
         },
     }
-
-
-def main() -> None:
-    """Take the steps and train."""
-    from deepmd_muon.argcheck import load
-    from deepmd_muon.optim import HybridMuon
-    from deepmd_muon.train import run
-
-    torch.set_num_threads(1)
-    parameters = make_parameters()
-    optimizer = HybridMuon(make_groups(parameters), lr=0.01, **SETTINGS)
-    for step in range(3):
-        set_gradients(parameters, step)
-        optimizer.step()
-    parameters["net.frozen_later.weight"].requires_grad_(False)
-    before = {name: p.detach().clone() for name, p in parameters.items()}
-    state = optimizer.state_dict()
-    torch.save({"parameters": before, "optimizer": state}, "state.pt")
-    set_gradients(parameters, 3)
-    optimizer.step()
-    after = {name: p.detach().clone() for name, p in parameters.items()}
-    kept = torch.load("state.pt", weights_only=True)
-
-    shutil.copytree(TRAINING_DATA, "train")
-    Path("input.json").write_text(json.dumps(training_input()), encoding="utf-8")
-    run(load("input.json"), log_level="WARNING")
-    shutil.copyfile("model.ckpt-4.pt", HERE / "earlier_checkpoint.pt")
-    last = torch.load("model.ckpt-8.pt", weights_only=True)
-    kept |= {
-        "after_one_more_step": after,
-        "training_state_after_8_steps": last["optimizer"]["state"],
-    }
-    torch.save(kept, HERE / "earlier_state.pt")
-
-
-if __name__ == "__main__":
-    os.environ["DEVICE"] = "cpu"
-    os.chdir(tempfile.mkdtemp())
-    main()
