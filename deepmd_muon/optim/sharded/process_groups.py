@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from deepmd_muon.optim import errors
 from deepmd_muon.optim.errors import PlanMismatchError, ShardingError, UnsupportedTransportError
@@ -81,27 +82,30 @@ def group_of(ranks: RankSet, device: torch.device) -> dist.ProcessGroup | None:
 
 
 def _new_group(ranks: RankSet, world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create the process group of these ranks; the other ranks of `world` do not take part."""
-    # torch names the group by its ranks and the number of groups that this rank is in, and ranks
-    # with different names would wait for each other for ever. The numbers differ if some ranks have
-    # created groups without the others: these first create groups of one rank each.
-    names = dist.distributed_c10d._world.pg_names
-    rank = dist.get_rank()
-    n_groups = len(names)
-    if dist.get_backend(world) != "fake":  # the other ranks of a fake group do not exist
-        store = dist.distributed_c10d._get_default_store()
-        key = f"deepmd_muon/groups of {ranks}/"
-        store.set(f"{key}{rank}", str(len(names)))
-        n_groups = max(int(store.get(f"{key}{member}")) for member in ranks)
+    """Create the process group of these ranks; the other ranks of `world` do not take part.
+
+    `torch.distributed.new_group` names such a group by how many groups the calling rank is in or
+    has created. Ranks that call it by different names would wait for each other for ever.
+    """
+    backend, store = c10d._world.pg_map[world]
     # NCCL splits a group off a world that is bound to a device, for which it needs all ranks.
     bound_device = world.bound_device_id
     world.bound_device_id = None
     try:
-        while len(names) < n_groups:
-            dist.new_group([rank], use_local_synchronization=True)
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        group, _ = c10d._new_process_group_helper(
+            group_size=len(ranks),
+            group_rank=ranks.index(dist.get_rank()),
+            global_ranks_in_group=list(ranks),
+            backend=backend,
+            store=store,
+            group_name=c10d.GroupName(f"deepmd_muon {ranks}"),
+            timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        )
     finally:
         world.bound_device_id = bound_device
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 @functools.cache

@@ -91,6 +91,11 @@ def layouts():
 
 def place(x, mesh, placements):
     """Cut a full tensor as the plan says that this rank holds it, which is compared with DTensor's own cut below."""
+    # Vectors have no columns to shard: torch 2.15 refuses to read such a placement.
+    placements = [
+        Replicate() if isinstance(kind, Shard) and kind.dim >= x.ndim else kind
+        for kind in placements
+    ]
     local = x
     for dim, index in enumerate(_held_indices(x.shape, mesh, tuple(placements))):
         local = local.index_select(dim, index)

@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from sharded_cases import SHAPES, Twins, mesh_of, named_mesh, place
 from spawn_ranks import on_ranks
 from torch import nn
@@ -312,40 +313,34 @@ def preflight():
 def process_groups():
     """On some of the ranks an optimizer makes one process group, however often it plans anew.
 
-    Before, a rank has made a group of its own: torch names groups by how many a rank is in.
+    Rank 0 is in one more group than others: torch names groups by this number.
     """
     world = dist.get_world_size()
-    alone = dist.new_group([0], use_local_synchronization=True)
+    alone = dist.new_group([0])
     assert (dist.get_rank() == 0) == isinstance(alone, dist.ProcessGroup)
     pairs = [[i, world - 1 - i] for i in range(world // 2)]  # no other case has made these
     mine = [group for pair in pairs if (group := dist.new_group(pair)) and dist.get_rank() in pair]
     if not mine:
         return
     (sub,) = mine
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = dist.new_group
-        patch.setattr(
-            dist,
-            "new_group",
-            lambda ranks, **options: made.append(ranks) or original(ranks, **options),
+    earlier_groups = set(c10d._world.pg_names)
+    for sharded in (ShardedSettings(), ShardedSettings(state="sharded")):
+        model = nn.Linear(8, 8)
+        optimizer = HybridMuon(
+            model.named_parameters(),
+            replicas=sub,
+            sharded=sharded,
+            on_nonfinite="skip",
+            magma_muon=False,
         )
-        for sharded in (ShardedSettings(), ShardedSettings(state="sharded")):
-            model = nn.Linear(8, 8)
-            optimizer = HybridMuon(
-                model.named_parameters(),
-                replicas=sub,
-                sharded=sharded,
-                on_nonfinite="skip",
-                magma_muon=False,
-            )
-            for trained in (True, False, True):
-                model.bias.requires_grad_(trained)
-                for p in model.parameters():
-                    p.grad = torch.ones_like(p) if p.requires_grad else None
-                optimizer.step()
-    of_pairs = [ranks for ranks in made if len(ranks) == 2]
-    assert len(of_pairs) == (world > 2)
+        for trained in (True, False, True):
+            model.bias.requires_grad_(trained)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) if p.requires_grad else None
+            optimizer.step()
+    new_groups = set(c10d._world.pg_names) - earlier_groups
+    expected = [dist.get_process_group_ranks(sub)] if world > 2 else []
+    assert [dist.get_process_group_ranks(group) for group in new_groups] == expected
 
 
 def die_in_the_middle():
