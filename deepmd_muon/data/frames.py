@@ -226,3 +226,17 @@ class Parameters(NamedTuple):
             charge_spin=2 if conditions.embedded else 0,
             default_charge_spin=conditions.default,
         )
+
+
+def evenly_spread(total: int, count: int) -> np.ndarray:
+    """Return at most `count` of the numbers below `total`, in order; 0 if there are none."""
+    return np.unique(np.linspace(0, max(0, total - 1), count).astype(int))
+
+
+def nearest_images(vectors: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Return vectors (…, n, 3) less the cell vectors that make their fractions at most 1/2.
+
+    The cells are (…, 3, 3). In a skewed cell another image may be nearer.
+    """
+    nearest: np.ndarray = vectors - np.round(vectors @ np.linalg.inv(box)) @ box
+    return nearest

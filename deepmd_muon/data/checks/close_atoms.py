@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.frames import Frames, nearest_images
 from deepmd_muon.data.system import System
 
 #: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider
@@ -38,9 +38,7 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
     rows, i, j = _candidates(frames, limit)
     apart = frames.coord[rows, j] - frames.coord[rows, i]
     if frames.box is not None:
-        box = frames.box[rows]
-        fractions = np.linalg.solve(box.transpose(0, 2, 1), apart[..., None])[..., 0]
-        apart -= (np.round(fractions)[:, None] @ box)[:, 0]
+        apart = nearest_images(apart[:, None], frames.box[rows])[:, 0]
     distance = np.sqrt((apart**2).sum(axis=1))
     near = np.flatnonzero(distance < limit)
     # numpy keeps the last of several values for a row: the nearest pair of a frame comes last.
