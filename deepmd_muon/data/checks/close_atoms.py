@@ -57,9 +57,7 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
 def shortest_distances(system: System, limit: float) -> np.ndarray:
     """Return the shortest distance in each frame (nframes,) [Å], infinite from `limit` on."""
     shortest = np.full(system.nframes, np.inf)
-    step = max(1, _CHUNK // system.natoms)
-    for start in range(0, system.nframes, step):
-        numbers = np.arange(start, min(start + step, system.nframes))
+    for numbers in system.chunks(_CHUNK):
         shortest[numbers] = close_pairs(system.structures(numbers), limit).distance
     return shortest
 
@@ -141,9 +139,7 @@ def first_close_pair(systems: Sequence[System], numbers: Sequence[np.ndarray]) -
     closest = np.inf
     words = None
     for system, numbers_of_system in zip(systems, numbers, strict=True):
-        step = max(1, _CHUNK // system.natoms)
-        for begin in range(0, len(numbers_of_system), step):
-            chunk = numbers_of_system[begin : begin + step]
+        for chunk in system.chunks(_CHUNK, numbers_of_system):
             pairs = close_pairs(system.frames(chunk))
             row = int(pairs.distance.argmin())
             if pairs.distance[row] < closest:

@@ -70,7 +70,6 @@ def _keys(systems: Sequence[System], share: float) -> np.ndarray:
     for system in systems[:: -(-len(systems) // _SYSTEMS)]:
         count = max(1, round(min(1.0, share) * system.nframes))
         numbers = evenly_spread(system.nframes, count)
-        step = max(1, _CHUNK_ATOMS // system.natoms)
-        chunks = (numbers[begin : begin + step] for begin in range(0, len(numbers), step))
+        chunks = system.chunks(_CHUNK_ATOMS, numbers)
         keys += [structure_keys(system.structures(chunk)) for chunk in chunks]
     return np.concatenate(keys)
