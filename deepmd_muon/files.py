@@ -108,6 +108,12 @@ def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
         yield file
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8; see `whole_file`."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
 @contextmanager
 def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
     """Open a file at `place` for writing, and sync it in the end.

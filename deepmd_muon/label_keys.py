@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
 
 from deepmd_muon.section import Rule, Section
 from deepmd_muon.setting import setting
@@ -37,7 +36,7 @@ class LabelKeys(Section):
         ),
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("stress", "virial"), _one_of_both),)
+    rules = (Rule(("stress", "virial"), _one_of_both),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,7 +163,7 @@ class WSDSettings(_Schedule):
         "inverse_linear", doc="Course of the decay; with 'inverse_linear' 1/rate grows linearly."
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         *_Schedule.rules,
         Rule(("stop_lr",), _positive),
         Rule(("stop_lr_ratio",), _positive),

@@ -19,7 +19,7 @@ from deepmd_muon.argcheck.multi_task import Expanded, References, expand, fold, 
 from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.argcheck.training import BranchDataSettings
-from deepmd_muon.files import whole_file
+from deepmd_muon.files import write_text
 from deepmd_muon.loss.settings import LossSettings
 from deepmd_muon.model.branch_settings import SINGLE, HostedBranchSettings
 from deepmd_muon.model.settings import HostedSettings, ModelSettings, changed
@@ -299,5 +299,4 @@ def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     A reader sees the old file or the new one, never a part.
     """
     text = json.dumps(normalized, indent=4, ensure_ascii=False) + "\n"
-    with whole_file(Path(path)) as file:
-        file.write(text.encode())
+    write_text(Path(path), text)

@@ -107,8 +107,8 @@ class Settings(Section):
         None, doc="Fine-tuning with `--finetune FILE --replay DATA|pseudo`; other runs ignore it."
     )
 
-    left_out: ClassVar[frozenset[str]] = frozenset({"replay"})
-    rules: ClassVar[tuple[Rule, ...]] = (
+    left_out = frozenset({"replay"})
+    rules = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("optimizer", "learning_rate/start_lr"), _decay_keeps_signs),
         Rule(("validating/full_validation", "training/validation_data"), _validation_data),
@@ -167,7 +167,7 @@ class MultiTaskSettings(Section):
     )
     validating: ValidatingSettings = declared_like(Settings, "validating")
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("optimizer", "learning_rate/start_lr"), _decay_keeps_signs),
         Rule(("validating/full_validation", "training/data_dict"), _some_validation_data),

@@ -181,7 +181,7 @@ class TrainingDataSettings(Section):
             frame_parameters=self.frame_parameters,
         )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("systems",), _some_systems),
         Rule(("rglob_patterns",), _relative_patterns),
         Rule(("sys_probs", "systems"), _probabilities),
@@ -518,7 +518,7 @@ class TrainingSettings(RunSettings, BranchDataSettings):
         ),
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("numb_steps", "numb_epoch"), _one_length),
         *BranchDataSettings.rules,
         *RunSettings.rules,
@@ -604,7 +604,7 @@ class MultiTaskTrainingSettings(RunSettings):
             else Path(f"{self.save_ckpt}.{self.export_branch}.pt")
         )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),
         Rule(("model_prob",), _some_probability),
         Rule(("export_branch", "data_dict"), _known_branch),

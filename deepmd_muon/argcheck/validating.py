@@ -97,9 +97,7 @@ class ValidatingSettings(Section):
             else None
         )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("early_stop_patience", "full_validation", "full_val_start"), _some_validations),
-    )
+    rules = (Rule(("early_stop_patience", "full_validation", "full_val_start"), _some_validations),)
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "ema_full_validation": Foreign("full validation of averaged parameters", (False,)),

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     for name in options.MODEL:
         require_readable(name, trust=options.trust)
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.files import make_folder_of, whole_file
+    from deepmd_muon.files import make_folder_of, write_text
     from deepmd_muon.stability.check import CheckSettings, check_models
     from deepmd_muon.stability.curves import Verdict
     from deepmd_muon.stability.report import text_of, values_of
@@ -128,8 +128,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(text_of(check)))
     if options.json:
         make_folder_of(Path(options.json))
-        with whole_file(Path(options.json)) as file:
-            file.write(json.dumps(values_of(check), allow_nan=False).encode())
+        write_text(Path(options.json), json.dumps(values_of(check), allow_nan=False))
     if options.output:
         from deepmd_muon.show.stability import draw_check
 

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"-o must end in .html; found {options.output}")
     from deepmd_muon.argcheck import load
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.files import make_folder_of, whole_file
+    from deepmd_muon.files import make_folder_of, write_text
     from deepmd_muon.show.report.page import Report, page_of
     from deepmd_muon.show.report.panels import check_panels, curve_panels, draw_all, parity_panels
 
@@ -109,8 +109,7 @@ def run(options: argparse.Namespace) -> int:
         input_text=Path(options.INPUT).read_text(),
     )
     make_folder_of(page)
-    with whole_file(page) as file:
-        file.write(page_of(report).encode())
+    write_text(page, page_of(report))
     draw_all(panels, report.headline, picture)
     print(f"{page} and {picture} written")
     return 0

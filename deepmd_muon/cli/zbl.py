@@ -101,7 +101,7 @@ def _write_table(options: argparse.Namespace) -> None:
     import numpy as np
 
     from deepmd_muon.data.zbl import table_of
-    from deepmd_muon.files import make_folder_of, whole_file
+    from deepmd_muon.files import make_folder_of, write_text
 
     begin = 1.0 if options.begin is None else options.begin
     end = 2.0 if options.end is None else options.end
@@ -109,8 +109,7 @@ def _write_table(options: argparse.Namespace) -> None:
     text = io.StringIO()
     np.savetxt(text, table, fmt="%.12g")
     make_folder_of(Path(options.output))
-    with whole_file(Path(options.output)) as file:
-        file.write(text.getvalue().encode())
+    write_text(Path(options.output), text.getvalue())
     n_rows, n_columns = table.shape  # a column of distances, and one for each pair
     print(f"{n_rows} rows to {table[-1, 0]:g} Å, {n_columns - 1} pairs: {options.output}")
 

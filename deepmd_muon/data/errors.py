@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -62,6 +62,17 @@ def naming_frame(frame: int, system: str | None = None) -> Iterator[None]:
     except (NeighborError, RuntimeError) as error:
         problem = error.problem if isinstance(error, NeighborError) else str(error)
         raise NeighborError(problem, frame, system) from error
+
+
+@contextmanager
+def renumbering_frames(numbers: Sequence[int], system: str | None = None) -> Iterator[None]:
+    """Give frames in errors of the neighbour search other numbers: frame k becomes `numbers[k]`."""
+    try:
+        yield
+    except NeighborError as error:
+        if error.frame is None:
+            raise
+        raise NeighborError(error.problem, int(numbers[error.frame]), system) from error
 
 
 class SamplingError(DataError):

@@ -255,3 +255,17 @@ class Parameters(NamedTuple):
             spin=3 if settings.spins.read else 0,
             default_spin=(0.0, 0.0, 0.0) if settings.spins.may_be_missing else None,
         )
+
+
+def evenly_spread(total: int, count: int) -> np.ndarray:
+    """Return at most `count` of the numbers below `total`, in order; 0 if there are none."""
+    return np.unique(np.linspace(0, max(0, total - 1), count).astype(int))
+
+
+def nearest_images(vectors: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Return vectors (…, n, 3) less the cell vectors that make their fractions at most 1/2.
+
+    The cells are (…, 3, 3). In a skewed cell another image may be nearer.
+    """
+    nearest: np.ndarray = vectors - np.round(vectors @ np.linalg.inv(box)) @ box
+    return nearest

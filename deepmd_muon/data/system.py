@@ -239,12 +239,11 @@ class System:
     def largest_forces(self) -> np.ndarray:
         """Return the largest force on an atom of each frame (nframes,) [eV/Å]; 0 without forces."""
         largest = np.zeros(self.nframes)
-        step = max(1, _CHUNK_ATOMS // self.natoms)
-        for start in range(0, self.nframes, step):
-            force = self.read_label("force", np.arange(start, min(start + step, self.nframes)))
+        for numbers in self.chunks(_CHUNK_ATOMS):
+            force = self.read_label("force", numbers)
             if force is not None:
                 squares = np.nan_to_num(np.square(force).sum(axis=2))
-                largest[start : start + step] = np.sqrt(squares.max(axis=1))
+                largest[numbers] = np.sqrt(squares.max(axis=1))
         return largest
 
     def longest_spin(self) -> float:
@@ -420,6 +419,17 @@ class System:
         for name in PARAMETERS:
             arrays[name] = self.read_parameter(name, numbers)
         return Frames(**arrays)
+
+    def chunks(self, max_atoms: int, numbers: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Yield the numbers of all frames, or of some, in their order, few enough to read at once.
+
+        A chunk has at most so many atoms, but at least one frame.
+        """
+        if numbers is None:
+            numbers = np.arange(self.nframes)
+        step = max(1, max_atoms // self.natoms)
+        for start in range(0, len(numbers), step):
+            yield numbers[start : start + step]
 
     def origin(self, number: int) -> FrameOrigin:
         """Return the file of a frame, its number there and its kind; else name the system."""

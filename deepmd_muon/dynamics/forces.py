@@ -7,14 +7,12 @@ then evaluates all structures without the host, and may be captured in a CUDA gr
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.errors import renumbering_frames
 from deepmd_muon.dynamics.pairs import GhostLists, PairLists
 from deepmd_muon.dynamics.systems import DynamicsError
 from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
@@ -143,7 +141,7 @@ class ForceField:
         results = []
         for block in self._blocks:
             block_box = None if box is None else block.box
-            with _counting_from(block.rows.start):
+            with renumbering_frames(range(block.rows.start, block.rows.stop)):
                 try:
                     forces = self._evaluate(block.lists, coord[block.rows], block_box)
                 except DenseError:
@@ -200,7 +198,7 @@ class ForceField:
         """
         all_right = True
         for rows, call in self._device_calls:
-            with _counting_from(rows.start):
+            with renumbering_frames(range(rows.start, rows.stop)):
                 all_right &= call.settled(call.needed())
                 call.prepare()
         return all_right
@@ -318,14 +316,3 @@ def _joined(results: list[Forces]) -> Forces:
         force=torch.cat([forces.force for forces in results]),
         virial=torch.cat([forces.virial for forces in results]),
     )
-
-
-@contextlib.contextmanager
-def _counting_from(first: int) -> Iterator[None]:
-    """Add the number of the first structure to the numbers of structures in errors."""
-    try:
-        yield
-    except NeighborError as error:
-        if error.frame is None:
-            raise
-        raise NeighborError(error.problem, first + error.frame) from error

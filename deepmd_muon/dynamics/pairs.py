@@ -7,7 +7,7 @@ checkpoints, `GhostLists` frozen files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data.errors import NeighborError, naming_frame
-from deepmd_muon.data.neighbors.lists import find_pairs, group_limits, with_ghosts
+from deepmd_muon.data.neighbors.lists import find_pairs, group_limits
 from deepmd_muon.model import EnergyModel, Structures
 
 
@@ -66,26 +66,8 @@ class Reused:
             raise
 
 
-class _HostFrame(NamedTuple):
-    """One structure as arrays."""
-
-    coord: np.ndarray
-    box: np.ndarray | None
-    atype: np.ndarray
-
-
-def _host_frame(reused: Reused, coord: Tensor, box: Tensor | None, k: int) -> _HostFrame:
-    cell = None if box is None else box[k].cpu().numpy()
-    if cell is not None and not cell.any():
-        cell = None
-    return _HostFrame(coord[k].detach().cpu().numpy(), cell, reused.host_atype[k])
-
-
-# ----- models of checkpoints ---------------------------------------------------------------------
-
-
 class _Pairs(NamedTuple):
-    """Pairs of atoms; atoms are numbered through all structures."""
+    """Pairs of atoms, both ways; atoms are numbered through all structures."""
 
     i: Tensor  # (npairs,)
     j: Tensor  # (npairs,)
@@ -96,7 +78,64 @@ class _Pairs(NamedTuple):
         return _Pairs(self.i[rows], self.j[rows], self.shift[rows])
 
 
-class PairLists:
+class _HostLists:
+    """The pairs of all structures within the cut-off and a skin.
+
+    Parameters
+    ----------
+    rcut
+        Cut-off [Å].
+    atype
+        Types `(nframes, natoms)` on the device, −1 for padding.
+    skin
+        Added to the cut-off of the stored pairs [Å].
+    """
+
+    def __init__(self, rcut: float, atype: Tensor, skin: float) -> None:
+        self.reused = Reused(skin, atype)
+        self._reach = rcut + skin
+        self._atype = atype
+        self._frames: list[_Pairs | None] = [None] * atype.shape[0]
+        self._joined: tuple[_Pairs, Tensor] | None = None
+
+    def _find(self, coord: Tensor, box: Tensor | None) -> tuple[_Pairs, Tensor]:
+        """Return the pairs and the structure of each; the same tuple until a list is built.
+
+        Raises
+        ------
+        NeighborError
+            When neighbours cannot be found; `frame` is the number of the structure.
+        """
+        stale = self.reused.stale(coord, box)
+        for k in stale:
+            self._frames[k] = self._search(coord, box, k)
+        if stale or self._joined is None:
+            frames = [frame for frame in self._frames if frame is not None]
+            pairs = _Pairs(*map(torch.cat, zip(*frames, strict=True)))
+            self._joined = (pairs, pairs.i // self._atype.shape[1])
+        return self._joined
+
+    def _search(self, coord: Tensor, box: Tensor | None, k: int) -> _Pairs:
+        """Find the pairs of one structure."""
+        cell = None if box is None else box[k].cpu().numpy()
+        if cell is not None and not cell.any():
+            cell = None
+        atype = self.reused.host_atype[k]
+        with self.reused.building(k):
+            pairs = find_pairs(coord[k].detach().cpu().numpy(), cell, atype, self._reach)
+        first_atom = k * coord.shape[1]
+        shift = pairs.shift.astype(np.float64).reshape(-1, 3)
+        return _Pairs(
+            i=torch.from_numpy(pairs.real[pairs.i] + first_atom).to(coord.device),
+            j=torch.from_numpy(pairs.real[pairs.j] + first_atom).to(coord.device),
+            shift=torch.from_numpy(shift).to(coord.device),
+        )
+
+
+# ----- models of checkpoints ---------------------------------------------------------------------
+
+
+class PairLists(_HostLists):
     """Neighbour lists for models of checkpoints, as `Structures`.
 
     At every call they equal the lists of `data.build_neighbors`: pairs beyond the cut-off are
@@ -106,18 +145,13 @@ class PairLists:
     ----------
     model
         The model.
-    atype
-        Types `(nframes, natoms)` on the device, −1 for padding.
-    skin
-        Added to the cut-off of the stored pairs [Å].
+    atype, skin
+        As for `_HostLists`.
     """
 
     def __init__(self, model: EnergyModel, atype: Tensor, skin: float) -> None:
-        self.reused = Reused(skin, atype)
+        super().__init__(model.rcut, atype, skin)
         self._model = model
-        self._atype = atype
-        self._frames: list[_Pairs | None] = [None] * atype.shape[0]
-        self._joined: tuple[_Pairs, Tensor] | None = None  # pairs of all structures; their frames
         types = atype.reshape(-1)
         order = torch.argsort(types, stable=True)
         self._order = order[int((types < 0).sum()) :]  # real atoms, sorted by type
@@ -131,19 +165,8 @@ class PairLists:
         self._limits = torch.from_numpy(limits).to(types.device)  # (ngroups,)
 
     def structures(self, coord: Tensor, box: Tensor | None) -> Structures:
-        """Return the batch at these positions.
-
-        Raises
-        ------
-        NeighborError
-            When neighbours cannot be found; `frame` is the number of the structure.
-        """
-        stale = self.reused.stale(coord, box)
-        for k in stale:
-            self._frames[k] = self._search(coord, box, k)
-        if stale or self._joined is None:
-            self._joined = self._join()
-        pairs, frame = self._joined
+        """Return the batch at these positions; errors as in `_find`."""
+        pairs, frame = self._find(coord, box)
         flat = coord.reshape(-1, 3)
         edge = flat[pairs.j] - flat[pairs.i]
         if box is not None:
@@ -151,25 +174,6 @@ class PairLists:
         square = edge.square().sum(-1)
         near = torch.nonzero(square < self._model.rcut**2).flatten()
         return self._sort_into_rows(coord, box, pairs.take(near), square[near])
-
-    def _search(self, coord: Tensor, box: Tensor | None, k: int) -> _Pairs:
-        frame = _host_frame(self.reused, coord, box, k)
-        with self.reused.building(k):
-            pairs = find_pairs(*frame, self._model.rcut + self.reused.skin)
-        first_atom = k * coord.shape[1]
-        shift = pairs.shift.astype(np.float64).reshape(-1, 3)
-        return _Pairs(
-            i=torch.from_numpy(pairs.real[pairs.i] + first_atom).to(coord.device),
-            j=torch.from_numpy(pairs.real[pairs.j] + first_atom).to(coord.device),
-            shift=torch.from_numpy(shift).to(coord.device),
-        )
-
-    def _join(self) -> tuple[_Pairs, Tensor]:
-        frames = [frame for frame in self._frames if frame is not None]
-        device = self._atype.device
-        lengths = torch.tensor([len(frame.i) for frame in frames], device=device)
-        number = torch.repeat_interleave(torch.arange(len(frames), device=device), lengths)
-        return _Pairs(*map(torch.cat, zip(*frames, strict=True))), number
 
     def _sort_into_rows(
         self, coord: Tensor, box: Tensor | None, pairs: _Pairs, square: Tensor
@@ -252,19 +256,6 @@ def _rank_in_group(group: Tensor, n_groups: int) -> Tensor:
 # ----- frozen files ------------------------------------------------------------------------------
 
 
-class _FrameGhosts(NamedTuple):
-    """Real atoms of one structure, then their images."""
-
-    owner: Tensor  # (nall,): atom of each
-    offset: Tensor  # (nall, 3): from the atom to its image [Å]
-    neighbor: Tensor  # (nloc, nnei): numbers among these atoms and images, −1 in empty slots
-
-    @property
-    def nloc(self) -> int:
-        """Number of real atoms."""
-        return self.neighbor.shape[0]
-
-
 class Union(NamedTuple):
     """All structures as one system of a frozen file: all real atoms, then all images."""
 
@@ -280,81 +271,57 @@ class Union(NamedTuple):
         return self.neighbor.shape[0]
 
 
-class GhostLists:
-    """Neighbour lists for frozen files, which evaluate all structures as one system.
-
-    Parameters
-    ----------
-    rcut
-        Cut-off [Å].
-    atype, skin
-        As for `PairLists`.
-    """
+class GhostLists(_HostLists):
+    """Neighbour lists for frozen files, which evaluate all structures as one system."""
 
     def __init__(self, rcut: float, atype: Tensor, skin: float) -> None:
-        self.reused = Reused(skin, atype)
-        self._reach = rcut + skin
-        self._natoms = atype.shape[1]
-        self._frames: list[_FrameGhosts | None] = [None] * atype.shape[0]
-        self._joined: Union | None = None
+        super().__init__(rcut, atype, skin)
+        types = atype.reshape(-1)
+        self._atoms = torch.nonzero(types >= 0).flatten()  # real atoms
+        # The number of each atom among the real ones; rows of padding are never read.
+        self._number = torch.empty_like(types)
+        self._number[self._atoms] = torch.arange(len(self._atoms), device=types.device)
+        self._united: tuple[_Pairs, Union] | None = None
 
     def union(self, coord: Tensor, box: Tensor | None) -> Union:
-        """Return the atoms and images at these positions; errors as in `PairLists.structures`."""
-        stale = self.reused.stale(coord, box)
-        for k in stale:
-            self._frames[k] = self._search(coord, box, k)
-        if stale or self._joined is None:
-            self._joined = self._join()
-        return self._joined
+        """Return the atoms and images at these positions; errors as in `_find`."""
+        pairs, frame = self._find(coord, box)
+        if self._united is None or self._united[0] is not pairs:
+            self._united = (pairs, self._unite(pairs, frame, box))
+        return self._united[1]
 
-    def _search(self, coord: Tensor, box: Tensor | None, k: int) -> _FrameGhosts:
-        frame = _host_frame(self.reused, coord, box, k)
-        with self.reused.building(k):
-            ghosted = with_ghosts(*frame, self._reach)
-        offset = ghosted.coord - frame.coord[ghosted.owner]
-        return _FrameGhosts(
-            owner=torch.from_numpy(ghosted.owner).to(coord.device),
-            offset=torch.from_numpy(offset).to(coord.device),
-            neighbor=torch.from_numpy(ghosted.neighbor).to(coord.device),
-        )
-
-    def _join(self) -> Union:
-        frames = [frame for frame in self._frames if frame is not None]
-        nloc = sum(frame.nloc for frame in frames)
-        max_neighbors = max(frame.neighbor.shape[1] for frame in frames)
-        owners = []
-        numbers = []
-        neighbors = []
-        first_atom = 0
-        first_image = nloc
-        for k, frame in enumerate(frames):
-            # Number atoms and images of the structure as those of the union.
-            table = frame.neighbor
-            is_atom = table < frame.nloc
-            renumbered = torch.where(is_atom, table + first_atom, table - frame.nloc + first_image)
-            renumbered = torch.where(table < 0, -1, renumbered)
-            padding = (0, max_neighbors - table.shape[1])
-            neighbors.append(torch.nn.functional.pad(renumbered, padding, value=-1))
-            owners.append(frame.owner + k * self._natoms)
-            numbers.append(torch.full_like(frame.owner, k))
-            first_atom += frame.nloc
-            first_image += len(frame.owner) - frame.nloc
-        nlocs = [frame.nloc for frame in frames]
-        owner = _atoms_before_images(owners, nlocs)
-        # The real atom of each `frame · natoms + atom`; rows of padding are never read.
-        real = torch.empty(len(frames) * self._natoms, dtype=torch.int64, device=owner.device)
-        real[owner[:nloc]] = torch.arange(nloc, device=owner.device)
+    def _unite(self, pairs: _Pairs, frame: Tensor, box: Tensor | None) -> Union:
+        """Give each image of an atom that is some atom's neighbour a number of its own."""
+        nloc = len(self._atoms)
+        natoms = self._atype.shape[1]
+        neighbor = self._number[pairs.j]
+        owner = self._atoms
+        offset = pairs.shift.new_zeros(nloc, 3)
+        beyond = torch.nonzero(pairs.shift.any(1)).flatten()  # pairs with an image
+        if box is not None and len(beyond):
+            key = frame[beyond]
+            for axis in range(3):  # images are numbered by structure, translation and atom
+                values, code = torch.unique(pairs.shift[beyond, axis], return_inverse=True)
+                key = key * len(values) + code
+            key = key * natoms + pairs.j[beyond] % natoms
+            keys, image = torch.unique(key, return_inverse=True)
+            neighbor[beyond] = nloc + image
+            some_pair = torch.empty_like(keys)  # with each image
+            some_pair[image] = beyond
+            owner = torch.cat([owner, pairs.j[some_pair]])
+            translation = pairs.shift[some_pair, None] @ box[frame[some_pair]]
+            offset = torch.cat([offset, translation[:, 0]])
+        row = self._number[pairs.i]
+        order = torch.argsort(row, stable=True)
+        row = row[order]
+        column = _rank_in_group(row, nloc)
+        width = int(column.max()) + 1 if len(column) else 0
+        table = torch.full((nloc, width), -1, dtype=torch.int64, device=row.device)
+        table[row, column] = neighbor[order]
         return Union(
             owner=owner,
-            offset=_atoms_before_images([frame.offset for frame in frames], nlocs),
-            neighbor=torch.cat(neighbors),
-            mapping=real[owner],
-            frame=_atoms_before_images(numbers, nlocs),
+            offset=offset,
+            neighbor=table,
+            mapping=self._number[owner],
+            frame=owner // natoms,
         )
-
-
-def _atoms_before_images(rows: Sequence[Tensor], nlocs: Sequence[int]) -> Tensor:
-    """Join rows of all structures: real atoms of all of them, then images."""
-    atoms = [x[:nloc] for x, nloc in zip(rows, nlocs, strict=True)]
-    images = [x[nloc:] for x, nloc in zip(rows, nlocs, strict=True)]
-    return torch.cat([*atoms, *images])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_muon.data.elements import NUMBERS
+from deepmd_muon.data.elements import NUMBERS, types_of_numbers
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.systems import DynamicsError
 from deepmd_muon.infer.predictor import Predictor
@@ -48,12 +48,7 @@ class DeepPotTorchSim(ModelInterface):
         self._compute_stress = True
         self._compute_forces = True
         self._memory_scales_with = "n_atoms_x_density"
-        # Type of each atomic number, −1 for elements that the potential does not know.
-        types = torch.full((len(NUMBERS) + 1,), -1, dtype=torch.int64)
-        for number, name in enumerate(predictor.type_map):
-            if name in NUMBERS:
-                types[NUMBERS[name]] = number
-        self._types = types.to(self._device)
+        self._types = torch.tensor(types_of_numbers(predictor.type_map)).to(self._device)
 
     def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
         """Return energies, forces and stresses.

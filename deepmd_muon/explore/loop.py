@@ -39,7 +39,7 @@ from deepmd_muon.explore.records import (
 from deepmd_muon.explore.rounds import Round, held, table_of
 from deepmd_muon.explore.settings import ExploreError, ExploreSettings, LabelSettings
 from deepmd_muon.explore.training import CHECKPOINT, BaseInput, train_on, write_input
-from deepmd_muon.files import whole_file
+from deepmd_muon.files import write_text
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.section import thaw
@@ -119,8 +119,7 @@ class Explorer:
         records = (self._round(number).done() for number in range(self.settings.rounds + 1))
         begun = list(itertools.takewhile(lambda record: record.begun, records))
         lines = table_of(begun)
-        with whole_file(self.folder / "rounds.txt") as file:
-            file.write(("\n".join(lines) + "\n").encode())
+        write_text(self.folder / "rounds.txt", "\n".join(lines) + "\n")
         for line in lines:
             self.say(line)
         last = max(number for number, record in enumerate(begun) if record.check is not None)
@@ -308,8 +307,7 @@ class Explorer:
             f"{k:04d}: force above {settings.largest_force:g} eV/Å" for k in labelled.too_large
         ]
         problems += [f"{k:04d}: {reason}" for k, reason in labelled.failed.items()]
-        with whole_file(current.folder / "failed.txt") as file:
-            file.write("".join(f"{line}\n" for line in sorted(problems)).encode())
+        write_text(current.folder / "failed.txt", "".join(f"{line}\n" for line in sorted(problems)))
         if not labelled.done:
             raise ExploreError(
                 f"no structure is left to train on: {len(labelled.too_large)} have forces above "
@@ -353,8 +351,7 @@ class Explorer:
                 self.say("the training was stopped: run the command again to go on")
                 return status
             # Without this file, the next command continues the training from its checkpoint.
-            with whole_file(folder / "done") as file:
-                file.write(b"")
+            write_text(folder / "done", "")
         error_after = _force_error(self._models(current.number)[0], current.labelled)
         record = TrainingRecord(error_before=error_before, error_after=error_after)
         current.note("training", record)
@@ -379,10 +376,8 @@ class Explorer:
         result = check_models([str(models[0])], [predictor], systems, check_settings)
         current.folder.mkdir(parents=True, exist_ok=True)
         report = current.folder / "check.txt"
-        with whole_file(report) as file:
-            file.write(("\n".join(text_of(result)) + "\n").encode())
-        with whole_file(current.folder / "check.json") as file:
-            file.write(json.dumps(values_of(result), allow_nan=False).encode())
+        write_text(report, "\n".join(text_of(result)) + "\n")
+        write_text(current.folder / "check.json", json.dumps(values_of(result), allow_nan=False))
         faults = [
             f"{item.name} {item.verdict.name}"
             for item in result.models[0].items

@@ -23,7 +23,7 @@ from deepmd_muon.argcheck.files import read
 from deepmd_muon.explore.records import Origins, RoundRecord, Stage, differences
 from deepmd_muon.explore.settings import ExploreError
 from deepmd_muon.explore.training import CHECKPOINT
-from deepmd_muon.files import make_folder_of, whole_file, writing
+from deepmd_muon.files import make_folder_of, write_text, writing
 from deepmd_muon.section import Section, thaw
 
 log = logging.getLogger(__name__)
@@ -150,8 +150,7 @@ class Round:
     def _write(self, path: Path, content: Section) -> None:
         plain = {name: value for name, value in thaw(content).items() if value is not None}
         make_folder_of(path)
-        with whole_file(path) as file:
-            file.write(json.dumps(plain, indent=2, allow_nan=False).encode())
+        write_text(path, json.dumps(plain, indent=2, allow_nan=False))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from deepmd_muon.section import Rule, Section, section
 from deepmd_muon.setting import setting
@@ -112,7 +112,7 @@ class SelectionSettings(Section):
         doc="With several models: reject structures for which their forces deviate by more [eV/Å].",
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("deviation_low", "deviation_high"), _ordered),)
+    rules = (Rule(("deviation_low", "deviation_high"), _ordered),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.data import System
 from deepmd_muon.explore.records import flat
 from deepmd_muon.explore.settings import ExploreError, TrainOnSettings
-from deepmd_muon.files import make_folder_of, whole_file, working_folder
+from deepmd_muon.files import make_folder_of, working_folder, write_text
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.train import run
 from deepmd_muon.train.report import separate_log
@@ -198,8 +198,7 @@ def train_on(folder: Path, content: dict[str, Any], start: str, source: Path) ->
     """
     input_file = folder / "input.json"
     make_folder_of(input_file)
-    with whole_file(input_file) as file:
-        file.write(json.dumps(content, indent=2).encode())
+    write_text(input_file, json.dumps(content, indent=2))
     way: dict[str, Any]
     log_file = "train.log"
     if (folder / f"{CHECKPOINT}.pt").exists():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from deepmd_muon.data.elements import types_of_numbers
 from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.model_deviation import (
     COLUMNS,
@@ -24,7 +24,6 @@ from deepmd_muon.infer.predictor import Predictor
 try:
     from ase import Atoms
     from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
-    from ase.data import atomic_numbers
     from ase.geometry import complete_cell
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
@@ -102,7 +101,7 @@ class DeepPotCalculator(Calculator):
         self.fparam = fparam
         self.aparam = aparam
         self.charge_spin = charge_spin
-        self._used_parameters: _Parameters | None = None  # in the last calculation
+        self._used_parameters: dict[str, np.ndarray] = {}  # in the last calculation
         models = [model] if isinstance(model, (Predictor, str, os.PathLike)) else list(model)
         if not models:
             raise PredictionInputError("DeepPotCalculator needs a model; found an empty list")
@@ -133,15 +132,7 @@ class DeepPotCalculator(Calculator):
         parameters = self._parameters(atoms)
         self._used_parameters = parameters
         predictions = [
-            predictor.predict(
-                atoms.positions,
-                cell,
-                _types(atoms, predictor),
-                fparam=parameters.fparam,
-                aparam=parameters.aparam,
-                charge_spin=parameters.charge_spin,
-                spin=parameters.spin,
-            )
+            predictor.predict(atoms.positions, cell, _types(atoms, predictor), **parameters)
             for predictor in self.predictors
         ]
         committee = {
@@ -198,30 +189,31 @@ class DeepPotCalculator(Calculator):
         They include those of parameters, which ASE does not compare.
         """
         changes: list[str] = super().check_state(atoms, tol)
-        if self._used_parameters is not None:
-            parameters = self._parameters(atoms)
-            if not all(map(_equal, self._used_parameters, parameters)):
-                changes.append("parameters")
+        used = self._used_parameters
+        parameters = self._parameters(atoms)
+        same_names = parameters.keys() == used.keys()
+        if not same_names or not all(np.array_equal(parameters[name], used[name]) for name in used):
+            changes.append("parameters")
         return changes
 
-    def _parameters(self, atoms: Atoms) -> _Parameters:
-        """Return the parameters of atoms that the models read.
-
-        None for parameters without values.
-        """
+    def _parameters(self, atoms: Atoms) -> dict[str, np.ndarray]:
+        """Return the parameters of atoms that the models read, as far as they have values."""
         needed = common_parameters(self.predictors)
-        fparam = None
-        if needed.fparam:
-            fparam = _as_array(atoms.info.get("fparam", self.fparam))
-        aparam = None
-        if needed.aparam:
-            default = atoms.arrays.get("aparam", self.aparam)
-            aparam = _as_array(atoms.info.get("aparam", default))
-        charge_spin = None
-        if needed.charge_spin:
-            charge_spin = _as_array(atoms.info.get("charge_spin", self.charge_spin))
-        spin = _as_array(atoms.arrays.get("spin")) if needed.spin else None
-        return _Parameters(fparam, aparam, charge_spin, spin)
+        defaults = {
+            "fparam": self.fparam,
+            "aparam": atoms.arrays.get("aparam", self.aparam),
+            "charge_spin": self.charge_spin,
+        }
+        parameters = {}
+        for name, default in defaults.items():
+            values = atoms.info.get(name, default)
+            if getattr(needed, name) and values is not None:
+                # A copy: a caller may change its array, and `check_state` must notice.
+                parameters[name] = np.array(values, dtype=np.float64)
+        # Not `atoms.info["spin"]`, which is the spin of all atoms together in many files.
+        if needed.spin and atoms.has("spin"):
+            parameters["spin"] = np.array(atoms.arrays["spin"], dtype=np.float64)
+        return parameters
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
         """Return the cell (3, 3) [Å] to compute in, or None without any periodic axis."""
@@ -246,43 +238,15 @@ class DeepPotCalculator(Calculator):
         return cell
 
 
-class _Parameters(NamedTuple):
-    fparam: np.ndarray | None
-    aparam: np.ndarray | None
-    charge_spin: np.ndarray | None
-    spin: np.ndarray | None
-
-
-def _as_array(values: ArrayLike | None) -> np.ndarray | None:
-    # A copy: a caller may change its array, and `check_state` must notice.
-    return None if values is None else np.array(values, dtype=np.float64)
-
-
-def _equal(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return np.array_equal(a, b)
-
-
 def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:
     """Return the types (natoms,) of atoms as one model numbers them."""
-    types: np.ndarray = _types_of_numbers(predictor.type_map)[atoms.numbers]
+    types: np.ndarray = np.array(types_of_numbers(predictor.type_map))[atoms.numbers]
     if (types < 0).any():
         unknown = sorted(set(atoms[types < 0].symbols))
         raise PredictionInputError(
             f"the potential knows {', '.join(predictor.type_map)}; these atoms hold "
             f"{', '.join(unknown)}"
         )
-    return types
-
-
-@cache
-def _types_of_numbers(type_map: tuple[str, ...]) -> np.ndarray:
-    """Return the type of every atomic number, −1 for an element that has none."""
-    types = np.full(max(atomic_numbers.values()) + 1, -1)
-    for number, name in enumerate(type_map):
-        if name in atomic_numbers:
-            types[atomic_numbers[name]] = number
     return types
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.errors import NeighborError, naming_frame
 from deepmd_muon.data.neighbors.far_atoms import check_geometry
 from deepmd_muon.data.neighbors.lists import find_pairs
 from deepmd_muon.infer.prediction import Prediction
@@ -321,10 +321,8 @@ class DeviceCall:
     def _check_cells(self, coord: np.ndarray, box: np.ndarray) -> None:
         for k, (points, cell) in enumerate(zip(coord, box, strict=True)):
             if cell.any():
-                try:
+                with naming_frame(k):
                     check_geometry(points, cell, self._model.rcut, np.arange(len(points)))
-                except NeighborError as error:
-                    raise NeighborError(error.problem, k) from error
 
     def _find_fault(self, *, everywhere: bool = True) -> None:
         """Raise a NeighborError for the first structure at fault, which the host searches.
@@ -339,10 +337,8 @@ class DeviceCall:
             if finite[k] and not everywhere:
                 continue
             cell = None if box is None or not box[k].any() else box[k]
-            try:
+            with naming_frame(k):
                 find_pairs(coord[k], cell, atype[k], self._model.rcut)
-            except NeighborError as error:
-                raise NeighborError(error.problem, k) from error
 
 
 class DeviceCalls:

@@ -68,10 +68,7 @@ def evaluate_system(
     """
     system = system.with_parameters(predictor.parameters)
     order = np.arange(system.nframes) if shuffle is None else shuffle.permutation(system.nframes)
-    order = order[:limit]
-    count = max(1, chunk_atoms // max(1, system.natoms))
-    for start in range(0, len(order), count):
-        numbers = order[start : start + count]
+    for numbers in system.chunks(chunk_atoms, order[:limit]):
         reference = system.frames(numbers)
         if not atomic:
             reference = replace(reference, atom_ener=None)

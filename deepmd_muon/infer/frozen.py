@@ -14,7 +14,7 @@ from torch import Tensor
 from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.frozen_archive import load_program, weights_of
-from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.errors import naming_frame
 from deepmd_muon.data.frames import Parameters
 from deepmd_muon.data.neighbors.lists import with_ghosts
 from deepmd_muon.files import open_regular
@@ -160,10 +160,8 @@ class FrozenModel:
         prediction = Prediction.zeros(nframes, natoms)
         for frame in range(nframes):
             cell = None if box is None or not box[frame].any() else box[frame]
-            try:
+            with naming_frame(frame):
                 ghosted = with_ghosts(coord[frame], cell, atype[frame], self.rcut)
-            except NeighborError as error:
-                raise NeighborError(str(error), frame) from error
             owner = ghosted.owner
             nloc = len(ghosted.neighbor)
             if not nloc:

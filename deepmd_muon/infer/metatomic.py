@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional  # noqa: UP035
 import torch
 from torch import Tensor
 
-from deepmd_muon.data.elements import NUMBERS
+from deepmd_muon.data.elements import NUMBERS, types_of_numbers
 from deepmd_muon.infer.frozen import FrozenModel
 
 try:
@@ -42,10 +42,7 @@ class MetatomicPotential(torch.nn.Module):
     def __init__(self, program: torch.nn.Module, type_map: tuple[str, ...]) -> None:
         super().__init__()
         self.program: Any = program
-        types = torch.full((len(NUMBERS) + 1,), -1, dtype=torch.int64)
-        for number, name in enumerate(type_map):
-            types[NUMBERS[name]] = number
-        self.register_buffer("types", types)
+        self.register_buffer("types", torch.tensor(types_of_numbers(type_map)))
 
     def forward(
         self,

@@ -241,9 +241,7 @@ def system_deviation(
     The frames of a chunk have the same labels.
     """
     system = system.with_parameters(common_parameters(predictors))
-    count = max(1, chunk_atoms // max(1, system.natoms))
-    for start in range(0, system.nframes, count):
-        numbers = np.arange(start, min(start + count, system.nframes))
+    for numbers in system.chunks(chunk_atoms):
         frames = system.frames(numbers)
         for run in frames.runs():
             alike = frames.rows(run)  # frames with the same labels

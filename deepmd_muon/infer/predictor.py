@@ -18,6 +18,7 @@ import torch
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.data import Frames, NeighborError, Parameters, build_neighbors, stack_neighbors
+from deepmd_muon.data.errors import naming_frame, renumbering_frames
 from deepmd_muon.data.frames import FRAME_PARAMETERS, charge_spin_problem, longest_vector
 from deepmd_muon.data.neighbors.lists import FrameNeighbors
 from deepmd_muon.infer.device_call import DenseError, DeviceCalls
@@ -276,11 +277,8 @@ class Predictor:
             count = max(1, self.batch_atoms // max(1, frames.natoms))
             rows = slice(done, min(done + count, frames.nframes))
             try:
-                predictions.append(self._evaluate_batch(frames.rows(rows)))
-            except NeighborError as error:
-                if error.frame is None:
-                    raise
-                raise NeighborError(error.problem, rows.start + error.frame) from error
+                with renumbering_frames(range(rows.start, rows.stop)):
+                    predictions.append(self._evaluate_batch(frames.rows(rows)))
             except torch.cuda.OutOfMemoryError:
                 if rows.stop - rows.start == 1:
                     raise
@@ -368,7 +366,7 @@ def _check_width(name: str, owner: str, values: np.ndarray | None, width: int) -
 
 
 def _build_neighbors(model: EnergyModel, frames: Frames, k: int) -> FrameNeighbors:
-    try:
+    with naming_frame(k):
         return build_neighbors(
             frames.coord[k],
             frames.cell(k),
@@ -379,8 +377,6 @@ def _build_neighbors(model: EnergyModel, frames: Frames, k: int) -> FrameNeighbo
             len(model.type_map),
             model.neighbors.inner,
         )
-    except NeighborError as error:
-        raise NeighborError(str(error), k) from error
 
 
 @contextlib.contextmanager
@@ -390,7 +386,7 @@ def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
     A cell of zeros is an error here. `Predictor.predict` reads it as no cell, but a system without
     a cell has a file `nopbc`.
     """
-    try:
+    with renumbering_frames(numbers.tolist(), system):
         if frames.box is not None:
             has_cell = frames.box.any(axis=(1, 2))
             if not has_cell.all():
@@ -399,10 +395,6 @@ def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
                     int(has_cell.argmin()),
                 )
         yield
-    except NeighborError as error:
-        if error.frame is None:
-            raise
-        raise NeighborError(error.problem, int(numbers[error.frame]), system) from error
 
 
 def _cells(box: Any, nframes: int) -> np.ndarray:

@@ -93,7 +93,7 @@ class BranchModelSettings(ModelSettings):
 class HostedBranchSettings(HostedSettings, BranchModelSettings):
     """The model of one branch, which a module of deepmd-kit computes."""
 
-    rules: ClassVar[tuple[Rule, ...]] = HostedSettings.rules
+    rules = HostedSettings.rules
 
     @classmethod
     def around(cls, model: HostedSettings, branch: Mapping[str, Any]) -> HostedBranchSettings:
@@ -185,7 +185,7 @@ class MultiTaskModelSettings(Section):
         doc="The model of each branch, by its name."
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("model_dict",), _some_branch),
         Rule(("model_dict",), _one_protection),
         Rule(("model_dict",), _a_row_for_each_branch),

@@ -208,9 +208,7 @@ class ModelSettings(Section):
         """What the model reads of the spins of atoms: nothing."""
         return SpinSettings()
 
-    left_out: ClassVar[frozenset[str]] = frozenset(
-        {"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"}
-    )
+    left_out = frozenset({"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"})
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("use_srtab", "descriptor"), _one_list_for_all_types),
         Rule(("use_srtab", "descriptor/exclude_types"), _table_without_exclusions),
@@ -319,7 +317,7 @@ class HostedSettings(ModelSettings):
         metadata={"setting": Setting("The section, as deepmd-kit normalizes it.")},
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("type_map",), _distinct_names),)
+    rules = (Rule(("type_map",), _distinct_names),)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> HostedSettings:

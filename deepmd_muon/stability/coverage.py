@@ -11,6 +11,7 @@ import numpy as np
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.elements import COVALENT_RADII, MASSES
 from deepmd_muon.data.errors import naming_frame
+from deepmd_muon.data.frames import evenly_spread
 from deepmd_muon.data.neighbors.lists import Pairs, find_pairs
 
 #: Width of a bin of distances [Å].
@@ -108,9 +109,8 @@ def sampled(systems: Sequence[System], max_atoms: int) -> Iterator[tuple[System,
     share = max_atoms / max(1, sum(system.nframes * system.natoms for system in systems))
     for system in systems:
         count = min(system.nframes, max(1, int(system.nframes * share)))
-        numbers = np.unique(np.linspace(0, max(0, system.nframes - 1), count).astype(int))
-        for number in numbers:
-            yield system, int(number), system.frames([int(number)])
+        for number in evenly_spread(system.nframes, count).tolist():
+            yield system, number, system.frames([number])
 
 
 def sampled_pairs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.file import read_checkpoint
+from deepmd_muon.data import MemoryStore, System
+from deepmd_muon.data.writing import write_npy
 from deepmd_muon.files import working_folder
 from deepmd_muon.loss import ComparedAtoms, Loss, build_loss, check_labels
 from deepmd_muon.train import run
@@ -45,6 +47,19 @@ class NamedLabels(NamedTuple):
     labels: frozenset[str]
 
 
+class Evaluated(NamedTuple):
+    """A loss of a prediction, and its gradients."""
+
+    value: Tensor
+    metrics: Tensors
+    grads: Tensors  # by predicted quantity; zeros for one that the loss ignores
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Value and metrics."""
+        return [self.value.detach(), *self.metrics.values()]
+
+
 class LossChecks:
     """Tests that every loss has to pass; pytest collects them from a derived class.
 
@@ -60,26 +75,42 @@ class LossChecks:
         """Return the loss under test."""
         return build_loss(dict(self.loss), TYPE_MAP)
 
+    def evaluate(
+        self,
+        loss: Loss,
+        prediction: Tensors,
+        labels: Mapping[str, Tensor | None],
+        atoms: ComparedAtoms,
+    ) -> Evaluated:
+        """Evaluate a loss with its gradients."""
+        leaves = {name: x.clone().requires_grad_() for name, x in prediction.items()}
+        value, metrics = loss(leaves, labels, LR_FRACTION, atoms)
+        grads: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if value.requires_grad:
+            grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+        return Evaluated(value, metrics, dict(zip(leaves, grads, strict=True)))
+
     # ----- tests ---------------------------------------------------------------------------------
 
     def test_metrics_are_those_of_the_terms(self) -> None:
         """One detached number for each term, and `rmse`, the root of the loss."""
         loss = self.build()
         assert loss.terms, "a loss needs a term"
-        value, metrics = loss(self.leaves(loss), self.labels(), LR_FRACTION, self.atoms())
+        result = self.evaluate(loss, self.prediction(loss), self.labels(), self.atoms())
+        metrics = result.metrics
         assert set(metrics) == {*(term.metric for term in loss.terms), "rmse"}
         for metric in metrics.values():
             assert metric.numel() == 1
             assert not metric.requires_grad
             assert metric.isfinite()
-        torch.testing.assert_close(metrics["rmse"].double() ** 2, value.detach().double())
-        assert value.requires_grad
+        torch.testing.assert_close(metrics["rmse"].double() ** 2, result.value.detach().double())
+        assert result.value.requires_grad
 
     def test_gradients_are_finite_differences(self) -> None:
         """The gradient with respect to each predicted quantity."""
         loss = self.build()
         labels = self.labels()
-        leaves = self.leaves(loss)
+        leaves = {name: x.requires_grad_() for name, x in self.prediction(loss).items()}
 
         def value_of(*tensors: Tensor) -> Tensor:
             prediction = dict(zip(leaves, tensors, strict=True))
@@ -90,12 +121,11 @@ class LossChecks:
     def test_the_learning_rate_may_be_a_tensor(self) -> None:
         """A captured step keeps it on the device."""
         loss = self.build()
-        labels = self.labels()
-        prediction = self.prediction(loss)
+        arguments = self.prediction(loss), self.labels()
         for fraction in (1.0, 0.3, 0.0):
-            from_number, _ = loss(prediction, labels, fraction, self.atoms())
+            from_number, _ = loss(*arguments, fraction, self.atoms())
             tensor = torch.tensor(fraction, dtype=torch.float64)
-            from_tensor, _ = loss(prediction, labels, tensor, self.atoms())
+            from_tensor, _ = loss(*arguments, tensor, self.atoms())
             torch.testing.assert_close(from_number, from_tensor)
 
     def test_missing_labels_contribute_nothing(self) -> None:
@@ -104,38 +134,34 @@ class LossChecks:
         Without any labels they are zero.
         """
         loss = self.build()
-        labels = self.labels()
-        leaves = self.leaves(loss)
+        prediction = self.prediction(loss)
         for term in loss.terms:
             absent: dict[str, Tensor | None] = {
-                name: label for name, label in labels.items() if name not in term.labels
+                name: label for name, label in self.labels().items() if name not in term.labels
             }
             for partial in (absent, {**absent, **dict.fromkeys(term.labels)}):
-                value, metrics = loss(leaves, partial, LR_FRACTION, self.atoms())
-                assert metrics[term.metric].isnan(), term.metric
-                assert value.isfinite()
-        value, _ = loss(leaves, {}, LR_FRACTION, self.atoms())
-        assert value.item() == 0.0
-        if value.requires_grad:
-            assert not any(grad.any() for grad in self.gradients(value, leaves).values())
+                result = self.evaluate(loss, prediction, partial, self.atoms())
+                assert result.metrics[term.metric].isnan(), term.metric
+                assert result.value.isfinite()
+                assert all(grad.isfinite().all() for grad in result.grads.values())
+        result = self.evaluate(loss, prediction, {}, self.atoms())
+        assert result.value.item() == 0.0
+        assert not any(grad.any() for grad in result.grads.values())
 
     def test_frames_without_a_label_have_no_weight(self) -> None:
         """`find_…` says which frames have a label; the others may hold any finite number."""
         loss = self.build()
-        labels = self.labels()
-        leaves = self.leaves(loss)
         has_label = torch.tensor([True, False, True])
-        results = []
+        numbers = []
         for filler in (0.0, 1e6):
-            filled = {f"find_{name}": has_label for name in labels}
-            for name, label in labels.items():
-                filled[name] = label.clone()
-                filled[name][1] = filler
-            value, metrics = loss(leaves, filled, LR_FRACTION, self.atoms())
-            for grad in self.gradients(value, leaves).values():
-                assert not grad[1].any()
-            results.append([value.detach(), *metrics.values()])
-        for zeros, large in zip(*results, strict=True):
+            labels = self.labels()
+            for label in labels.values():
+                label[1] = filler
+            labels |= {f"find_{name}": has_label for name in labels}
+            result = self.evaluate(loss, self.prediction(loss), labels, self.atoms())
+            assert not any(grad[1].any() for grad in result.grads.values())
+            numbers.append(result.numbers)
+        for zeros, large in zip(*numbers, strict=True):
             torch.testing.assert_close(zeros, large, equal_nan=True)
 
     def test_padding_atoms_have_no_weight(self) -> None:
@@ -144,32 +170,20 @@ class LossChecks:
         Their `atom_ener_coeff` is 0.
         """
         loss = self.build()
-        labels = self.labels()
-        prediction = self.prediction(loss)
         mask = torch.ones(NFRAMES, NATOMS, dtype=torch.bool)
         mask[1, 2:] = False
-        labels["atom_ener_coeff"] *= mask
-
-        def filled(tensors: Tensors, filler: float) -> Tensors:
-            """Return tensors with `filler` for padding atoms."""
-            changed = {}
-            for name, tensor in tensors.items():
-                changed[name] = tensor
-                if name in ATOM_SHAPES and name != "atom_ener_coeff":
-                    padding = ~mask if tensor.dim() == 2 else ~mask[..., None]
-                    changed[name] = tensor.masked_fill(padding, filler)
-            return changed
-
-        results = []
+        numbers = []
         for filler in (0.0, 1e3):
-            leaves = {
-                name: tensor.requires_grad_() for name, tensor in filled(prediction, filler).items()
-            }
-            value, metrics = loss(leaves, filled(labels, filler), LR_FRACTION, self.atoms(mask))
-            for name, grad in self.gradients(value, leaves).items():
+            prediction = self.prediction(loss)
+            labels = self.labels()
+            for name, tensor in (*prediction.items(), *labels.items()):
+                if name in ATOM_SHAPES:
+                    tensor[~mask] = 0.0 if name == "atom_ener_coeff" else filler
+            result = self.evaluate(loss, prediction, labels, self.atoms(mask))
+            for name, grad in result.grads.items():
                 assert name not in ATOM_SHAPES or not grad[~mask].any(), name
-            results.append([value.detach(), *metrics.values()])
-        for zeros, large in zip(*results, strict=True):
+            numbers.append(result.numbers)
+        for zeros, large in zip(*numbers, strict=True):
             torch.testing.assert_close(zeros, large)
 
     def test_a_system_without_its_labels_is_reported(self) -> None:
@@ -186,7 +200,8 @@ class LossChecks:
         with tempfile.TemporaryDirectory() as folder, working_folder(folder):
             self._write_system(self._needed_labels(loss))
             Path("input.json").write_text(json.dumps(self._input()))
-            assert run(load("input.json"), log_level="ERROR", skip_neighbor_stat=True) == 0
+            options: dict[str, Any] = {"log_level": "ERROR", "skip_neighbor_stat": True}
+            assert run(load("input.json"), **options) == 0
             weights = read_checkpoint("model.ckpt-4.pt")["model"]
             header = Path("lcurve.out").read_text().splitlines()[0].split()
             for metric in (*(term.metric for term in loss.terms), "rmse"):
@@ -194,13 +209,7 @@ class LossChecks:
             assert np.isfinite(np.loadtxt("lcurve.out")).all()
             section = json.loads(Path("out.json").read_text())["loss"]
             assert {key: section[key] for key in self.loss} == dict(self.loss)
-            status = run(
-                load("input.json"),
-                log_level="ERROR",
-                skip_neighbor_stat=True,
-                restart="model.ckpt-2.pt",
-            )
-            assert status == 0
+            assert run(load("input.json"), restart="model.ckpt-2.pt", **options) == 0
             again = read_checkpoint("model.ckpt-4.pt")["model"]
             tensors = [name for name, value in weights.items() if isinstance(value, Tensor)]
             assert tensors
@@ -227,10 +236,6 @@ class LossChecks:
             names.append("virial")
         return self.draw(1, names)
 
-    def leaves(self, loss: Loss) -> Tensors:
-        """Return a prediction that requires gradients."""
-        return {name: value.requires_grad_() for name, value in self.prediction(loss).items()}
-
     def labels(self) -> Tensors:
         """Return every label."""
         labels = self.draw(2, LABELS)
@@ -243,15 +248,6 @@ class LossChecks:
         if mask is not None:
             atype = atype.masked_fill(~mask, -1)
         return ComparedAtoms(atype, mask)
-
-    @staticmethod
-    def gradients(value: Tensor, leaves: Tensors) -> Tensors:
-        """Return the gradient with respect to each leaf; zeros for one that the loss ignores."""
-        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(leaf) if grad is None else grad
-            for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-        }
 
     @staticmethod
     def _needed_labels(loss: Loss) -> frozenset[str]:
@@ -289,19 +285,12 @@ class LossChecks:
 
     def _write_system(self, labels: frozenset[str]) -> None:
         """Write six frames of four atoms with these labels to the folder `system`."""
-        folder = Path("system/set.000")
-        folder.mkdir(parents=True)
-        np.savetxt("system/type.raw", ATYPE, fmt="%d")
-        Path("system/type_map.raw").write_text("\n".join(TYPE_MAP))
         random = np.random.default_rng(4)
         corners = 1.5 * np.array([[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
         coord = corners + 0.1 * random.normal(size=(6, NATOMS, 3))
-        np.save(folder / "coord.npy", coord.reshape(6, 3 * NATOMS))
-        np.save(folder / "box.npy", np.tile(8.0 * np.eye(3).ravel(), (6, 1)))
-        for label in labels:
-            width = (
-                NATOMS * math.prod(ATOM_SHAPES[label])
-                if label in ATOM_SHAPES
-                else math.prod(FRAME_SHAPES[label])
-            )
-            np.save(folder / f"{label}.npy", np.abs(0.1 * random.normal(size=(6, width))))
+        arrays = {"coord": coord.reshape(6, -1), "box": np.tile(8.0 * np.eye(3).ravel(), (6, 1))}
+        for label in sorted(labels):
+            shape = (NATOMS, *ATOM_SHAPES[label]) if label in ATOM_SHAPES else FRAME_SHAPES[label]
+            arrays[label] = np.abs(0.1 * random.normal(size=(6, math.prod(shape))))
+        symbols = [TYPE_MAP[kind] for kind in ATYPE]
+        write_npy([System(MemoryStore("system", symbols, [arrays], pbc=True))], Path("system"))

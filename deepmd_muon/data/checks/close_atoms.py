@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.frames import Frames, nearest_images
 from deepmd_muon.data.system import System
 
 #: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider
@@ -38,9 +38,7 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
     rows, i, j = _candidates(frames, limit)
     apart = frames.coord[rows, j] - frames.coord[rows, i]
     if frames.box is not None:
-        box = frames.box[rows]
-        fractions = np.linalg.solve(box.transpose(0, 2, 1), apart[..., None])[..., 0]
-        apart -= (np.round(fractions)[:, None] @ box)[:, 0]
+        apart = nearest_images(apart[:, None], frames.box[rows])[:, 0]
     distance = np.sqrt((apart**2).sum(axis=1))
     near = np.flatnonzero(distance < limit)
     # numpy keeps the last of several values for a row: the nearest pair of a frame comes last.
@@ -59,9 +57,7 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
 def shortest_distances(system: System, limit: float) -> np.ndarray:
     """Return the shortest distance in each frame (nframes,) [Å], infinite from `limit` on."""
     shortest = np.full(system.nframes, np.inf)
-    step = max(1, _CHUNK // system.natoms)
-    for start in range(0, system.nframes, step):
-        numbers = np.arange(start, min(start + step, system.nframes))
+    for numbers in system.chunks(_CHUNK):
         shortest[numbers] = close_pairs(system.structures(numbers), limit).distance
     return shortest
 
@@ -143,9 +139,7 @@ def first_close_pair(systems: Sequence[System], numbers: Sequence[np.ndarray]) -
     closest = np.inf
     words = None
     for system, numbers_of_system in zip(systems, numbers, strict=True):
-        step = max(1, _CHUNK // system.natoms)
-        for begin in range(0, len(numbers_of_system), step):
-            chunk = numbers_of_system[begin : begin + step]
+        for chunk in system.chunks(_CHUNK, numbers_of_system):
             pairs = close_pairs(system.frames(chunk))
             row = int(pairs.distance.argmin())
             if pairs.distance[row] < closest:

@@ -18,7 +18,7 @@ from deepmd_muon.data.checks.positions import closest_atoms
 from deepmd_muon.data.checks.sample import FEWEST_COMPARED, HARDLY_MOVED, Sample
 from deepmd_muon.data.checks.units import ENERGY_UNITS, POSITION_UNITS, explain
 from deepmd_muon.data.checks.words import frame_words
-from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.frames import Frames, nearest_images
 
 #: Labels are compared with what forces imply if their correlation is at least this.
 CORRELATED = 0.8
@@ -275,8 +275,7 @@ def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     displacements = frames.coord[j] - frames.coord[i]
     near = (frames.atype[i] == frames.atype[j]).all(axis=1)
     if frames.box is not None:
-        fractions = np.einsum("fac,fcd->fad", displacements, np.linalg.inv(frames.box[i]))
-        displacements -= np.round(fractions) @ frames.box[i]
+        displacements = nearest_images(displacements, frames.box[i])
         near &= np.abs(frames.box[i] - frames.box[j]).max(axis=(1, 2)) < 1e-6
     assert frames.force is not None
     difference = ((frames.force[j] - frames.force[i]) ** 2).sum(axis=(1, 2))

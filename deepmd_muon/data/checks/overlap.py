@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.checks.structures import structure_keys, tolerance
+from deepmd_muon.data.frames import evenly_spread
 from deepmd_muon.data.system import System
 
 # Validation frames that are compared, atoms of training frames and systems that are read, at most:
@@ -68,8 +69,7 @@ def _keys(systems: Sequence[System], share: float) -> np.ndarray:
     keys = []
     for system in systems[:: -(-len(systems) // _SYSTEMS)]:
         count = max(1, round(min(1.0, share) * system.nframes))
-        numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
-        step = max(1, _CHUNK_ATOMS // system.natoms)
-        chunks = (numbers[begin : begin + step] for begin in range(0, len(numbers), step))
+        numbers = evenly_spread(system.nframes, count)
+        chunks = system.chunks(_CHUNK_ATOMS, numbers)
         keys += [structure_keys(system.structures(chunk)) for chunk in chunks]
     return np.concatenate(keys)

@@ -16,7 +16,7 @@ import numpy as np
 from deepmd_muon.data.checks.sample import Sample, fractions_of
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import COVALENT_RADII
-from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.frames import Frames, evenly_spread, nearest_images
 
 # Shortest distance between atoms [Å]: H2 has 0.74.
 _SHORTEST = 0.6
@@ -141,7 +141,6 @@ def closest_atoms(frames: Frames, names: Sequence[str] | None) -> ClosestAtoms:
     radius = np.array([*radii, np.nan])  # by type; the last one is for types without a name
     distances = np.full(frames.nframes, np.inf)
     ratios = np.full(frames.nframes, np.inf)
-    inverse = None
     if frames.box is not None:
         inverse = np.linalg.inv(frames.box)
         # Rounded fractions give the nearest image up to half of the cell's least height. Primitive
@@ -153,8 +152,8 @@ def closest_atoms(frames: Frames, names: Sequence[str] | None) -> ClosestAtoms:
         types = np.minimum(frames.atype[k][real], len(radius) - 1)
         rows = _evenly_spread(len(coord))
         apart = (coord[rows, None] - coord).reshape(-1, 3)
-        if frames.box is not None and inverse is not None:
-            apart -= np.round(apart @ inverse[k]) @ frames.box[k]
+        if frames.box is not None:
+            apart = nearest_images(apart, frames.box[k])
         distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(rows), len(coord))
         itself = np.arange(len(rows)), rows
         distance[itself] = np.inf
@@ -179,4 +178,4 @@ def _least_lengths(vectors: np.ndarray, box: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
 def _evenly_spread(natoms: int) -> np.ndarray:
     """Return the numbers of 64 atoms, spread evenly; of all atoms if there are fewer."""
-    return np.unique(np.linspace(0, max(natoms - 1, 0), 64).astype(int))[:natoms]
+    return evenly_spread(natoms, 64)[:natoms]

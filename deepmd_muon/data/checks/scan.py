@@ -18,7 +18,7 @@ from deepmd_muon.data.checks.structures import same_structure, structure_keys, t
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import COVALENT_RADII
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.frames import Frames, evenly_spread, nearest_images
 from deepmd_muon.data.system import System
 
 # Atoms of all frames that are read, frames, and systems, at most: 0.06 s of work, of which each
@@ -84,7 +84,7 @@ def chosen_systems(systems: Sequence[System]) -> Sequence[System]:
     """Return the systems that are scanned: all, or an even share of very many."""
     if len(systems) <= _SYSTEMS:
         return systems
-    return [systems[k] for k in np.linspace(0, len(systems) - 1, _SYSTEMS).astype(int)]
+    return [systems[k] for k in evenly_spread(len(systems), _SYSTEMS)]
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # labels may be absurdly large
@@ -94,9 +94,7 @@ def scan(system: System, share: float) -> Scanned | None:
     Return None if they cannot be read: training reads them again, and says why.
     """
     count = max(1, round(share * system.nframes))
-    numbers = np.arange(system.nframes)
-    if count < system.nframes:
-        numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
+    numbers = evenly_spread(system.nframes, count)
     try:
         frames = system.frames(numbers)
     except DataError:
@@ -224,8 +222,7 @@ def _is_pushed(frames: Frames, row: int, atom: int, names: Sequence[str] | None)
     neighbors = neighbors[neighbors != atom]
     apart = frames.coord[row, neighbors] - frames.coord[row, atom]
     if frames.box is not None:
-        fractions = apart @ np.linalg.inv(frames.box[row])
-        apart -= np.round(fractions) @ frames.box[row]
+        apart = nearest_images(apart, frames.box[row])
     distance = np.sqrt((apart**2).sum(axis=1))
     limit = np.full(len(neighbors), _PUSHED_DISTANCE)
     if names is not None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.frames import PARAMETERS
+from deepmd_muon.data.frames import PARAMETERS, evenly_spread
 from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile
 from deepmd_muon.data.stores.lmdb_frames import (
     Block,
@@ -344,7 +344,7 @@ class _Database:
             if len(numbers) <= sample_size:
                 yield from self._read_groups(numbers)
                 continue
-            sample = numbers[np.linspace(0, len(numbers) - 1, sample_size).astype(int)]
+            sample = numbers[evenly_spread(len(numbers), sample_size)]
             sample_groups = list(self._read_groups(sample))
             if len(sample_groups) > 1:  # with and without a cell
                 yield from self._read_groups(numbers)

@@ -167,7 +167,7 @@ class EmbeddingSettings(DescriptorSettings):
         0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it."
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("rcut_smth", "rcut"), smoothing_inside),
         Rule(("axis_neuron", "neuron"), axis_inside),
         Rule(("neuron",), some_layer),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepmd_muon.data import Frames, NeighborError
+from deepmd_muon.data import Frames, NeighborError, System
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.deploy.images import with_images
 from deepmd_muon.infer import Predictor
@@ -51,6 +51,7 @@ class Two:
     """A system of frames, the last of which has an atom at the end of the world."""
 
     name, nframes, natoms = "water/far", 5, 3
+    chunks = System.chunks
 
     def with_parameters(self, _):
         return self

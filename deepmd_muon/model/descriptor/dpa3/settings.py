@@ -251,7 +251,7 @@ class RepflowSettings(Section):
         ),
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("e_rcut_smth", "e_rcut"), smoothing_inside),
         Rule(("a_rcut_smth", "a_rcut"), smoothing_inside),
         _not_above("a_rcut", "e_rcut"),

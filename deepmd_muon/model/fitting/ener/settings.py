@@ -119,7 +119,7 @@ class EnerSettings(Section):
         }
         return {name: number for name, number in numbers.items() if number}
 
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules = (
         Rule(("trainable", "neuron"), _one_flag_a_layer),
         Rule(("default_fparam", "numb_fparam"), _a_default_for_each),
     )

@@ -69,6 +69,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
     add_parts,
     at_once,
+    constants,
     contiguous,
     holding,
     load_tile,
@@ -206,16 +207,18 @@ class Launch:
         programs = at_once(self.weight.device, tuning.programs)
         self.n_groups = _groups(n_atoms, n_slots, programs)
         self.grid = (share(n_atoms, self.n_groups, programs), self.n_groups, self.n_blocks)
-        form = Form(
-            A=tl.constexpr(A),
-            M=tl.constexpr(layer.message_columns),
-            Y=tl.constexpr(Y),
-            tile_rows=tl.constexpr(tile_rows),
-            n_blocks=tl.constexpr(self.n_blocks),
-            a_width=tl.constexpr(holding(A)),
-            chunk_columns=tl.constexpr(tuning.chunk_columns),
-            n_chunks=tl.constexpr(self.n_chunks),
-            precision=tl.constexpr(precision()),
+        form = constants(
+            Form(
+                A=A,
+                M=layer.message_columns,
+                Y=Y,
+                tile_rows=tile_rows,
+                n_blocks=self.n_blocks,
+                a_width=holding(A),
+                chunk_columns=tuning.chunk_columns,
+                n_chunks=self.n_chunks,
+                precision=precision(),
+            )
         )
         self.arguments: dict[str, Any] = {
             "weight": self.weight,

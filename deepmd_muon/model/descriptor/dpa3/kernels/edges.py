@@ -72,6 +72,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     add_parts,
     add_to_neighbors,
     at_once,
+    constants,
     contiguous,
     holding,
     load_tile,
@@ -196,16 +197,18 @@ class Launch:
         self.n_chunks = triton.cdiv(self.Y, tuning.chunk_columns)
         programs = at_once(layer.weight.device, tuning.programs)
         self.grid = (min(self.n_atoms * self.tiles_per_atom, programs),)
-        form = Form(
-            E=tl.constexpr(E),
-            V=tl.constexpr(V),
-            M=tl.constexpr(self.M),
-            Y=tl.constexpr(self.Y),
-            tile_rows=tl.constexpr(EDGE_TILE),
-            e_width=tl.constexpr(holding(E)),
-            chunk_columns=tl.constexpr(tuning.chunk_columns),
-            n_chunks=tl.constexpr(self.n_chunks),
-            precision=tl.constexpr(precision()),
+        form = constants(
+            Form(
+                E=E,
+                V=V,
+                M=self.M,
+                Y=self.Y,
+                tile_rows=EDGE_TILE,
+                e_width=holding(E),
+                chunk_columns=tuning.chunk_columns,
+                n_chunks=self.n_chunks,
+                precision=precision(),
+            )
         )
         self.arguments: dict[str, Any] = {
             "neighbor": layer.neighbor.contiguous(),

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts, constants
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 from deepmd_muon.model.nn.layer_kernels import curve
@@ -254,10 +254,12 @@ class ResidualSum(FourPasses):
             "n_rows": len(x),
             "n_slots": self.slots,
             "n_near": self.near,
-            "form": Form(
-                width=tl.constexpr(width),
-                rows=tl.constexpr(self._tile_rows(x)),
-                columns=tl.constexpr(triton.next_power_of_2(width)),
+            "form": constants(
+                Form(
+                    width=width,
+                    rows=self._tile_rows(x),
+                    columns=triton.next_power_of_2(width),
+                )
             ),
             **self.activation.formula.kernel_arguments,
         }

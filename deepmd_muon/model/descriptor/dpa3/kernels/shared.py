@@ -7,7 +7,7 @@ in the same order every time, so that results repeat bit by bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from deepmd_muon.model.nn.activation import Formula
 
 Tensors = Sequence[Tensor]
 Terms = TypeVar("Terms", EdgeTerms, AngleTerms)
+Sizes = TypeVar("Sizes", bound=tuple[Any, ...])
 
 # ----- sizes and precision -----------------------------------------------------------------------
 
@@ -32,6 +33,11 @@ def holding(count: int) -> int:
     """Return the side of a tile that holds so many rows or columns."""
     side: int = max(SMALLEST, triton.next_power_of_2(count))
     return side
+
+
+def constants(sizes: Sizes) -> Sizes:
+    """Return sizes that are known when a kernel is compiled."""
+    return type(sizes)(*map(tl.constexpr, sizes))
 
 
 def contiguous(terms: Terms) -> Terms:

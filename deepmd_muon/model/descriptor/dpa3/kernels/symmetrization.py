@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import constants
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 
@@ -90,12 +91,14 @@ class Symmetrization(FourPasses):
     def _form(self, moment: Tensor) -> Form:
         node_columns = moment.shape[2] - self.edge_columns
         columns = triton.next_power_of_2(max(self.edge_columns, node_columns))
-        return Form(
-            axis=tl.constexpr(self.axis),
-            edge_columns=tl.constexpr(self.edge_columns),
-            node_columns=tl.constexpr(node_columns),
-            rows=tl.constexpr(triton.next_power_of_2(self.axis)),
-            columns=tl.constexpr(columns),
+        return constants(
+            Form(
+                axis=self.axis,
+                edge_columns=self.edge_columns,
+                node_columns=node_columns,
+                rows=triton.next_power_of_2(self.axis),
+                columns=columns,
+            )
         )
 
     def _symmetrize(self, moment: Tensor, moment_dot: Tensor | None = None) -> Tensor:
