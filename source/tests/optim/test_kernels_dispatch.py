@@ -6,7 +6,8 @@ import logging
 
 import pytest
 import torch
-from kernel_cases import BATCHES, SHAPES, default_choice
+from kernel_cases import BATCHES, default_choice
+from polar_oracle import SHAPES
 
 from deepmd_muon.optim.polar import dispatch, orthogonalization, orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, TABLE, MatrixBatch, choose

@@ -57,9 +57,7 @@ CASES = {
     "defaults": Case(),
     "float64": Case(dtype=torch.float64),
     "bfloat16": Case(dtype=torch.bfloat16),
-    "float16": Case(dtype=torch.float16),
     "masters of bfloat16": Case({"master_weights": True}, torch.bfloat16),
-    "masters of float16": Case({"master_weights": True}, torch.float16),
     "adam in lists": Case({**ADAM, "adam_implementation": "foreach"}),
     "adam one by one": Case({**ADAM, "adam_implementation": "for-loop"}, torch.bfloat16),
     "rate in a tensor": Case({"lr": torch.tensor(0.02)}),
@@ -68,9 +66,7 @@ CASES = {
     "blocks": Case(
         {"splits": ["wide: rows 4+2"], "conv_patterns": ["conv"], "expert_patterns": ["experts"]}
     ),
-    "plain momentum": Case({"nesterov": False, "momentum": 0.8}),
     "deepmd-kit's schedule": Case({"schedule": "deepmd-kit"}),
-    "no damping": Case({"magma_muon": False}),
     "normuon": Case({"normuon": True, "layout": "in_out", "splits": ["wide: rows 4+2"]}),
     "cautious": Case({"cautious_decay": True, "normuon": True, "magma_muon": False}),
     "soap": Case(SOAP),
@@ -79,8 +75,12 @@ CASES = {
     "soap and brake": Case({"rules": ["soap_muon", "radial_brake"], "magma_muon": False}),
     "recent rules": Case({"rules": ["mars", "contra", "ema_nesterov"], "magma_muon": False}),
 }
-# Settings that are numbers of a formula: no way of stepping treats one of their values apart.
+# Settings and dtypes that no way of stepping treats apart from others.
 NUMBERS = {
+    "no damping": Case({"magma_muon": False}),
+    "plain momentum": Case({"nesterov": False, "momentum": 0.8}),
+    "masters of float16": Case({"master_weights": True}, torch.float16),
+    "float16": Case(dtype=torch.float16),
     "adam": Case({"adam_betas": (0.5, 0.9), "adam_eps": 1e-3, "adam_lr_ratio": 0.3}),
     "adamw": Case({"vector_route": "adamw", "adam_weight_decay": 0.7}),
     "schedule of triples": Case({"schedule": [(3.4445, -4.7750, 2.0315)] * 5}),
