@@ -75,11 +75,6 @@ def test_constructor_asks_for_named_parameters(given):
         HybridMuon(given)
 
 
-def test_constructor_refuses_the_rows_of_a_tensor():
-    with pytest.raises(TypeError, match=r"found a single tensor: write \[tensor\]"):
-        HybridMuon(torch.ones(3, 2))
-
-
 def test_the_constructor_and_the_configuration_share_defaults_and_texts():
     config = vars(HybridMuonConfig()).copy()
     text = " ".join(pydoc.plain(pydoc.render_doc(HybridMuon)).replace("|", " ").split())
