@@ -1,7 +1,7 @@
 """The definition of a step of HybridMuon in float64, one parameter and one block at a time.
 
-It takes names of settings and a parameter's route and view from the package, and no arithmetic: polar factors
-come from singular value decompositions, and the rows and columns of a block are counted here.
+It takes names of settings and a parameter's route and view from the package, and no arithmetic:
+polar factors come from singular value decompositions, and a block's rows and columns are counted.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class SoapDefinition:
         self.v = torch.zeros(rows, columns, dtype=torch.float64)
 
     def divide(self, u, g):
-        """Return a direction over the root of its second moment in the present bases; turn these."""
+        """Divide a direction by the root of its second moment in the bases; turn these."""
         p, q = self.bases
         rotated = torch.einsum("ia,ij,jb->ab", p, u, q)
         self.v = 0.9 * self.v + 0.1 * rotated**2

@@ -1,7 +1,7 @@
-"""One table of settings: each is compared with the definition of a step, and with every way of stepping and saving.
+"""One table of settings, compared with the definition of a step and with every way of stepping.
 
-Every case is trained plainly and in every way, and parameters and state are compared. A new setting needs a line
-in `CASES` or `NUMBERS`, and its formula in `optim_definition`.
+Every case is trained plainly and in every way, and parameters and state are compared. A new
+setting needs a line in `CASES` or `NUMBERS`, and its formula in `optim_definition`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ NUMBERS = {
     "rectangular columns": Case({"scaling": "rectangular", "layout": "in_out"}),
     "coefficient": Case({"lr_adjust_coeff": 0.4}),
 }
-# deepmd-kit's arithmetic is compared with deepmd-kit's, and recent rules with programs of their own.
+# Tested against deepmd-kit itself, and against programs in test_optim_recent_rules.
 UNDEFINED = {"deepmd-kit's schedule", "recent rules"}
 VIEWS = {
     "slices": {},
@@ -168,7 +168,7 @@ def trained_as_defined(case, steps):
 
 
 def assert_as_defined(case, *, muon, adam, steps=STEPS):
-    """Compare weights, or their masters, within absolute tolerances of the Muon and the Adam routes."""
+    """Compare weights, or their masters, within absolute tolerances of both kinds of routes."""
     model, optimizer, defined = trained_as_defined(case, steps)
     for entry in optimizer.routing:
         p = model.get_parameter(entry.name)
@@ -241,7 +241,7 @@ def with_settings(case, **more):
 
 
 def restarted(case, *, before, after):
-    """Stop after three steps; weights and state come from a file, into an optimizer with other weights."""
+    """Stop after three steps; load weights and state from a file over other weights."""
     model, optimizer = make(case, **before)
     train(model, optimizer, 0, 1, 2)
     saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -298,7 +298,7 @@ def replaced(case, *, between, offload=False):
 
 
 def with_another_default_device(case):
-    """Scripts make a GPU the default, and tensors for the host land there: "meta" holds no numbers at all."""
+    """As where a GPU is the default, which gets tensors for the host: "meta" holds no numbers."""
     model, optimizer = make(case)
     with torch.device("meta"):
         for step in range(STEPS):
@@ -418,8 +418,8 @@ EXACT = {
     "pending signs": partial(with_changed_gradients, change=lambda g: torch._neg_view(-g)),
     "maximizing": partial(with_changed_gradients, change=torch.neg, maximize=True),
 }
-# These multiply matrices in other batches, divide by a scale, sum in another order, or choose between two results
-# on the device.
+# These multiply matrices in other batches, divide by a scale, or choose between two results on the
+# device.
 CLOSE = {
     "offloaded in batches": partial(with_settings, offload=True, offload_bytes=700),
     "one at a time": partial(with_settings, workspace=1),

@@ -51,12 +51,10 @@ def test_steps_equal_those_of_the_cpu():
 @pytest.mark.parametrize(
     "settings",
     [
-        *(
-            {},
-            {"on_nonfinite": "skip"},
-            {"workspace": 1000},
-            {"normuon": True, "cautious_decay": True},
-        ),
+        {},
+        {"on_nonfinite": "skip"},
+        {"workspace": 1000},
+        {"normuon": True, "cautious_decay": True},
         {"normuon": True, "layout": "in_out", "magma_muon": False, "on_nonfinite": "skip"},
         SOAP,
         {**BRAKE, "on_nonfinite": "skip"},

@@ -50,7 +50,7 @@ from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 @on_ranks(2, 3, 8)
 def offloaded():
-    """Moments in host memory change no bit, on any layout, switched on and off, with missing gradients."""
+    """Moments in host memory change no bit on any layout, also without some gradients."""
     kinds = ("even", "rest") if dist.get_world_size() < 4 else ("even",)
     for (name, mesh, placements), kind in itertools.product(layouts(), kinds):
         shapes = [shape for shape in SHAPES[kind] if fits(shape, placements)]
@@ -117,7 +117,7 @@ RULES = [
 
 @on_ranks(2, 3, 8)
 def cut_state():
-    """Replicas with cut state equal one process, and every rank has the same parameters, also without some gradients."""
+    """Replicas with cut state equal one process and each other, also without some gradients."""
     shapes = [(7, 6), (13,), (2, 3), *SHAPES["even"], (6, 8, 16)]
     for settings, (sharded, more) in itertools.product(RULES, SHARES):
         told = dist.group.WORLD
@@ -172,7 +172,7 @@ def schedules():
 
 @on_ranks(2, 8)
 def momenta_gathered_early():
-    """`prefetch` changes no bit, whatever lies between it and the step, and saves no gather that a step needs."""
+    """`prefetch` changes no bit, whatever comes between it and the step."""
     mesh = mesh_of((dist.get_world_size(),))
     told = {"replication": "repeat"}
     early, late = (make_replicas(SHAPES["even"], mesh, told, on_nonfinite="skip") for _ in "12")
@@ -226,7 +226,7 @@ def momenta_gathered_early():
 
 @on_ranks(2, 8)
 def cut_state_takes_a_part_of_the_memory():
-    """Moments take 1/W of the memory where sizes divide, and at most one row's worth more elsewhere."""
+    """Moments take 1/W of the memory where sizes divide, and at most a row more elsewhere."""
     world = dist.get_world_size()
     replicas = make_replicas([(48, 96), (12, 6, 24), (4800,), (world + 1, 1000)], mesh_of((world,)))
     replicas.step()
@@ -250,7 +250,7 @@ def cut_state_takes_a_part_of_the_memory():
 
 @on_ranks(2, 3, 8)
 def cut_state_collectives():
-    """Two all-to-alls a bucket with exactly the plan's bytes, one all-gather for the Adam routes, nothing else."""
+    """Two all-to-alls a bucket with the plan's bytes, and one all-gather for the Adam routes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = [*(3 * SHAPES["even"]), (11,), (5,)]
     vectors = sum(-(-n // world) for n in (11, 5))
@@ -417,7 +417,7 @@ def cut_state_preflight():
 
 @on_ranks(2, 8)
 def order_of_a_step():
-    """Gathers start before the Adam routes and before the bucket in front of them; returns end after the next one."""
+    """Gathers start before the Adam routes and the bucket before; returns end after the next one."""
     log = []
 
     def noted(patch, owner, name, what):
@@ -462,7 +462,7 @@ def order_of_a_step():
 
 @on_ranks(2, 3, 8)
 def adam_in_parts():
-    """torch's Adam and AdamW with state in parts equal theirs with whole state; states load into each other."""
+    """torch's Adam and AdamW are the same with state in parts; states load into each other."""
     world = dist.get_world_size()
     shapes = {"a": (8 * world, 4), "b": (7, 3), "c": (world + 1,), "d": (1,), "e": ()}
     random = torch.Generator("cpu").manual_seed(5)
@@ -516,7 +516,7 @@ def adam_in_parts():
 
 @on_ranks(2, 8)
 def adam_in_parts_as_users_call_it():
-    """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
+    """Replaced memory, zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
     random = torch.Generator("cpu").manual_seed(6)
     model = nn.ParameterDict(
