@@ -96,7 +96,6 @@ UNDEFINED = {"deepmd-kit's schedule", "recent rules"}
 VIEWS = {
     "slices": {},
     "uphill": {"maximize": True},
-    "2d": {"muon_mode": "2d"},
     "flat": {"muon_mode": "flat"},
     "parts": {"splits": ["wide: rows 2+4", "tall: columns 1+4"]},
     "groups": {"splits": ["wide: rows 4+2 in 2 groups", "tall: columns 3+2 in 1 groups"]},
@@ -138,11 +137,17 @@ def make(case, *, seed=0, **more):
     return model, HybridMuon(model.named_parameters(), **{**settings_of(case), **more})
 
 
+@functools.cache
+def gradient(name, step):
+    number = 1000 + 10 * step + list(SHAPES).index(name)
+    return random(*SHAPES[name], seed=number, dtype=torch.float64)
+
+
 def give_gradients(model, step):
-    for number, (name, p) in enumerate(model.named_parameters()):
-        g = random(*p.shape, seed=1000 + 10 * step + number, dtype=torch.float64)
+    for name, p in model.named_parameters():
         # A parameter without a gradient now and then, as an expert that no token chose.
-        p.grad = None if name == "twin" and step in (2, 3) else g.to(p.dtype)
+        has_gradient = name != "twin" or step not in (2, 3)
+        p.grad = gradient(name, step).to(p.dtype, copy=True) if has_gradient else None
 
 
 def train(model, optimizer, *steps):
@@ -410,13 +415,11 @@ EXACT = {
     "restarted by name": restarted_by_name,
     "restarted by torch": partial(restarted_by_torch, full=False),
     "restarted by torch, full": partial(restarted_by_torch, full=True),
-    "copied": partial(copied, clone=copy.deepcopy),
     "copied in host memory": partial(copied, clone=copy.deepcopy, offload=True),
     "pickled": partial(copied, clone=lambda pair: pickle.loads(pickle.dumps(pair))),
     "replaced": partial(replaced, between=lambda _: None),
     "another default device": with_another_default_device,
     "pending signs": partial(with_changed_gradients, change=lambda g: torch._neg_view(-g)),
-    "maximizing": partial(with_changed_gradients, change=torch.neg, maximize=True),
 }
 # These multiply matrices in other batches, divide by a scale, or choose between two results on the
 # device.
