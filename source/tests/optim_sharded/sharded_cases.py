@@ -46,6 +46,24 @@ def slack_of(optimizer):
     )
 
 
+def refused(optimizer, params, error, match, *, without=("all_to_all_single",)):
+    """Assert that a step raises on this rank, changes nothing and uses none of some collectives."""
+    before = [local_of(p.detach()).clone() for p in params]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in without:
+            patch.setattr(dist, name, None)
+        with pytest.raises(error, match=match):
+            optimizer.step()
+    for p, x in zip(params, before, strict=True):
+        assert torch.equal(local_of(p.detach()), x)
+
+
+def finished_step(optimizer):
+    """Step, and wait for what ranks find out about it."""
+    optimizer.step()
+    optimizer.state_dict()
+
+
 @functools.cache
 def mesh_of(shape):
     return init_device_mesh(torch.get_default_device().type, shape)

@@ -20,12 +20,14 @@ from sharded_cases import (
     assert_same_bits,
     counted_traffic,
     drawn,
+    finished_step,
     fits,
     layouts,
     make_replicas,
     mesh_of,
     named_mesh,
     place,
+    refused,
 )
 from spawn_ranks import on_ranks
 from torch import nn
@@ -367,12 +369,8 @@ def cut_state_preflight():
     """What cannot be stepped is refused on all ranks, before any byte moves."""
     world = dist.get_world_size()
 
-    def refused(error, match, optimizer):
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("all_to_all_single", "all_reduce"):
-                patch.setattr(dist, name, lambda *_, **__: pytest.fail("bytes moved"))
-            with pytest.raises(error, match=match):
-                optimizer.step()
+    def refuses(error, match, optimizer):
+        refused(optimizer, [], error, match, without=("all_to_all_single", "all_reduce"))
 
     # There is no backend for this device.
     p = nn.Parameter(torch.empty(4, 4, device="meta"))
@@ -380,7 +378,7 @@ def cut_state_preflight():
     spread = HybridMuon(
         [("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(replication="spread")
     )
-    refused(UnsupportedTransportError, r"no backend for meta tensors.*initialise it with", spread)
+    refuses(UnsupportedTransportError, r"no backend for meta tensors.*initialise it with", spread)
     # A parameter, or its gradient, moves to another device between steps.
     for sharded in (False, True):
         if sharded:
@@ -400,7 +398,7 @@ def cut_state_preflight():
         torch.utils.swap_tensors(p, nn.Parameter(moved))
         p.grad = p.detach().clone()
         here = torch.get_default_device()
-        refused(
+        refuses(
             ReshardedParameterError,
             rf"'w' of shape \(\d+, 4\).*moved from {here} to meta",
             optimizer,
@@ -410,7 +408,7 @@ def cut_state_preflight():
         [("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(state="sharded")
     )
     p.grad = DTensor.from_local(torch.ones(4, 4), mesh_of((world,)), [Shard(0)])
-    refused(
+    refuses(
         GradientPlacementError, "'w'.*its gradient is a DTensor and the parameter is not", optimizer
     )
 
@@ -562,7 +560,7 @@ def adam_in_parts_as_users_call_it():
         if dist.get_rank() == 1:
             models[1][key].grad = None
         with pytest.raises(MissingGradientError, match=f"'{key}' of shape"):
-            stepped_and_saved(cut)
+            finished_step(cut)
         if not models[1][key].is_cuda:
             assert all(torch.equal(p, x) for p, x in zip(models[1].values(), before, strict=True))
         for optimizer in optimizers:
@@ -605,9 +603,3 @@ def step_with_closure(optimizer, model):
     expected = squares().item()
     assert optimizer.step(closure) == pytest.approx(expected, rel=1e-5)
     optimizer.zero_grad()
-
-
-def stepped_and_saved(optimizer):
-    """Step, and wait for what ranks find out about it."""
-    optimizer.step()
-    optimizer.state_dict()
