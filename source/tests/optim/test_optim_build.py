@@ -88,7 +88,7 @@ def test_the_constructor_and_the_configuration_share_defaults_and_texts():
     assert not config
 
 
-def test_an_optimizer_prints_its_routes_and_what_differs_from_the_defaults():
+def test_an_optimizer_prints_its_routes_and_settings_that_are_not_defaults():
     optimizer = MuonConfig(adam_lr_ratio=0.5, expert_patterns=["a", "b", "c"]).build(make_model())
     lines = repr(optimizer).splitlines()
     assert len(lines) == 2
@@ -101,7 +101,7 @@ def test_an_optimizer_prints_its_routes_and_what_differs_from_the_defaults():
     assert repr(HybridMuon(groups, 1e-3)).splitlines()[1] == "group 0: 1 parameters, lr 0.001"
 
 
-def test_a_plain_muon_is_what_the_literature_means():
+def test_the_defaults_of_a_plain_muon_are_the_literatures():
     optimizer = MuonConfig(adam_lr_ratio=0.01).build(make_model(), 0.03)
     assert [(e.name, e.route) for e in optimizer.routing] == [
         ("embed.weight", "adamw"),

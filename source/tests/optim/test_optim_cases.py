@@ -458,7 +458,7 @@ def test_every_way_takes_the_same_steps(case, way):
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("between", [HybridMuon.state_dict, copy.deepcopy, HybridMuon.offload])
-def test_replaced_parameters_keep_their_state_whatever_reads_it_first(between, offload):
+def test_replaced_parameters_keep_their_state_when_something_reads_it_first(between, offload):
     assert_same(plain("defaults"), replaced(Case(), between=between, offload=offload))
 
 

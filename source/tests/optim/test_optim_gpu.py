@@ -213,7 +213,7 @@ def test_restarts_are_bitwise_on_the_device():
 
 
 @pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}, {"adam_lr_ratio": 0.5}])
-def test_adam_beside_muon_takes_what_the_step_was_given(settings):
+def test_adam_beside_muon_uses_the_gradients_and_rate_of_the_step(settings):
     later = [
         {name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()}
         for _ in range(6)

@@ -250,7 +250,7 @@ def test_kernels_that_read_the_input_are_no_hidden_ones():
     ]
 
 
-def test_what_the_settings_declare_a_matrix_is_one():
+def test_settings_declare_matrices():
     assert "queries" in muon(ViT(), expert_patterns=("queries",))
     assert "pos" in muon(ViT(), splits=("pos: columns 2",))
     assert {"pos", "positions", "queries"} <= muon(ViT(), adamw_patterns=())

@@ -186,7 +186,7 @@ def test_matrices_of_different_shapes_together_equal_each_alone():
         (torch.zeros(3, 3), "sesame", "unknown schedule 'sesame'; known are 8[+]2"),
     ],
 )
-def test_what_cannot_be_orthogonalized_is_refused(x, schedule, message):
+def test_rejects_tensors_that_are_no_real_matrices(x, schedule, message):
     with pytest.raises(ValueError, match=message):
         orthogonalize(x, schedule)
 

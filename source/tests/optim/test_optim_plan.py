@@ -206,7 +206,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(name, device, step
     assert all(torch.equal(p, q) for p, q in zip(before, params.values(), strict=True))
 
 
-def test_what_has_not_changed_is_not_looked_up_again():
+def test_an_unchanged_step_is_not_compiled_again():
     params, optimizer = make()
     for step in range(3):
         give_gradients(params, step)

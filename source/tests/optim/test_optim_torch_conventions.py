@@ -112,7 +112,7 @@ def test_parameters_without_names_are_warned_about():
     train(model, optimizer, 1)
 
 
-def test_names_given_apart_and_what_they_leave_out():
+def test_parameters_missing_in_named_parameters_are_named():
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

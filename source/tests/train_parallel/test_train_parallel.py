@@ -250,7 +250,7 @@ def test_further_layouts_equal_one_process_with_the_larger_batch(place):
     check_equal(place, 8, run_jobs(8, eight), eight)
 
 
-def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(place):
+def test_three_ranks_equal_one_process_and_continue_runs_of_one_and_four(place):
     jobs = [Job(place / f"3_{stage}", content(place, 1, stage)) for stage in STAGES_OF_THREE]
     alone(place / "1", content(place, 1))
     moves = [
@@ -281,7 +281,7 @@ def test_the_sharded_section_of_an_input_reaches_the_step(place):
     check_equal(place, 2, ends, [job])
 
 
-def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
+def test_two_ranks_equal_one_process_and_continue_runs_of_three_and_four(place):
     jobs = [Job(place / f"2_{stage}", content(place, 1, stage)) for stage in STAGES]
     adam = [
         Job(place / f"adam_{stage}", content(place, 1, stage, "AdamW")) for stage in ADAM_STAGES
