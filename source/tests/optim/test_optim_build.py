@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import logging
@@ -133,27 +132,6 @@ def test_an_optimizer_without_a_matrix_on_the_muon_route_is_named(config, warned
     config.build(make_model())
     found = [record for record in caplog.records if "no matrix takes the Muon" in record.message]
     assert len(found) == warned
-
-
-def test_under_a_plain_muon_vectors_do_not_decay_and_a_head_is_the_output_layer():
-    model = nn.ModuleDict(
-        {"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)}
-    )
-    optimizer = MuonConfig(weight_decay=0.5, adam_lr_ratio=1.0).build(model, 0.1)
-    assert {entry.name: entry.route for entry in optimizer.routing} == {
-        "body.weight": "muon",
-        "head.weight": "adamw",
-        **dict.fromkeys(("body.bias", "norm.weight", "norm.bias", "head.bias"), "adam"),
-    }
-    before = copy.deepcopy(model.state_dict())
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert torch.equal(model["norm"].weight, before["norm.weight"])
-    assert torch.allclose(model["head"].weight, before["head.weight"] * (1 - 0.1 * 0.5))
-    words = {"vector_route": "adamw", "adam_weight_decay": 0.2, "adam_lr_ratio": 0.5}
-    MuonConfig(weight_decay=0.5, **words).build(model, 0.1).step()
-    assert torch.allclose(model["norm"].weight, before["norm.weight"] * (1 - 0.1 * 0.5 * 0.2))
 
 
 @pytest.mark.filterwarnings("ignore:no parameter matches expert_patterns")
