@@ -177,9 +177,10 @@ def assert_as_defined(case, *, muon, adam, steps=STEPS):
     model, optimizer, defined = trained_as_defined(case, steps)
     for entry in optimizer.routing:
         p = model.get_parameter(entry.name)
-        weight = optimizer.state[p].get("master_weight", p.detach()).double()
+        weight = optimizer.state[p].get("master_weight", p.detach())
+        assert torch.equal(p, weight.to(p.dtype))
         tolerance = muon if entry.route == "muon" else adam
-        torch.testing.assert_close(weight, defined[entry.name].p, rtol=0, atol=tolerance)
+        torch.testing.assert_close(weight.double(), defined[entry.name].p, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES | NUMBERS if name not in UNDEFINED])
