@@ -15,8 +15,9 @@ from deepmd_muon.cli.main import main
 EXAMPLE = Path(__file__).parents[3] / "examples" / "water_xtb"
 
 
-def dp(folder, *words, status=0):
-    """Run our command line in a folder, in this process, and return what it printed."""
+def dp(folder, command, *files, status=0):
+    """Run a command with some files in a folder, in this process, and return what it printed."""
+    words = [*command.split(), *map(str, files)]
     printed, before = io.StringIO(), os.getcwd()
     os.chdir(folder)
     try:
@@ -44,7 +45,7 @@ def trained(tmp_path_factory):
     content["training"]["validation_data"].update(batch_size=1, numb_btch=2)
     content["learning_rate"]["stop_lr"] = 1e-4
     (folder / "input.json").write_text(json.dumps(content))
-    log = dp(folder, "--pt", "train", "input.json")
+    log = dp(folder, "--pt train input.json")
     return folder, content, log
 
 
@@ -63,26 +64,9 @@ def test_the_error_falls_and_dp_test_finds_it(trained):
     columns = (folder / "lcurve.out").read_text().split("\n", 1)[0].split()[1:]
     force = rows[:, columns.index("rmse_f_val")]
     assert force[-1] < 0.4 * force[0]
-    npy = dp(
-        folder,
-        "--pt",
-        "test",
-        "-m",
-        "model.ckpt",
-        "-s",
-        str(EXAMPLE / "data" / "valid" / "300K"),
-        "-d",
-        "detail",
-    )
-    hdf5 = dp(
-        folder,
-        "--pt",
-        "test",
-        "-m",
-        "model.ckpt.pt",
-        "-s",
-        f"{EXAMPLE / 'water_xtb.hdf5'}#/valid/300K",
-    )
+    systems = (EXAMPLE / "data" / "valid" / "300K", f"{EXAMPLE / 'water_xtb.hdf5'}#/valid/300K")
+    npy = dp(folder, "--pt test -m model.ckpt -d detail -s", systems[0])
+    hdf5 = dp(folder, "--pt test -m model.ckpt.pt -s", systems[1])
     found = [float(re.search(r"Force  RMSE +: (\S+) eV/Å", text)[1]) for text in (npy, hdf5)]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert found[0] == pytest.approx(force[-1], rel=0.3)
@@ -95,8 +79,8 @@ def test_the_error_falls_and_dp_test_finds_it(trained):
 
 def test_routing_is_shown_from_input_and_checkpoint(trained):
     folder, _, _ = trained
-    from_input = dp(folder, "show", "routing", "input.json")
-    from_checkpoint = dp(folder, "show", "routing", "model.ckpt.pt")
+    from_input = dp(folder, "show routing input.json")
+    from_checkpoint = dp(folder, "show routing model.ckpt.pt")
     name = "atomic_model.fitting_net.filter_layers.networks.1.layers.0.matrix"
     for text in (from_input, from_checkpoint):
         assert re.search(rf"^{re.escape(name)} +128x48 +1x128x48 +muon", text, re.MULTILINE)
@@ -106,17 +90,8 @@ def test_restart_with_another_mode_stops_with_every_difference(trained):
     folder, content, _ = trained
     changed = {**content, "optimizer": {**content["optimizer"], "min_matrix_dim": 10}}
     (folder / "changed.json").write_text(json.dumps(changed))
-    text = dp(
-        folder,
-        "--pt",
-        "train",
-        "changed.json",
-        "-o",
-        "c.json",
-        "--restart",
-        "model.ckpt-80.pt",
-        status=2,
-    )
+    command = "--pt train changed.json -o c.json --restart model.ckpt-80.pt"
+    text = dp(folder, command, status=2)
     assert "Traceback" not in text
     assert text.count("saved: route muon") == 2  # the two embedding matrices of 8x16
 
@@ -128,7 +103,7 @@ def test_a_wrong_input_names_every_problem(trained):
         "optimizer": {"type": "HybridMuon", "muon_mode": "3d", "momentum": -3, "momentun": 1},
     }
     (folder / "wrong.json").write_text(json.dumps(wrong))
-    text = dp(folder, "--pt", "train", "wrong.json", status=2)
+    text = dp(folder, "--pt train wrong.json", status=2)
     assert "Traceback" not in text
     for words in ("optimizer/muon_mode", "'3d'", "optimizer/momentum", "-3", "momentun"):
         assert words in text

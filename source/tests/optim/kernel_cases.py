@@ -18,41 +18,14 @@ from typing import Any
 import pytest
 import torch
 from kernel_backends import DEVICE, INTERPRETING
-from polar_oracle import RESOLUTION, Oracle, matrices
+from polar_oracle import RESOLUTION, SHAPES, SPECTRA, Oracle, matrices
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim.polar import SCHEDULES, dispatch, orthogonalize_matrices
 from deepmd_muon.optim.polar.orthogonalization import choose_all, run_kernels
 
-SHAPES = (
-    *(
-        (1, 1),
-        (1, 8),
-        (2, 1),
-        (5, 7),
-        (16, 16),
-        (17, 33),
-        (25, 50),
-        (63, 65),
-        (65, 64),
-        (127, 129),
-        (128, 384),
-    ),
-    *((240, 240), (241, 1607)),
-)
 BATCHES = (0, 1, 3, 133)
-SPECTRA = (
-    "gaussian",
-    "rank1",
-    "rank8",
-    "rank-deficient",
-    "log3",
-    "log5",
-    "log8",
-    "constant",
-    "one-hot",
-)
 SCALES = (1e-30, 1e-20, 1e-7, 2.0**-90, 2.0**90, 1e7, 1e20, 1e30)
 # The gates: relative error along every singular pair that a float32 input resolves, share of energy outside of these.
 INSIDE, OUTSIDE = 3e-3, 0.02

@@ -1,7 +1,7 @@
 """The definition of a step of HybridMuon in float64, one parameter and one block at a time.
 
-It takes names of settings and a parameter's route and view from the package, and no arithmetic: polar factors
-come from singular value decompositions, and the rows and columns of a block are counted here.
+It takes names of settings and a parameter's route and view from the package, and no arithmetic:
+polar factors come from singular value decompositions, and a block's rows and columns are counted.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class MuonDefinition:
         self.view = view
         self.settings = settings
         self.m = torch.zeros_like(self.p)
-        self.blocks = [BlockDefinition(settings) for _ in parts_of(view)]
+        self.parts = list(parts_of(view))
+        self.blocks = [BlockDefinition(settings) for _ in self.parts]
 
     def step(self, g):
         """Advance the momentum, the state of every block and `p`."""
@@ -125,12 +126,13 @@ class MuonDefinition:
         direction = beta * self.m + (1 - beta) * g if own["nesterov"] else self.m
         update = torch.zeros(self.view.shape, dtype=torch.float64)
         braked = torch.zeros_like(update)
-        for block, part in zip(self.blocks, parts_of(self.view), strict=True):
+        for block, part in zip(self.blocks, self.parts, strict=True):
             u = block.update(*(self.cut(x, part) for x in (direction, self.m, g)))
             matrix, rows, columns = part
             update[matrix, rows[:, None], columns] = u
-            w = self.cut(self.p, part)
-            braked[matrix, rows[:, None], columns] = (w - brake(w, w - lr * u)) / lr
+            if "radial_brake" in own["rules"]:
+                w = self.cut(self.p, part)
+                braked[matrix, rows[:, None], columns] = (w - brake(w, w - lr * u)) / lr
         decays = (update.view_as(self.p) * self.p >= 0).double() if own["cautious_decay"] else 1.0
         if "radial_brake" in own["rules"]:
             update = braked
@@ -219,7 +221,7 @@ class SoapDefinition:
         self.v = torch.zeros(rows, columns, dtype=torch.float64)
 
     def divide(self, u, g):
-        """Return a direction over the root of its second moment in the present bases; turn these."""
+        """Divide a direction by the root of its second moment in the bases; turn these."""
         p, q = self.bases
         rotated = torch.einsum("ia,ij,jb->ab", p, u, q)
         self.v = 0.9 * self.v + 0.1 * rotated**2
@@ -233,12 +235,14 @@ class SoapDefinition:
     @staticmethod
     def turn(covariance, basis):
         """Take a step towards the eigenvectors, largest first."""
-        a = basis.T @ covariance @ basis
-        s = torch.zeros_like(a)
+        a = (basis.T @ covariance @ basis).tolist()  # Python's numbers are quicker here
+        largest = max(a[i][i] for i in range(len(a)))
+        s = [[0.0] * len(a) for _ in a]
         for i, j in itertools.product(range(len(a)), repeat=2):
-            if a[i, i] < a[j, j]:
-                s[i, j] = a[i, j] / (a[j, j] + 1e-5 * a.diagonal().max())
-                s[j, i] = -s[i, j]
+            if a[i][i] < a[j][j]:
+                s[i][j] = a[i][j] / (a[j][j] + 1e-5 * largest)
+                s[j][i] = -s[i][j]
+        s = torch.tensor(s, dtype=torch.float64)
         norm = min(s.abs().sum(dim=1).max().item(), s.norm().item() / 2**0.5)
         left, _, right = torch.linalg.svd(basis + basis @ s / max(1.0, norm))
         return left @ right

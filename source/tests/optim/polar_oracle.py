@@ -11,6 +11,32 @@ from deepmd_muon.optim.polar import SCHEDULES, Schedule
 
 AnySchedule = str | Schedule | Sequence[tuple[float, float, float]]
 
+SHAPES = (
+    (1, 1),
+    (1, 8),
+    (2, 1),
+    (5, 7),
+    (16, 16),
+    (17, 33),
+    (25, 50),
+    (63, 65),
+    (65, 64),
+    (127, 129),
+    (128, 384),
+    (240, 240),
+    (241, 1607),
+)
+SPECTRA = (
+    "gaussian",
+    "rank1",
+    "rank8",
+    "rank-deficient",
+    "log3",
+    "log5",
+    "log8",
+    "constant",
+    "one-hot",
+)
 # Singular values at or below this share of the largest one are rounding errors of a float32 input.
 RESOLUTION = 1e-7
 

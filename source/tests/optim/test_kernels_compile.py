@@ -128,7 +128,7 @@ def test_every_implementation_is_compiled():
     assert {*QUICK_CASES} < {*CASES}
 
 
-def test_the_search_of_tiles_launches_what_there_is(monkeypatch):
+def test_the_search_of_tiles_launches_every_tile(monkeypatch):
     """The benchmark passes kernels their arguments itself."""
     path = Path(__file__).parents[2] / "benchmarks" / "kernel_tiles.py"
     spec = importlib.util.spec_from_file_location("kernel_tiles", path)

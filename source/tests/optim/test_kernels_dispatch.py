@@ -6,7 +6,8 @@ import logging
 
 import pytest
 import torch
-from kernel_cases import BATCHES, SHAPES, default_choice
+from kernel_cases import BATCHES, default_choice
+from polar_oracle import SHAPES
 
 from deepmd_muon.optim.polar import dispatch, orthogonalization, orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, TABLE, MatrixBatch, choose
@@ -45,7 +46,7 @@ def test_shapes_go_where_they_are_fastest(rows, columns, count, name):
     ("capability", "operand"),
     [((7, 5), torch.float16), ((9, 0), torch.float32), ((9, 0), torch.bfloat16)],
 )
-def test_what_kernels_cannot_do_is_left_to_torch(capability, operand):
+def test_other_devices_and_operands_are_left_to_torch(capability, operand):
     shapes = ((25, 50), (128, 768), (240, 240), (4096, 4096))
     geometry = tuple(
         ((1, *shape), (shape[0] * shape[1], shape[1], 1), torch.float32) for shape in shapes

@@ -140,7 +140,7 @@ def test_the_lift_is_the_largest_on_the_way(later, lift):
     assert amplification(launched) == pytest.approx(lift)
 
 
-def test_what_graphs_read_outlives_the_caches(monkeypatch):
+def test_tables_of_graphs_outlive_the_caches(monkeypatch):
     """A captured graph may be replayed when its shapes have long been forgotten."""
     read = []
 

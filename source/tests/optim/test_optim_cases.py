@@ -1,7 +1,7 @@
-"""One table of settings: each is compared with the definition of a step, and with every way of stepping and saving.
+"""One table of settings, compared with the definition of a step and with every way of stepping.
 
-Every case is trained plainly and in every way, and parameters and state are compared. A new setting needs a line
-in `CASES` or `NUMBERS`, and its formula in `optim_definition`.
+Every case is trained plainly and in every way, and parameters and state are compared. A new
+setting needs a line in `CASES` or `NUMBERS`, and its formula in `optim_definition`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ CASES = {
     "defaults": Case(),
     "float64": Case(dtype=torch.float64),
     "bfloat16": Case(dtype=torch.bfloat16),
-    "float16": Case(dtype=torch.float16),
     "masters of bfloat16": Case({"master_weights": True}, torch.bfloat16),
-    "masters of float16": Case({"master_weights": True}, torch.float16),
     "adam in lists": Case({**ADAM, "adam_implementation": "foreach"}),
     "adam one by one": Case({**ADAM, "adam_implementation": "for-loop"}, torch.bfloat16),
     "rate in a tensor": Case({"lr": torch.tensor(0.02)}),
@@ -68,9 +66,7 @@ CASES = {
     "blocks": Case(
         {"splits": ["wide: rows 4+2"], "conv_patterns": ["conv"], "expert_patterns": ["experts"]}
     ),
-    "plain momentum": Case({"nesterov": False, "momentum": 0.8}),
     "deepmd-kit's schedule": Case({"schedule": "deepmd-kit"}),
-    "no damping": Case({"magma_muon": False}),
     "normuon": Case({"normuon": True, "layout": "in_out", "splits": ["wide: rows 4+2"]}),
     "cautious": Case({"cautious_decay": True, "normuon": True, "magma_muon": False}),
     "soap": Case(SOAP),
@@ -79,8 +75,12 @@ CASES = {
     "soap and brake": Case({"rules": ["soap_muon", "radial_brake"], "magma_muon": False}),
     "recent rules": Case({"rules": ["mars", "contra", "ema_nesterov"], "magma_muon": False}),
 }
-# Settings that are numbers of a formula: no way of stepping treats one of their values apart.
+# Settings and dtypes that no way of stepping treats apart from others.
 NUMBERS = {
+    "no damping": Case({"magma_muon": False}),
+    "plain momentum": Case({"nesterov": False, "momentum": 0.8}),
+    "masters of float16": Case({"master_weights": True}, torch.float16),
+    "float16": Case(dtype=torch.float16),
     "adam": Case({"adam_betas": (0.5, 0.9), "adam_eps": 1e-3, "adam_lr_ratio": 0.3}),
     "adamw": Case({"vector_route": "adamw", "adam_weight_decay": 0.7}),
     "schedule of triples": Case({"schedule": [(3.4445, -4.7750, 2.0315)] * 5}),
@@ -91,12 +91,11 @@ NUMBERS = {
     "rectangular columns": Case({"scaling": "rectangular", "layout": "in_out"}),
     "coefficient": Case({"lr_adjust_coeff": 0.4}),
 }
-# deepmd-kit's arithmetic is compared with deepmd-kit's, and recent rules with programs of their own.
+# Tested against deepmd-kit itself, and against programs in test_optim_recent_rules.
 UNDEFINED = {"deepmd-kit's schedule", "recent rules"}
 VIEWS = {
     "slices": {},
     "uphill": {"maximize": True},
-    "2d": {"muon_mode": "2d"},
     "flat": {"muon_mode": "flat"},
     "parts": {"splits": ["wide: rows 2+4", "tall: columns 1+4"]},
     "groups": {"splits": ["wide: rows 4+2 in 2 groups", "tall: columns 3+2 in 1 groups"]},
@@ -138,11 +137,17 @@ def make(case, *, seed=0, **more):
     return model, HybridMuon(model.named_parameters(), **{**settings_of(case), **more})
 
 
+@functools.cache
+def gradient(name, step):
+    number = 1000 + 10 * step + list(SHAPES).index(name)
+    return random(*SHAPES[name], seed=number, dtype=torch.float64)
+
+
 def give_gradients(model, step):
-    for number, (name, p) in enumerate(model.named_parameters()):
-        g = random(*p.shape, seed=1000 + 10 * step + number, dtype=torch.float64)
+    for name, p in model.named_parameters():
         # A parameter without a gradient now and then, as an expert that no token chose.
-        p.grad = None if name == "twin" and step in (2, 3) else g.to(p.dtype)
+        has_gradient = name != "twin" or step not in (2, 3)
+        p.grad = gradient(name, step).to(p.dtype, copy=True) if has_gradient else None
 
 
 def train(model, optimizer, *steps):
@@ -168,13 +173,14 @@ def trained_as_defined(case, steps):
 
 
 def assert_as_defined(case, *, muon, adam, steps=STEPS):
-    """Compare weights, or their masters, within absolute tolerances of the Muon and the Adam routes."""
+    """Compare weights, or their masters, within absolute tolerances of both kinds of routes."""
     model, optimizer, defined = trained_as_defined(case, steps)
     for entry in optimizer.routing:
         p = model.get_parameter(entry.name)
-        weight = optimizer.state[p].get("master_weight", p.detach()).double()
+        weight = optimizer.state[p].get("master_weight", p.detach())
+        assert torch.equal(p, weight.to(p.dtype))
         tolerance = muon if entry.route == "muon" else adam
-        torch.testing.assert_close(weight, defined[entry.name].p, rtol=0, atol=tolerance)
+        torch.testing.assert_close(weight.double(), defined[entry.name].p, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES | NUMBERS if name not in UNDEFINED])
@@ -241,7 +247,7 @@ def with_settings(case, **more):
 
 
 def restarted(case, *, before, after):
-    """Stop after three steps; weights and state come from a file, into an optimizer with other weights."""
+    """Stop after three steps; load weights and state from a file over other weights."""
     model, optimizer = make(case, **before)
     train(model, optimizer, 0, 1, 2)
     saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -298,7 +304,7 @@ def replaced(case, *, between, offload=False):
 
 
 def with_another_default_device(case):
-    """Scripts make a GPU the default, and tensors for the host land there: "meta" holds no numbers at all."""
+    """As where a GPU is the default, which gets tensors for the host: "meta" holds no numbers."""
     model, optimizer = make(case)
     with torch.device("meta"):
         for step in range(STEPS):
@@ -410,16 +416,14 @@ EXACT = {
     "restarted by name": restarted_by_name,
     "restarted by torch": partial(restarted_by_torch, full=False),
     "restarted by torch, full": partial(restarted_by_torch, full=True),
-    "copied": partial(copied, clone=copy.deepcopy),
     "copied in host memory": partial(copied, clone=copy.deepcopy, offload=True),
     "pickled": partial(copied, clone=lambda pair: pickle.loads(pickle.dumps(pair))),
     "replaced": partial(replaced, between=lambda _: None),
     "another default device": with_another_default_device,
     "pending signs": partial(with_changed_gradients, change=lambda g: torch._neg_view(-g)),
-    "maximizing": partial(with_changed_gradients, change=torch.neg, maximize=True),
 }
-# These multiply matrices in other batches, divide by a scale, sum in another order, or choose between two results
-# on the device.
+# These multiply matrices in other batches, divide by a scale, or choose between two results on the
+# device.
 CLOSE = {
     "offloaded in batches": partial(with_settings, offload=True, offload_bytes=700),
     "one at a time": partial(with_settings, workspace=1),
@@ -455,7 +459,7 @@ def test_every_way_takes_the_same_steps(case, way):
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("between", [HybridMuon.state_dict, copy.deepcopy, HybridMuon.offload])
-def test_replaced_parameters_keep_their_state_whatever_reads_it_first(between, offload):
+def test_replaced_parameters_keep_their_state_when_something_reads_it_first(between, offload):
     assert_same(plain("defaults"), replaced(Case(), between=between, offload=offload))
 
 

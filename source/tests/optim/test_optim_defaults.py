@@ -84,7 +84,7 @@ def test_each_kind_of_parameter_takes_its_route():
     assert {"norm.weight", "norm.bias", "mixer.D", "patch_embed.bias"} <= vectors
 
 
-def test_settings_replace_what_the_modules_say():
+def test_settings_replace_declarations_of_modules():
     assert placements(Net(), expert_patterns=[])["experts.down_proj"] == "adamw"
     found = placements(Net(), muon_mode="flat", adamw_patterns=["patch_embed.*"])
     assert found["experts.down_proj"] == "muon 1x24x6"

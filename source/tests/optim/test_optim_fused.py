@@ -441,7 +441,7 @@ def test_steps_repeat_bitwise():
         assert all(torch.equal(a, b) for a, b in zip(first, run_both(steps=2)[1], strict=True))
 
 
-def test_what_it_does_not_take_is_left_to_torch():
+def test_transposed_parameters_are_left_to_torch():
     job = Job()
     job.params[0] = job.params[0].detach().mT.contiguous().mT.requires_grad_()
     job.params[0].grad = torch.ones_like(job.params[0])
@@ -494,7 +494,7 @@ def test_large_matrices_are_cut_into_chunks():
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
     ],
 )
-def test_the_last_product_applies_what_it_would_write(dtype):
+def test_the_last_product_applies_its_result(dtype):
     applied.check.__wrapped__(DEVICE, dtype)
 
 

@@ -51,12 +51,10 @@ def test_steps_equal_those_of_the_cpu():
 @pytest.mark.parametrize(
     "settings",
     [
-        *(
-            {},
-            {"on_nonfinite": "skip"},
-            {"workspace": 1000},
-            {"normuon": True, "cautious_decay": True},
-        ),
+        {},
+        {"on_nonfinite": "skip"},
+        {"workspace": 1000},
+        {"normuon": True, "cautious_decay": True},
         {"normuon": True, "layout": "in_out", "magma_muon": False, "on_nonfinite": "skip"},
         SOAP,
         {**BRAKE, "on_nonfinite": "skip"},
@@ -215,7 +213,7 @@ def test_restarts_are_bitwise_on_the_device():
 
 
 @pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}, {"adam_lr_ratio": 0.5}])
-def test_adam_beside_muon_takes_what_the_step_was_given(settings):
+def test_adam_beside_muon_uses_the_gradients_and_rate_of_the_step(settings):
     later = [
         {name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()}
         for _ in range(6)

@@ -27,34 +27,6 @@ def step(params, optimizer, number, narrow=torch.bfloat16):
     optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_steps_move_the_weights_as_in_float32(dtype):
-    """Without momentum, whose buffer has the parameter's dtype, all numbers are those of float32 parameters."""
-    params, optimizer = make(dtype, momentum=0.0, normuon=True)
-    twins, other = make(torch.float32, momentum=0.0, normuon=True)
-    with torch.no_grad():
-        for name, p in params.items():
-            twins[name].copy_(p.float())
-    lost, without = make(dtype, master_weights=False)
-    first = {name: p.detach().clone() for name, p in lost.items()}
-    for number in range(20):
-        step(params, optimizer, number, dtype)
-        step(twins, other, number, dtype)
-        step(lost, without, number, dtype)
-    for name, p in params.items():
-        master = optimizer.state[p]["master_weight"]
-        assert master.dtype == torch.float32
-        assert torch.equal(master, twins[name].detach()), name
-        assert torch.equal(p, master.to(dtype))
-        assert not torch.equal(p, first[name])
-        assert "master_weight" not in other.state[twins[name]]
-        if dtype == torch.bfloat16:
-            large = first[name].abs() > 0.1
-            assert torch.equal(
-                lost[name][large], first[name][large]
-            )  # their last bit is larger than a step
-
-
 def test_states_with_and_without_masters_load_into_each_other(caplog):
     params, optimizer = make(torch.bfloat16)
     step(params, optimizer, 0)

@@ -98,7 +98,7 @@ def test_uneven_blocks_are_weighed_by_their_elements():
     assert whole.state[w]["magma_score"].item() == pytest.approx((4 * first + 2 * second) / 6)
 
 
-def test_what_is_gone_new_or_of_another_shape_is_said(caplog):
+def test_lost_new_and_reshaped_parameters_are_logged(caplog):
     params = {name: nn.Parameter(random(4, 6)) for name in ("kept", "gone", "frozen", "grown")}
     saved = stepped(list(params.items()))
     present = {
@@ -147,7 +147,7 @@ def test_what_is_gone_new_or_of_another_shape_is_said(caplog):
         ),
     ],
 )
-def test_what_a_frozen_parameter_kept_migrates_when_it_is_trained_again(
+def test_the_state_of_a_frozen_parameter_migrates_when_it_is_trained_again(
     before, now, kept, key_word, caplog
 ):
     w = nn.Parameter(random(3, 4, 5))
@@ -445,7 +445,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_a_changed_setting_is_seen_whatever_wrote_the_state(origin, change):
+def test_a_changed_setting_is_seen_in_states_of_every_origin(origin, change):
     """Only the version explains a difference: `on_route_change` decides about those that a setting makes."""
     settings, name, key = CHANGES[change]
 
@@ -464,7 +464,7 @@ def test_a_changed_setting_is_seen_whatever_wrote_the_state(origin, change):
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_another_muon_mode_is_seen_whatever_wrote_the_state(origin):
+def test_another_muon_mode_is_seen_in_states_of_every_origin(origin):
     """Weights with three dimensions: own states and those with `muon_mode` tell their view."""
     w = nn.Parameter(random(3, 4, 5))
     saved = stepped([("w", w)]).state_dict()
@@ -516,7 +516,7 @@ def test_more_parameters_than_here_need_names():
 
 
 @pytest.mark.parametrize("taken", [None, 30000])
-def test_step_counts_beyond_what_powers_tell(taken):
+def test_step_counts_beyond_the_resolution_of_powers(taken):
     params = present_parameters()
     saved = name_deepmd_kit_state(latest_state(steps=20000), SHAPES, taken)
     assert saved["state"][4]["beta2_pow"] == 0.0

@@ -211,15 +211,16 @@ def test_positions_and_tokens_are_added_and_not_multiplied():
     added = {"pos", "positions", "register_tokens", "queries"}
     assert set(tables_and_heads(model)) == {*added, "last.weight"}
     assert muon(model) == {
-        *(
-            "block.in_proj",
-            "block.posterior",
-            "patch.weight",
-            "mha.in_proj_weight",
-            "mha.out_proj.weight",
-        ),
+        "block.in_proj",
+        "block.posterior",
+        "patch.weight",
+        "mha.in_proj_weight",
+        "mha.out_proj.weight",
         "experts",
-        *("rnn.weight_ih_l0", "rnn.weight_hh_l0", "list.0", "pos_proj.weight"),
+        "rnn.weight_ih_l0",
+        "rnn.weight_hh_l0",
+        "list.0",
+        "pos_proj.weight",
     }
     assert {route for name, route in routes(model).items() if name == "cls_token"} == {"adam"}
 
@@ -249,7 +250,7 @@ def test_kernels_that_read_the_input_are_no_hidden_ones():
     ]
 
 
-def test_what_the_settings_declare_a_matrix_is_one():
+def test_settings_declare_matrices():
     assert "queries" in muon(ViT(), expert_patterns=("queries",))
     assert "pos" in muon(ViT(), splits=("pos: columns 2",))
     assert {"pos", "positions", "queries"} <= muon(ViT(), adamw_patterns=())

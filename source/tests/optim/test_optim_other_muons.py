@@ -207,7 +207,7 @@ def test_the_state_of_torchs_muon_alone_loads_by_position():
     optimizer.step()
 
 
-def test_what_does_not_fit_is_an_error():
+def test_rejects_states_that_do_not_fit():
     model = make_model()
     peer = Sums(model)
     gradients(model, 0)
@@ -269,7 +269,7 @@ def as_saved(kind, model, steps=3):
 
 
 @pytest.mark.parametrize("kind", ["pytorch_optimizer", "Motif", "normuon"])
-def test_states_of_successors_load_by_what_they_are(kind):
+def test_states_of_successors_load_by_their_layout(kind):
     model = make_model()
     saved, peer = as_saved(kind, model)
     optimizer = MuonConfig(momentum=BETA, normuon=kind == "normuon", adamw_patterns=()).build(model)

@@ -10,7 +10,7 @@ from deepmd_muon.optim.polar import SCHEDULES
 PAGE = Path(__file__).parents[3] / "doc" / "optimizer.md"
 
 
-def test_the_first_snippet_runs_and_prints_what_the_page_shows(capsys):
+def test_the_first_snippet_prints_the_output_of_the_page(capsys):
     text = PAGE.read_text(encoding="utf-8")
     program, printed = re.search(
         r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL

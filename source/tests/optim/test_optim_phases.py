@@ -62,3 +62,12 @@ def test_debug_lines_name_route_reason_shape_and_place(caplog):
     with caplog.at_level(logging.DEBUG, "deepmd_muon.optim"):
         optimizer.load_state_dict(optimizer.state_dict())
     assert not caplog.records
+
+
+def test_switching_offload_is_logged(caplog):
+    optimizer = make()
+    optimizer.step()
+    with caplog.at_level(logging.INFO, "deepmd_muon.optim"):
+        for on in (True, True, False, False):
+            optimizer.offload(on)
+    assert [("host memory" in record.getMessage()) for record in caplog.records] == [True, False]

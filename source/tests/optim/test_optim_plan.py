@@ -141,23 +141,21 @@ def set_group(**settings):
 
 # Those that lead elsewhere, and those that must not.
 TURNS = [
-    *(
-        widen_everything,
-        edit_lists,
-        replace_state,
-        forget_state,
-        freeze,
-        drop_gradients,
-        replace_a_parameter,
-        replace_the_group,
-    ),
-    *(
-        set_group(lr=0.5),
-        set_group(momentum=0.5),
-        set_group(weight_decay=0.3),
-        set_group(adam_betas=(0.5, 0.6)),
-    ),
-    *(set_group(magma_muon=False), set_group(maximize=True), set_group(scaling="rectangular")),
+    widen_everything,
+    edit_lists,
+    replace_state,
+    forget_state,
+    freeze,
+    drop_gradients,
+    replace_a_parameter,
+    replace_the_group,
+    set_group(lr=0.5),
+    set_group(momentum=0.5),
+    set_group(weight_decay=0.3),
+    set_group(adam_betas=(0.5, 0.6)),
+    set_group(magma_muon=False),
+    set_group(maximize=True),
+    set_group(scaling="rectangular"),
 ]
 MOVES = [move_parameters, move_state, load, move_gradients, widen_gradients, add_a_group]
 ROUNDS = [turn_gradients]  # sums may be taken in another order
@@ -208,7 +206,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(name, device, step
     assert all(torch.equal(p, q) for p, q in zip(before, params.values(), strict=True))
 
 
-def test_what_has_not_changed_is_not_looked_up_again():
+def test_an_unchanged_step_is_not_compiled_again():
     params, optimizer = make()
     for step in range(3):
         give_gradients(params, step)

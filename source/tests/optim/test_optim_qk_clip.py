@@ -432,7 +432,7 @@ def test_torch_multi_head_attention_is_recorded(batch_first, masked):
     assert torch.allclose(direct(), logits["attn"].clamp(max=TAU), rtol=1e-12)
 
 
-def test_what_cannot_be_recorded_is_named():
+def test_attention_that_cannot_be_recorded_is_named():
     model = model_of(nn.Linear(4, 4))
     layer = SeparateQK("attn", "attn.weight", "attn.weight", 2)
     LogitRecorder(model, QKClip((layer,)))

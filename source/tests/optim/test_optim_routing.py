@@ -114,7 +114,7 @@ def test_placements(name, shape, rules, placement):
         assert f"muon {MatrixView.parse(str(entry.view))}" == placement
 
 
-def test_reasons_say_what_decided():
+def test_reasons_name_the_deciding_rule():
     rules = RoutingRules(min_matrix_dim=5, adam_patterns=("emb*",))
     reasons = {
         ("a.bias", (4,)): "leaf 'bias' is a bias",

@@ -126,7 +126,7 @@ def test_a_scheduler_made_after_the_load_goes_on(kind):
     assert_same((whole, optimizer), (resumed, second))
 
 
-def test_what_the_constructor_changes_on_purpose_stays_and_is_logged(caplog):
+def test_settings_changed_in_the_constructor_stay_and_are_logged(caplog):
     model = make_net()
     first = HybridMuon(model.named_parameters(), 0.02, momentum=0.95, weight_decay=0.1)
     schedule = SCHEDULERS["OneCycleLR"](first)

@@ -290,7 +290,7 @@ def test_state_keys_and_dtypes():
     }
 
 
-def test_rejects_what_is_not_a_state_dict():
+def test_rejects_other_dictionaries():
     optimizer = HybridMuon(Net().named_parameters())
     with pytest.raises(ForeignStateError, match=r"not an optimizer state dict.*'model'"):
         optimizer.load_state_dict({"model": 1})

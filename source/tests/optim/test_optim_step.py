@@ -240,15 +240,16 @@ def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
     assert streams(found) == turns  # kept when the step is compiled anew
     compiled._step_waves(found, None, StepControl())
     assert notes == [
-        *(
-            "fork stream 0",
-            "fork stream 1",
-            "stream 0",
-            "wave 0",
-            "joined",
-            "stream 1",
-            "wave 1",
-            "joined",
-        ),
-        *("wave 2", "stream 0", "wave 3", "joined"),
+        "fork stream 0",
+        "fork stream 1",
+        "stream 0",
+        "wave 0",
+        "joined",
+        "stream 1",
+        "wave 1",
+        "joined",
+        "wave 2",
+        "stream 0",
+        "wave 3",
+        "joined",
     ]

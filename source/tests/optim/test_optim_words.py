@@ -86,13 +86,11 @@ def test_all_words_that_have_no_counterpart_are_named_at_once():
     with pytest.raises(InvalidSettingError) as error:
         HybridMuon(make_net().named_parameters(), **bad)
     assert [problem.split(":")[0] for problem in error.value.problems] == [
-        *(
-            "adamw_params",
-            "amsgrad",
-            "algorithm",
-            "ns_steps",
-            "wd stands for weight_decay, which is given, too",
-        ),
+        "adamw_params",
+        "amsgrad",
+        "algorithm",
+        "ns_steps",
+        "wd stands for weight_decay, which is given, too",
     ]
     with pytest.raises(TypeError, match="'momentun'; did you mean 'momentum'"):
         HybridMuon(make_net().named_parameters(), momentun=0.9)

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import drawn, mesh_of, named_mesh, place
-from sharded_failures import finished_step
+from sharded_cases import drawn, finished_step, mesh_of, named_mesh, place, refused
 from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -36,14 +35,6 @@ def gradients(params, seed=5):
     for i, p in enumerate(params):
         grad = random(*p.shape, seed=seed + i, dtype=p.dtype)
         p.grad = place(grad, p.device_mesh, p.placements) if hasattr(p, "device_mesh") else grad
-
-
-def refused(optimizer, params, error, match):
-    """The step raises on every rank and changes nothing."""
-    before = [p.detach().clone() for p in params]
-    with pytest.raises(error, match=match):
-        optimizer.step()
-    assert all(torch.equal(p, x) for p, x in zip(params, before, strict=True))
 
 
 @on_ranks(2, 8)
@@ -262,7 +253,7 @@ def replicas_that_differ():
             gradients(params.values())
             refused(
                 optimizer,
-                params.values(),
+                list(params.values()),
                 ReplicaMismatchError,
                 rf"values of '{changed}' differ.*local_patterns",
             )

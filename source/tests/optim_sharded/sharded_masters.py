@@ -42,7 +42,7 @@ def masters(replicas, number):
 
 
 def assert_equal(replicas, tolerance=3e-5):
-    """Masters agree with those of one process; on every rank, weights are the rounded masters, bit for bit."""
+    """Masters agree with those of one process; weights are the rounded masters, bit for bit."""
     tolerance = max(tolerance, 1e-4) if replicas.many[0].is_cuda else tolerance
     for i, (one, several) in enumerate(
         zip(masters(replicas, 0), masters(replicas, 1), strict=True)
@@ -63,7 +63,7 @@ def assert_equal(replicas, tolerance=3e-5):
 
 @on_ranks(2, 3, 8)
 def masters_of_replicas():
-    """Steps equal those of one process, twenty with nothing set: rules, views, offloaded, in small buckets, in float16."""
+    """Steps equal those of one process: with rules, views, offloaded, in small buckets."""
     cases = (
         ({}, {}, {}),
         ({"normuon": True, "cautious_decay": True, "magma_muon": False}, SMALL, {"offload": True}),
@@ -102,7 +102,7 @@ def masters_of_replicas():
 
 @on_ranks(2, 3, 8)
 def masters_of_replicas_in_collectives():
-    """Updates return to the ranks of their parts, and one all-gather for each route carries 16-bit elements."""
+    """Updates return to their parts, and one all-gather a route carries 16-bit elements."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = [*(3 * [(16, 48)]), (11,)]
     total = {}
@@ -144,7 +144,7 @@ def masters_of_replicas_without_some_gradients():
 
 @on_ranks(2, 8)
 def masters_of_replicas_that_are_clipped():
-    """QK-clip scales whole weights; each rank's part of the master starts again from the clipped weight."""
+    """QK-clip scales whole weights; parts of masters start again from the clipped weight."""
     clip = QKClip((SeparateQK("layer", "q", "k", 3, 3),), threshold=1.0)
     logits = {"layer": torch.tensor([4.0, 0.5, 9.0])}
     found = []
@@ -171,7 +171,7 @@ def masters_of_replicas_that_are_clipped():
 
 @on_ranks(2, 3, 8)
 def masters_of_replicas_restart():
-    """A restart is bitwise; states without masters, or with whole ones, load; changed weights start anew."""
+    """A restart is bitwise; states without masters or with whole ones load."""
     straight = make()
     for _ in range(3):
         straight.step()
@@ -212,7 +212,7 @@ def masters_of_replicas_restart():
 
 @on_ranks(2, 4, 8)
 def masters_beside_wide_parameters():
-    """One optimizer steps 16-bit and float32 replicas, on a mesh of several axes where there are enough ranks."""
+    """One optimizer steps 16-bit and float32 replicas, on two axes from four ranks on."""
     world = dist.get_world_size()
     mesh = mesh_of((2, world // 2) if world % 2 == 0 and world > 2 else (world,))
     settings = {**SETTINGS, "weight_decay": 0.1, "adam_patterns": []}

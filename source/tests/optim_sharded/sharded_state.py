@@ -20,12 +20,14 @@ from sharded_cases import (
     assert_same_bits,
     counted_traffic,
     drawn,
+    finished_step,
     fits,
     layouts,
     make_replicas,
     mesh_of,
     named_mesh,
     place,
+    refused,
 )
 from spawn_ranks import on_ranks
 from torch import nn
@@ -49,7 +51,7 @@ from deepmd_muon.optim.state.schema import ALL_MOMENTS
 
 @on_ranks(2, 3, 8)
 def offloaded():
-    """Moments in host memory change no bit, on any layout, switched on and off, with missing gradients."""
+    """Moments in host memory change no bit on any layout, also without some gradients."""
     kinds = ("even", "rest") if dist.get_world_size() < 4 else ("even",)
     for (name, mesh, placements), kind in itertools.product(layouts(), kinds):
         shapes = [shape for shape in SHAPES[kind] if fits(shape, placements)]
@@ -116,7 +118,7 @@ RULES = [
 
 @on_ranks(2, 3, 8)
 def cut_state():
-    """Replicas with cut state equal one process, and every rank has the same parameters, also without some gradients."""
+    """Replicas with cut state equal one process and each other, also without some gradients."""
     shapes = [(7, 6), (13,), (2, 3), *SHAPES["even"], (6, 8, 16)]
     for settings, (sharded, more) in itertools.product(RULES, SHARES):
         told = dist.group.WORLD
@@ -171,7 +173,7 @@ def schedules():
 
 @on_ranks(2, 8)
 def momenta_gathered_early():
-    """`prefetch` changes no bit, whatever lies between it and the step, and saves no gather that a step needs."""
+    """`prefetch` changes no bit, whatever comes between it and the step."""
     mesh = mesh_of((dist.get_world_size(),))
     told = {"replication": "repeat"}
     early, late = (make_replicas(SHAPES["even"], mesh, told, on_nonfinite="skip") for _ in "12")
@@ -225,7 +227,7 @@ def momenta_gathered_early():
 
 @on_ranks(2, 8)
 def cut_state_takes_a_part_of_the_memory():
-    """Moments take 1/W of the memory where sizes divide, and at most one row's worth more elsewhere."""
+    """Moments take 1/W of the memory where sizes divide, and at most a row more elsewhere."""
     world = dist.get_world_size()
     replicas = make_replicas([(48, 96), (12, 6, 24), (4800,), (world + 1, 1000)], mesh_of((world,)))
     replicas.step()
@@ -249,7 +251,7 @@ def cut_state_takes_a_part_of_the_memory():
 
 @on_ranks(2, 3, 8)
 def cut_state_collectives():
-    """Two all-to-alls a bucket with exactly the plan's bytes, one all-gather for the Adam routes, nothing else."""
+    """Two all-to-alls a bucket with the plan's bytes, and one all-gather for the Adam routes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = [*(3 * SHAPES["even"]), (11,), (5,)]
     vectors = sum(-(-n // world) for n in (11, 5))
@@ -362,12 +364,8 @@ def cut_state_preflight():
     """What cannot be stepped is refused on all ranks, before any byte moves."""
     world = dist.get_world_size()
 
-    def refused(error, match, optimizer):
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("all_to_all_single", "all_reduce"):
-                patch.setattr(dist, name, lambda *_, **__: pytest.fail("bytes moved"))
-            with pytest.raises(error, match=match):
-                optimizer.step()
+    def refuses(error, match, optimizer):
+        refused(optimizer, [], error, match, without=("all_to_all_single", "all_reduce"))
 
     # There is no backend for this device.
     p = nn.Parameter(torch.empty(4, 4, device="meta"))
@@ -375,7 +373,7 @@ def cut_state_preflight():
     spread = HybridMuon(
         [("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(replication="spread")
     )
-    refused(UnsupportedTransportError, r"no backend for meta tensors.*initialise it with", spread)
+    refuses(UnsupportedTransportError, r"no backend for meta tensors.*initialise it with", spread)
     # A parameter, or its gradient, moves to another device between steps.
     for sharded in (False, True):
         if sharded:
@@ -395,7 +393,7 @@ def cut_state_preflight():
         torch.utils.swap_tensors(p, nn.Parameter(moved))
         p.grad = p.detach().clone()
         here = torch.get_default_device()
-        refused(
+        refuses(
             ReshardedParameterError,
             rf"'w' of shape \(\d+, 4\).*moved from {here} to meta",
             optimizer,
@@ -405,14 +403,14 @@ def cut_state_preflight():
         [("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(state="sharded")
     )
     p.grad = DTensor.from_local(torch.ones(4, 4), mesh_of((world,)), [Shard(0)])
-    refused(
+    refuses(
         GradientPlacementError, "'w'.*its gradient is a DTensor and the parameter is not", optimizer
     )
 
 
 @on_ranks(2, 8)
 def order_of_a_step():
-    """Gathers start before the Adam routes and before the bucket in front of them; returns end after the next one."""
+    """Gathers start before the Adam routes and the bucket before; returns end after the next one."""
     log = []
 
     def noted(patch, owner, name, what):
@@ -457,7 +455,7 @@ def order_of_a_step():
 
 @on_ranks(2, 3, 8)
 def adam_in_parts():
-    """torch's Adam and AdamW with state in parts equal theirs with whole state; states load into each other."""
+    """torch's Adam and AdamW are the same with state in parts; states load into each other."""
     world = dist.get_world_size()
     shapes = {"a": (8 * world, 4), "b": (7, 3), "c": (world + 1,), "d": (1,), "e": ()}
     random = torch.Generator("cpu").manual_seed(5)
@@ -511,7 +509,7 @@ def adam_in_parts():
 
 @on_ranks(2, 8)
 def adam_in_parts_as_users_call_it():
-    """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
+    """Replaced memory, zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
     random = torch.Generator("cpu").manual_seed(6)
     model = nn.ParameterDict(
@@ -557,7 +555,7 @@ def adam_in_parts_as_users_call_it():
         if dist.get_rank() == 1:
             models[1][key].grad = None
         with pytest.raises(MissingGradientError, match=f"'{key}' of shape"):
-            stepped_and_saved(cut)
+            finished_step(cut)
         if not models[1][key].is_cuda:
             assert all(torch.equal(p, x) for p, x in zip(models[1].values(), before, strict=True))
         for optimizer in optimizers:
@@ -600,9 +598,3 @@ def step_with_closure(optimizer, model):
     expected = squares().item()
     assert optimizer.step(closure) == pytest.approx(expected, rel=1e-5)
     optimizer.zero_grad()
-
-
-def stepped_and_saved(optimizer):
-    """Step, and wait for what ranks find out about it."""
-    optimizer.step()
-    optimizer.state_dict()

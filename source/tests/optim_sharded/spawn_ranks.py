@@ -1,4 +1,4 @@
-"""Run many cases in one set of processes, one spawn per number of ranks: gloo on the CPU, or NCCL."""
+"""Run many cases in one spawn per number of ranks: gloo on the CPU, or NCCL."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def _run(rank, world, port, cases, results, device):
 
 
 def run_cases(world, cases, device="cpu"):
-    """Run (name, function) cases on `world` ranks; return the tracebacks by (name, rank) and the seconds by name.
+    """Run (name, function) cases; return tracebacks by (name, rank) and seconds by name.
 
-    On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case ends the run, since
-    its collectives may be out of step.
+    On "cuda" each rank has a GPU, on which tensors are made unless told otherwise. A failing case
+    ends the run, since its collectives may be out of step.
 
     One case alone, from this folder with PYTHONPATH=..:../../.. (the helpers of all tests, and this
     checkout) and `python -c`::

@@ -173,7 +173,7 @@ def test_ranks_with_further_domains_plan_the_common_one_alike():
 
 
 @given(parameters())
-def test_regions_are_what_chunking_gives(drawn):
+def test_regions_equal_chunks_of_torch(drawn):
     for p in drawn:
         full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
         for rank, region in regions_by_rank(p.matrices()).items():
@@ -409,7 +409,7 @@ def test_domains_are_apart_and_know_the_load_before():
     assert [job.owner for domain in plan.domains for job in domain.jobs] == [0, 1, 1]
 
 
-def test_buckets_bound_what_one_rank_receives():
+def test_a_rank_receives_no_more_than_a_bucket():
     drawn = [parameter(f"p{i:02}", (16, 16), fsdp(2)) for i in range(12)]
     (domain,) = make_plan(drawn, ShardedSettings(bucket_bytes=2 * 16 * 16 * 4)).domains
     assert domain.n_buckets == 3

@@ -71,7 +71,7 @@ def test_two_ranks_train_as_one_process(place):
 
 
 @pytest.mark.slow
-def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
+def test_ranks_train_as_one_process_and_continue_runs_of_others(place):
     (alone,) = run_jobs(1, [Job(place / "alone", two_branches(place, 2))])
     assert alone == ["0"]
     jobs = [Job(place / f"two_{stage}", two_branches(place, 1, stage)) for stage in (0, 1, 3)]
@@ -149,7 +149,7 @@ def test_stratified_ranks_train_branches_side_by_side(place):
 
 
 @pytest.mark.slow
-def test_three_ranks_go_on_as_one_process_from_what_two_saved(place):
+def test_three_ranks_continue_a_run_of_two_as_one_process_does(place):
     """Stages 1 to 3, with fitting nets of their own and a shared one."""
     nets = {(2, 3): None, (3, 1): "net"}  # by the stages on two and on three ranks
     folders = {

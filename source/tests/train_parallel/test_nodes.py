@@ -133,7 +133,7 @@ def check_restarts(place, whole, on_three):
         assert found["deepmd_muon"]["training_data"]["step"] == 6 * STEPS
 
 
-def test_one_and_three_ranks_continue_what_two_nodes_saved(place):
+def test_one_and_three_ranks_continue_a_run_of_two_nodes(place):
     job = Job(place / "two", six_batches(place, 2), launcher="nodes")
     assert run_jobs(2, [job]) == [["0"] * 2]
 
