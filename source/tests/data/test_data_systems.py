@@ -413,17 +413,6 @@ def test_truncated_hdf5(tmp_path):
         open_systems(str(file))
 
 
-def test_hdf5_shapes_are_checked(tmp_path):
-    arrays = make_arrays(5, 4)
-    arrays["force"] = arrays["force"][:3]
-    path = write_hdf5(tmp_path / "d.hdf5", "one", TYPES, [arrays])
-    with pytest.raises(
-        SystemFormatError,
-        match=r"one: set\.000/force\.npy: expected shape \(5, 12\).*found \(3, 12\)",
-    ):
-        open_systems(path)
-
-
 def test_values_that_are_not_finite_are_refused(tmp_path):
     path = write_broken(tmp_path, lambda a: a["force"].__setitem__((3, 1), np.nan))
     (system,) = open_systems(path)
