@@ -64,17 +64,11 @@ def test_frames_are_sorted_into_systems_by_source_size_and_cell(tmp_path):
 
 
 def test_other_types_of_atoms_labels_and_names(tmp_path):
+    virials = array(np.arange(9.0).reshape(3, 3))
+    more = {"atomic_ener": array([1.0, 2.0, 3.0]), "fparam": array([7.0])}
     frames = [
-        frame(
-            [0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0, find_coord=0
-        ),
-        frame(
-            [1, 1, 0],
-            1,
-            cells=array(np.zeros(9)),
-            atomic_ener=array([1.0, 2.0, 3.0]),
-            fparam=array([7.0]),
-        ),
+        frame([0, 1, -1], 0, virials=virials, find_force=0.0, find_coord=0),
+        frame([1, 1, 0], 1, cells=array(np.zeros(9)), **more),
         frame([1, 0, 0], 2, energies=-2.5, orig="cp2k"),
     ]
     mixed, bare = open_systems(database(tmp_path / "d.lmdb", frames), ["O", "H"])
@@ -114,20 +108,11 @@ def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
 
 def test_files_of_dpdata_are_read(tmp_path):
     dpdata = pytest.importorskip("dpdata", minversion="1.1")  # which needs lmdb 2
+    a = make_arrays(3, 8, 1, ("energy", "force", "virial"))
+    b = make_arrays(2, 3, 2, ("energy", "force"))
     folders = [
-        write_npy(
-            tmp_path / "a",
-            [0, 1] * 4,
-            [make_arrays(3, 8, 1, ("energy", "force", "virial"))],
-            ("O", "H"),
-        ),
-        write_npy(
-            tmp_path / "b",
-            [1, 0, 1],
-            [make_arrays(2, 3, 2, ("energy", "force"))],
-            ("H", "O"),
-            nopbc=True,
-        ),
+        write_npy(tmp_path / "a", [0, 1] * 4, [a], ("O", "H")),
+        write_npy(tmp_path / "b", [1, 0, 1], [b], ("H", "O"), nopbc=True),
     ]
     systems = dpdata.MultiSystems(
         *(dpdata.LabeledSystem(folder, fmt="deepmd/npy") for folder in folders)
