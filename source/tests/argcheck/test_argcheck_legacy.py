@@ -31,16 +31,16 @@ def with_optimizer(data, where, keys):
     return data
 
 
+TO_2D = 'muon_2d_only: true; optimizer/muon_mode: "2d"'
+TO_FLAT = 'muon_2d_only: false; optimizer/muon_mode: "flat"'
+
+
 @pytest.mark.parametrize("where", ["training", "optimizer"])
 @pytest.mark.parametrize(
     ("keys", "expected", "translations"),
     [
-        ({"muon_2d_only": True}, FIRST, ['muon_2d_only: true; optimizer/muon_mode: "2d"']),
-        (
-            {"muon_2d_only": False},
-            {**FIRST, "muon_mode": "flat"},
-            ['muon_2d_only: false; optimizer/muon_mode: "flat"'],
-        ),
+        ({"muon_2d_only": True}, FIRST, [TO_2D]),
+        ({"muon_2d_only": False}, {**FIRST, "muon_mode": "flat"}, [TO_FLAT]),
         (
             {"min_2d_dim": 3},
             {**FIRST, "min_matrix_dim": 3},
@@ -54,16 +54,9 @@ def with_optimizer(data, where, keys):
         (
             {"muon_2d_only": False, "min_2d_dim": 5, "lr_adjust": 0.0, **CHOSEN},
             {"muon_mode": "flat", "min_matrix_dim": 5, "layout": "as_stored", **CHOSEN},
-            [
-                'muon_2d_only: false; optimizer/muon_mode: "flat"',
-                "min_2d_dim: 5; optimizer/min_matrix_dim: 5",
-            ],
+            [TO_FLAT, "min_2d_dim: 5; optimizer/min_matrix_dim: 5"],
         ),
-        (
-            {"muon_2d_only": True, "lr_adjust": 5},
-            {**FIRST, "adam_lr_ratio": 0.2},
-            ['muon_2d_only: true; optimizer/muon_mode: "2d"'],
-        ),
+        ({"muon_2d_only": True, "lr_adjust": 5}, {**FIRST, "adam_lr_ratio": 0.2}, [TO_2D]),
     ],
 )
 def test_hybrid_muon(water, where, keys, expected, translations):

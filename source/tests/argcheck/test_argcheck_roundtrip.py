@@ -3,12 +3,11 @@
 import json
 
 import jsonschema
-import pytest
 from dargs import Argument
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepmd_muon.argcheck import dump, gen_args, load, normalize
+from deepmd_muon.argcheck import gen_args, normalize
 from deepmd_muon.argcheck.json_schema import json_schema
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -77,28 +76,22 @@ def models(draw):
     return {"type_map": type_map, "descriptor": draw(descriptors(len(type_map))), **draw(rest)}
 
 
+STOPS = [{}, {"stop_lr": 1e-7}, {"stop_lr_ratio": 0.01}, {"stop_lr": None}]
+WARMUPS = [{}, {"warmup_steps": 9}, {"warmup_ratio": 0.1}, {"warmup_start_factor": 0.1}]
+
+
 @st.composite
 def learning_rates(draw):
+    decay_rates = st.none() | st.just(0.9)
+    decay_types = st.sampled_from(["cosine", "linear"])
     kinds = {
-        "exp": some(
-            decay_steps=st.integers(1, 9999),
-            decay_rate=st.none() | st.just(0.9),
-            smooth=st.booleans(),
-        ),
+        "exp": some(decay_steps=st.integers(1, 9999), decay_rate=decay_rates, smooth=st.booleans()),
         "cosine": some(),
-        "wsd": some(
-            decay_phase_ratio=st.just(0.2), decay_type=st.sampled_from(["cosine", "linear"])
-        ),
+        "wsd": some(decay_phase_ratio=st.just(0.2), decay_type=decay_types),
     }
     kind = draw(st.sampled_from(list(kinds)))
-    stop = draw(
-        st.sampled_from([{}, {"stop_lr": 1e-7}, {"stop_lr_ratio": 0.01}, {"stop_lr": None}])
-    )
-    warmup = draw(
-        st.sampled_from(
-            [{}, {"warmup_steps": 9}, {"warmup_ratio": 0.1}, {"warmup_start_factor": 0.1}]
-        )
-    )
+    stop = draw(st.sampled_from(STOPS))
+    warmup = draw(st.sampled_from(WARMUPS))
     tag = {} if kind == "exp" and draw(st.booleans()) else {"type": kind}
     return {**tag, "start_lr": draw(rates), **stop, **warmup, **draw(kinds[kind])}
 
@@ -177,26 +170,3 @@ def test_every_normalised_input_satisfies_both_schemas(given_input):
     normalized = normalize(given_input).normalized
     assert [error.message for error in VALIDATOR.iter_errors(normalized)] == []
     Argument("base", dict, gen_args()).check_value(normalized, strict=True)
-
-
-def test_through_files(tmp_path, water):
-    water["training"].update(opt_type="HybridMuon", muon_2d_only=True, numb_test=1)
-    dump(normalize(water).normalized, tmp_path / "out.json")
-    again = load(tmp_path / "out.json")
-    dump(again.normalized, tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "out.json").read_bytes()
-    assert again.notices == ()
-
-
-@pytest.mark.parametrize(
-    "path", ["model/descriptor/rcut", "training/seed", "learning_rate/start_lr"]
-)
-def test_dargs_agrees_about_a_wrong_value(water, path):
-    normalized = normalize(water).normalized
-    *sections, key = path.split("/")
-    place = normalized
-    for name in sections:
-        place = place[name]
-    place[key] = "wrong"
-    with pytest.raises(Exception, match="wrong value type"):
-        Argument("base", dict, gen_args()).check_value(normalized, strict=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepmd_muon.argcheck import InputError, load
+from deepmd_muon.argcheck import InputError
 from deepmd_muon.argcheck.files import read
 
 
@@ -48,21 +48,3 @@ def test_values_that_cannot_be_made_are_problems_with_a_place(tmp_path, text, me
     with pytest.raises(InputError, match=r"1 problem in .*a\.yaml:\n  is not YAML: ") as error:
         value(tmp_path, text)
     assert message in str(error.value)
-
-
-def test_too_deep(tmp_path):
-    with pytest.raises(InputError, match="nested too deeply"):
-        value(tmp_path, "[" * 20000)
-
-
-def test_settings_of_a_file(tmp_path):
-    path = tmp_path / "input.yaml"
-    path.write_text(
-        "model: {type_map: [O, H], descriptor: {type: se_e2_a, sel: [46, 92]}}\n"
-        "learning_rate: {start_lr: 0.001}\n"
-        "optimizer: {type: HybridMuon, muon_mode: 2d}\n"
-        "training: {training_data: {systems: 300K}, numb_steps: 10}\n"
-    )
-    settings = load(path).settings
-    assert settings.optimizer.muon_mode == "2d"
-    assert settings.training.training_data.systems == ("300K",)

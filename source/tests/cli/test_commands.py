@@ -42,20 +42,17 @@ def input_file():
             "numb_steps": 10,
         },
     }
-    with open("input.json", "w", encoding="utf-8") as file:
-        json.dump(content, file)
+    Path("input.json").write_text(json.dumps(content))
     return content
 
 
 @pytest.fixture
 def checkpoint(input_file):
-    model_input = input_file["model"] | {
-        "descriptor": input_file["model"]["descriptor"] | {"sel": [8, 16]}
-    }
+    descriptor = input_file["model"]["descriptor"] | {"sel": [8, 16]}
+    model_input = input_file["model"] | {"descriptor": descriptor}
     section = normalize(input_file | {"model": model_input}).normalized["model"]
-    torch.save(
-        {"model": to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})}, "model.ckpt.pt"
-    )
+    state = to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})
+    torch.save({"model": state}, "model.ckpt.pt")
     return "model.ckpt"
 
 
@@ -117,8 +114,7 @@ def test_errors_are_those_of_the_prediction(checkpoint, frames, capsys):
     details = np.loadtxt("detail.f.out")
     np.testing.assert_allclose(details[:, :3], frames["force"].reshape(-1, 3))
     np.testing.assert_allclose(details[:, 3:], predicted.force.reshape(-1, 3))
-    with open("parity.png", "rb") as file:
-        assert file.read(4) == b"\x89PNG"
+    assert Path("parity.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_npy_hdf5_list_and_input_file_give_the_same(
@@ -126,15 +122,9 @@ def test_npy_hdf5_list_and_input_file_give_the_same(
 ):
     (tmp_path / "systems.txt").write_text("# ours\nwater\n\n")
     outputs = []
-    for source in (
-        ["-s", "water"],
-        ["-s", "water.hdf5"],
-        ["-s", "water.hdf5#/water"],
-        ["-f", "systems.txt"],
-        ["--train-data", "input.json"],
-        ["--valid-data", "input.json"],
-    ):
-        assert main(["test", "-m", checkpoint, *source]) == 0
+    named = ["-s water", "-s water.hdf5", "-s water.hdf5#/water", "-f systems.txt"]
+    for source in [*named, "--train-data input.json", "--valid-data input.json"]:
+        assert run_dp(f"test -m {checkpoint} {source}") == 0
         outputs.append(table(capsys.readouterr().err))
     assert len(outputs[0]) == 12
     assert all(output == outputs[0] for output in outputs)
@@ -143,8 +133,7 @@ def test_npy_hdf5_list_and_input_file_give_the_same(
 def test_averages_over_systems_weigh_frames(checkpoint, frames, capsys):
     assert main(["test", "-m", checkpoint, "-s", "water"]) == 0
     once = table(capsys.readouterr().err)
-    with open("systems.txt", "w", encoding="utf-8") as file:
-        file.write("water\nwater.hdf5\n")
+    Path("systems.txt").write_text("water\nwater.hdf5\n")
     assert main(["test", "-m", checkpoint, "-f", "systems.txt"]) == 0
     shown = capsys.readouterr().err
     assert "# number of systems : 2" in shown
@@ -167,25 +156,21 @@ def test_number_and_choice_of_frames(checkpoint, frames, capsys):
 
 def test_log_file_holds_the_table(checkpoint, frames):
     assert main(["test", "-m", checkpoint, "-s", "water", "-v", "2", "-l", "logs/test.log"]) == 0
-    with open("logs/test.log", encoding="utf-8") as file:
-        assert "Force  RMSE" in file.read()
+    assert "Force  RMSE" in Path("logs/test.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-m", "none.pt", "-s", "water"], "there is no checkpoint none.pt"),
-        (["-m", "model.ckpt.pt", "-s", "nowhere"], "nowhere"),
-        (["-m", "model.ckpt.pt", "-f", "nowhere.txt"], "there is no list of systems nowhere.txt"),
-        (["-m", "model.ckpt.pt", "-s", "water", "--ema"], "has no averaged weights"),
-        (
-            ["-m", "model.ckpt.pt", "-s", "water", "--plot", "parity.doc"],
-            "no picture can be written to parity.doc",
-        ),
+        ("none.pt -s water", "there is no checkpoint none.pt"),
+        ("model.ckpt.pt -s nowhere", "nowhere"),
+        ("model.ckpt.pt -f nowhere.txt", "there is no list of systems nowhere.txt"),
+        ("model.ckpt.pt -s water --ema", "has no averaged weights"),
+        ("model.ckpt.pt -s water --plot parity.doc", "no picture can be written to parity.doc"),
     ],
 )
 def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys):
-    assert main(["test", *words]) == 2
+    assert run_dp(f"test -m {words}") == 2
     shown = capsys.readouterr().err
     assert message in shown
     assert "Traceback" not in shown
@@ -200,6 +185,7 @@ def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys)
         ("model-devi -m model.ckpt model.ckpt -s water --relative nan", "--relative must be"),
         ("model-devi -m model.ckpt model.ckpt -s water --relative_v -1", "--relative_v must be"),
         ("neighbor-stat -s water -r 0", "-r must be"),
+        ("neighbor-stat -s nowhere -r 6", "nowhere"),
         ("neighbor-stat -s water -r nan", "-r must be"),
         ("neighbor-stat -s water -r 3 -t O O H", "names an element twice"),
         ("convert-data water other -t O O H", "names an element twice"),
@@ -207,7 +193,7 @@ def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys)
         ("zbl O H -o table --step 1e-9", "rows"),
     ],
 )
-def test_numbers_and_lists_that_make_no_sense(words, message, checkpoint, frames, capsys):
+def test_arguments_that_make_no_sense_are_one_line(words, message, checkpoint, frames, capsys):
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
@@ -278,8 +264,7 @@ def test_an_input_of_adam_shows_the_routes_of_hybrid_muon(input_file, capsys, se
     assert main(["show", "routing", "input.json"]) == 0
     routes = capsys.readouterr().out
     del input_file["optimizer"]
-    with open("adam.json", "w", encoding="utf-8") as file:
-        json.dump(input_file | section, file)
+    Path("adam.json").write_text(json.dumps(input_file | section))
     assert main(["show", "routing", "adam.json"]) == 0
     first, _, rest = capsys.readouterr().out.partition("\n\n")
     assert re.match(r"Adam treats all \d+ weights alike", first)
@@ -298,22 +283,18 @@ def test_routing_of_what_has_none(checkpoint, capsys):
         assert file in capsys.readouterr().err.splitlines()[-1]
     content = torch.load("model.ckpt.pt", weights_only=True)
     weight = torch.nn.Parameter(torch.zeros(2))
-    torch.save(
-        {**content, "optimizer": torch.optim.Adam([("weight", weight)]).state_dict()}, "adam.pt"
-    )
+    content["optimizer"] = torch.optim.Adam([("weight", weight)]).state_dict()
+    torch.save(content, "adam.pt")
     assert main(["show", "routing", "adam.pt"]) == 0
     assert "no routes" in capsys.readouterr().out
 
 
 def test_learning_curve_is_drawn(capsys):
-    with open("lcurve.out", "w", encoding="utf-8") as file:
-        file.write(
-            "# step rmse_trn rmse_e_trn rmse_f_trn lr\n 1 1e0 1e-1 1e-2 1e-3\n 2 9e-1 9e-2 9e-3 1e-3\n"
-        )
+    head = "# step rmse_trn rmse_e_trn rmse_f_trn lr"
+    Path("lcurve.out").write_text(f"{head}\n 1 1e0 1e-1 1e-2 1e-3\n 2 9e-1 9e-2 9e-3 1e-3\n")
     assert main(["show", "lcurve", "lcurve.out", "-o", "curve.png"]) == 0
     assert capsys.readouterr().out == "curve.png: drawn\n"
-    with open("curve.png", "rb") as file:
-        assert file.read(4) == b"\x89PNG"
+    assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_reference_of_the_input(capsys):

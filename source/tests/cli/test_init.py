@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_dp
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.cli.main import main
@@ -33,9 +34,8 @@ def frame(random, elements, names=("energy", "forces"), cell=True):
         f"{element} " + " ".join(f"{x:.8f}" for x in (row[0] + 1.4 * k, *row[1:]))
         for k, (element, row) in enumerate(zip(elements, vectors, strict=True))
     ]
-    head = (
-        f"{lattice}Properties=species:S:1:pos:R:3:{names[1]}:R:3 {names[0]}={random.normal():.6f}"
-    )
+    columns = f"species:S:1:pos:R:3:{names[1]}:R:3"
+    head = f"{lattice}Properties={columns} {names[0]}={random.normal():.6f}"
     return "\n".join([str(len(elements)), head, *rows, ""])
 
 
@@ -78,29 +78,23 @@ def test_extended_xyz_with_mixed_compositions(capsys):
     given = load("input.json").settings
     assert given.model.type_map == ("H", "C", "N", "O")
     assert given.model.descriptor.needs_counts
-    assert (given.loss.start_pref_e, given.loss.start_pref_f, given.loss.start_pref_v) == (
-        0.02,
-        1000,
-        0,
-    )
+    loss = given.loss
+    assert (loss.start_pref_e, loss.start_pref_f, loss.start_pref_v) == (0.02, 1000, 0)
     content = json.loads(Path("input.json").read_text())
     assert content["optimizer"] == {"type": "HybridMuon"}
     assert "virial" in content["loss"]["_comment"]
     assert "nearly copies" in content["training"]["validation_data"]["_comment"]
-    train, valid = (
-        open_systems(getattr(given.training, f"{kind}_data").systems)
-        for kind in ("training", "validation")
-    )
+    train = open_systems(given.training.training_data.systems)
+    valid = open_systems(given.training.validation_data.systems)
     # The last tenth of what has ten frames or more; the rest and lone atoms stay whole.
     assert of_composition(train) == {"HHO": 36, "CHHH": 11, "NN": 3, "O": 1}
     assert of_composition(valid) == {"HHO": 4, "CHHH": 1}
     assert shared_frames(train, valid) == (0, 5)
-    original = next(system for system in open_systems("all.xyz") if system.nframes == 40).frames(
-        [35, 36]
+    water, before, after = (
+        next(system for system in part if system.nframes > 3 and system.natoms == 3)
+        for part in (open_systems("all.xyz"), train, valid)
     )
-    before, after = (
-        next(s for s in part if s.nframes > 3 and s.natoms == 3) for part in (train, valid)
-    )
+    original = water.frames([35, 36])
     np.testing.assert_array_equal(before.frames([35]).coord[0], original.coord[0])
     np.testing.assert_array_equal(after.frames([0]).coord[0], original.coord[1])
     np.testing.assert_array_equal(after.frames([0]).force[0], original.force[1])
@@ -126,46 +120,26 @@ def test_npy_systems_are_named_not_copied(capsys):
 
 def test_models_of_an_ensemble_differ_in_their_seeds(capsys, monkeypatch):
     shutil.copytree(EXAMPLE / "train", "data")
-    words = [
-        "init",
-        "data/fcc32",
-        "data/cluster13",
-        "--steps",
-        "3",
-        "--rcut",
-        "4",
-        "-o",
-        "runs/input.json",
-    ]
-    assert main([*words, "--models", "3"]) == 0
+    words = "init data/fcc32 data/cluster13 --steps 3 --rcut 4 -o runs/input.json"
+    assert run_dp(f"{words} --models 3") == 0
     printed = capsys.readouterr().out
     first, *others = (
         json.loads(Path("runs", folder, "input.json").read_text())
         for folder in (".", "model-2", "model-3")
     )
     for seed, given in enumerate((first, *others), 1):
-        seeds = [given["model"][part]["seed"] for part in ("descriptor", "fitting_net")] + [
-            given["training"]["seed"]
-        ]
-        assert seeds == [seed] * 3
+        model, training = given["model"], given["training"]
+        parts = (model["descriptor"], model["fitting_net"], training)
+        assert [part["seed"] for part in parts] == [seed] * 3
     for given, folder in zip(others, ("model-2", "model-3"), strict=True):
         assert f"(cd runs/{folder} && dp --pt train input.json)" in printed
         for kind in ("training_data", "validation_data"):
-            there = [
-                Path("runs", folder, system).resolve()
-                for system in given["training"][kind]["systems"]
-            ]
-            assert there == [
-                Path(system).resolve() for system in first["training"][kind]["systems"]
-            ]
-        given["training"] |= {
-            kind: first["training"][kind] for kind in ("training_data", "validation_data")
-        }
-        for section in (
-            given["model"]["descriptor"],
-            given["model"]["fitting_net"],
-            given["training"],
-        ):
+            own, of_first = given["training"][kind]["systems"], first["training"][kind]["systems"]
+            there = [Path("runs", folder, system).resolve() for system in own]
+            assert there == [Path(system).resolve() for system in of_first]
+            given["training"][kind] = first["training"][kind]
+        model, training = given["model"], given["training"]
+        for section in (model["descriptor"], model["fitting_net"], training):
             section["seed"] = 1
         assert given == first
     with monkeypatch.context() as there:
@@ -173,26 +147,14 @@ def test_models_of_an_ensemble_differ_in_their_seeds(capsys, monkeypatch):
         train_three_steps(capsys)
     shutil.rmtree("runs/model-2")
     Path("runs/input.json").unlink()
-    assert main([*words, "--models", "3", "--split-folder", "other"]) == 2
+    assert run_dp(f"{words} --models 3 --split-folder other") == 2
     assert "runs/model-3/input.json exists" in capsys.readouterr().err
-    assert main([*words, "--models", "0"]) == 2
+    assert run_dp(f"{words} --models 0") == 2
     assert "--models" in capsys.readouterr().err
 
 
 def test_absolute_paths_stay_in_inputs_of_other_models():
-    assert (
-        main(
-            [
-                "init",
-                str(EXAMPLE / "train"),
-                "--valid-data",
-                str(EXAMPLE / "valid"),
-                "--models",
-                "2",
-            ]
-        )
-        == 0
-    )
+    assert run_dp(f"init {EXAMPLE}/train --valid-data {EXAMPLE}/valid --models 2") == 0
     training = json.loads(Path("model-2/input.json").read_text())["training"]
     assert training["training_data"]["systems"] == [str(EXAMPLE / "train")]
     assert training["validation_data"]["systems"] == [str(EXAMPLE / "valid")]
@@ -213,28 +175,13 @@ def test_given_validation_data_and_names_stay_as_they_are(capsys):
     pytest.importorskip("ase")
     write_xyz("train.xyz", {"H H O": 12}, ("pbe_energy", "pbe_forces"))
     write_xyz("valid.xyz", {"H H O": 3}, ("pbe_energy", "pbe_forces"), seed=1)
-    keys = ["--energy-key", "pbe_energy", "--force-key", "pbe_forces"]
-    words = [
-        "init",
-        "train.xyz",
-        "--valid-data",
-        "valid.xyz",
-        *keys,
-        "-t",
-        "O",
-        "H",
-        "--steps",
-        "3",
-        "-o",
-        "in/input.json",
-    ]
-    assert main(words) == 0
+    keys = "--energy-key pbe_energy --force-key pbe_forces"
+    words = f"init train.xyz --valid-data valid.xyz {keys} -t O H --steps 3 -o in/input.json"
+    assert run_dp(words) == 0
     training = json.loads(Path("in/input.json").read_text())["training"]
-    for kind in ("training", "validation"):
-        assert training[f"{kind}_data"]["label_keys"] == {
-            "energy": "pbe_energy",
-            "force": "pbe_forces",
-        }
+    expected = {"energy": "pbe_energy", "force": "pbe_forces"}
+    for kind in ("training_data", "validation_data"):
+        assert training[kind]["label_keys"] == expected
     assert load("in/input.json").settings.model.type_map == ("O", "H")
     assert not Path("split").exists()
     shutil.copy("in/input.json", "input.json")
@@ -288,10 +235,8 @@ def test_a_split_keeps_elements_and_lone_atoms_in_training():
         assert held_out
         assert all(share.whole for share in shares)
         assert all(share.system.natoms > 1 for share in held_out)
-        trained = {
-            t for s in shares if s.training for t in s.system.types(np.array([0]))[0].tolist()
-        }
-        assert trained == {0, 1, 2}
+        kept = [share.system.types(np.array([0]))[0] for share in shares if share.training]
+        assert set(np.concatenate(kept).tolist()) == {0, 1, 2}
         contents = dict(reversed(contents.items()))
         write_xyz("one.xyz", contents)
 
@@ -317,11 +262,7 @@ def test_of_two_commands_at_once_one_writes_and_the_other_leaves_nothing(
     from deepmd_muon.cli import proposal
 
     shutil.copytree(EXAMPLE, "data")
-    words = (
-        ["init", "data/train"]
-        if split_off
-        else ["init", "data/train", "--valid-data", "data/valid"]
-    )
+    words = "init data/train" if split_off else "init data/train --valid-data data/valid"
     propose = proposal.propose
 
     def propose_late(*arguments):
@@ -330,7 +271,7 @@ def test_of_two_commands_at_once_one_writes_and_the_other_leaves_nothing(
         return made
 
     monkeypatch.setattr(proposal, "propose", propose_late)
-    assert main(words) == 1
+    assert run_dp(words) == 1
     assert "input.json: File exists" in capsys.readouterr().err
     assert Path("input.json").read_text() == "theirs"
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["data", "input.json"]
@@ -339,17 +280,17 @@ def test_of_two_commands_at_once_one_writes_and_the_other_leaves_nothing(
 @pytest.mark.parametrize(
     ("words", "cell", "on_adamw"),
     [
-        (["--steps", "15000"], True, True),
-        (["--steps", "15000"], False, False),
-        (["--steps", "14999"], True, False),
-        (["--steps", "15000", "--descriptor", "dpa1"], True, False),
+        ("--steps 15000", True, True),
+        ("--steps 15000", False, False),
+        ("--steps 14999", True, False),
+        ("--steps 15000 --descriptor dpa1", True, False),
     ],
 )
 def test_long_runs_of_structures_with_cells_have_the_first_layer_on_adamw(words, cell, on_adamw):
     pytest.importorskip("ase")
     random = np.random.default_rng(0)
     Path("all.xyz").write_text("".join(frame(random, ["H", "O"], cell=cell) for _ in range(12)))
-    assert main(["init", "all.xyz", *words]) == 0
+    assert run_dp(f"init all.xyz {words}") == 0
     section = json.loads(Path("input.json").read_text())["optimizer"]
     assert section.pop("_comment", "").endswith("(doc/stability.md)") == on_adamw
     assert section.pop("adamw_patterns", []) == ["*fitting_net*layers.0.matrix"] * on_adamw
@@ -377,12 +318,9 @@ def test_isolated_atoms_are_told_and_small_systems_share_batches(capsys):
     assert main(["init", "all.xyz", "--steps", "3"]) == 0
     printed = capsys.readouterr().out
     assert "H -13.6 eV, C -1029.4 eV, O -2041.8 eV" in printed
-    assert (
-        json.loads(Path("input.json").read_text())["training"]["training_data"]["batch_size"]
-        == "mix:32"
-    )
-    other = ["--descriptor", "dpa1", "-o", "dpa1.json", "--split-folder", "other"]
-    assert main(["init", "all.xyz", *other]) == 0
+    training = json.loads(Path("input.json").read_text())["training"]
+    assert training["training_data"]["batch_size"] == "mix:32"
+    assert run_dp("init all.xyz --descriptor dpa1 -o dpa1.json --split-folder other") == 0
     assert json.loads(Path("dpa1.json").read_text())["model"]["descriptor"]["sel"] == 120
     assert isolated_energies(open_systems("all.xyz"), rcut=31.0) == {"H": [-13.6], "O": [-2041.8]}
     train_three_steps(capsys)
@@ -414,8 +352,7 @@ def test_charges_in_headers_that_nothing_reads_are_named(capsys):
         line for line in capsys.readouterr().out.splitlines() if "headers of frames" in line
     )
     assert "charge (" in charge
-    assert {"0 in 4 frames", "-1 in 4 frames", "none in 4 frames"} <= set(
-        charge.split("(")[1].split(")")[0].split(", ")
-    )
+    counts = charge.split("(")[1].split(")")[0].split(", ")
+    assert {"0 in 4 frames", "-1 in 4 frames", "none in 4 frames"} <= set(counts)
     assert "--frame-parameters charge" in charge
     assert "spin (1 in 8 frames, 2 in 4 frames)" in spin

@@ -4,9 +4,8 @@ import ast
 
 import numpy as np
 import pytest
+from commands import run_dp
 from write_systems import write_npy
-
-from deepmd_muon.cli.main import main
 
 
 def write(folder, elements, symbols):
@@ -25,30 +24,30 @@ def water(tmp_path):
 
 
 def test_systems_that_number_elements_differently_are_counted_by_element(water, capsys):
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
+    assert run_dp(f"neighbor-stat -s {water} -r 3") == 0
     shown = capsys.readouterr().err
     # They differ: by atomic number, as in `dp train`, whichever element appears first.
     assert "type_map: ['H', 'O']" in shown
     assert "max_nbor_size: [2, 1]" in shown
     assert "by element: H 2, O 1" in shown
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3", "-t", "O", "H"]) == 0
+    assert run_dp(f"neighbor-stat -s {water} -r 3 -t O H") == 0
     shown = capsys.readouterr().err
     assert "max_nbor_size: [1, 2]" in shown
     assert "by element: O 1, H 2" in shown
 
 
 def test_distances_that_are_mistakes_are_named(water, capsys):
-    assert main(["neighbor-stat", "-s", str(water), "-r", "0.9"]) == 0
+    assert run_dp(f"neighbor-stat -s {water} -r 0.9") == 0
     assert "no atom has a neighbour within the cut-off of 0.9 Å" in capsys.readouterr().err
     coord = np.array([[0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 3.0, 0.0, 0.0]])
     write_npy(water / "close", [0, 1, 1], [{"coord": coord}], ["O", "H"], nopbc=True)
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
+    assert run_dp(f"neighbor-stat -s {water} -r 3") == 0
     assert "close: frame 0: atoms 0 and 1 are 0.01 Å apart" in capsys.readouterr().err
 
 
 def test_a_system_without_names_among_such_needs_a_type_map(water, capsys):
     (water / "oxygen" / "type_map.raw").unlink()
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 2
+    assert run_dp(f"neighbor-stat -s {water} -r 3") == 2
     assert "-t of neighbor-stat" in capsys.readouterr().err
 
 
@@ -64,12 +63,7 @@ def forms(tmp_path):
     assert isinstance(frames[0], ase.Atoms)
     write_file(tmp_path / "train.xyz", frames)
     for form in ("data.hdf5", "data.lmdb", "npy"):
-        assert (
-            main(
-                ["convert-data", "--unlabelled", str(tmp_path / "train.xyz"), str(tmp_path / form)]
-            )
-            == 0
-        )
+        assert run_dp(f"convert-data --unlabelled {tmp_path}/train.xyz {tmp_path}/{form}") == 0
     names = ["N", "H", "O", "C"]
     types = [[names.index(symbol) for symbol in atoms.get_chemical_symbols()] for atoms in frames]
     coords = [atoms.positions.ravel() for atoms in frames]
@@ -87,42 +81,28 @@ def forms(tmp_path):
 def test_every_form_is_counted_with_and_without_a_type_map(form, forms, capsys):
     """By hand: C sees two O, O of CO2 one O, N sees three H, H of ammonia one N and two H."""
     most = {"H": 3, "C": 1, "N": 1, "O": 2}
+    count = f"neighbor-stat -s {forms / form} -r 2.6"
     capsys.readouterr()
-    for given in ([], ["-t", "H", "C", "N", "O"], ["-t", "Si", "O", "N", "C", "H"]):
-        assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", *given]) == 0
+    for given in ("", "-t H C N O", "-t Si O N C H"):
+        assert run_dp(f"{count} {given}") == 0
         shown = capsys.readouterr().err
         if not given:
             names = ast.literal_eval(shown.partition("type_map: ")[2].partition("\n")[0])
             assert sorted(names) == ["C", "H", "N", "O"]
         sizes = ast.literal_eval(shown.partition("max_nbor_size: ")[2].partition("\n")[0])
-        assert dict(zip(given[1:] or names, sizes, strict=True)) == {
-            **most,
-            **({"Si": 0} if "Si" in given else {}),
-        }
+        silicon = {"Si": 0} if "Si" in given else {}
+        assert dict(zip(given.split()[1:] or names, sizes, strict=True)) == {**most, **silicon}
         assert "min_nbor_dist: 0.968" in shown  # O-H
-        assert (
-            main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "--mixed-type", *given])
-            == 0
-        )
+        assert run_dp(f"{count} --mixed-type {given}") == 0
         assert "max_nbor_size: [3]" in capsys.readouterr().err
-    assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "-t", "H", "O"]) == 2
+    assert run_dp(f"{count} -t H O") == 2
     assert "-t of neighbor-stat" in capsys.readouterr().err
 
 
-def test_with_a_type_map_counts_are_by_element(water, capsys):
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3", "-t", "O", "H"]) == 0
-    assert "max_nbor_size: [1, 2]" in capsys.readouterr().err
-
-
-def test_without_one_the_order_of_all_systems_or_of_atomic_numbers_is_taken(water, capsys):
+def test_the_order_that_all_systems_have_is_taken(water, capsys):
     (water / "b" / "type.raw").unlink()
-    (water / "a").rename(water / "z")  # the shorter map comes first
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
-    log = capsys.readouterr().err
-    assert "type_map: ['H', 'O']" in log
-    assert "max_nbor_size: [2, 1]" in log
     (water / "oxygen" / "type_map.raw").write_text("O H")
-    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
-    log = capsys.readouterr().err
-    assert "type_map: ['O', 'H']" in log  # all systems have it
-    assert "by element: O 1, H 2" in log
+    assert run_dp(f"neighbor-stat -s {water} -r 3") == 0
+    shown = capsys.readouterr().err
+    assert "type_map: ['O', 'H']" in shown
+    assert "by element: O 1, H 2" in shown

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_dp
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.train.errors import TrainingError
@@ -26,13 +27,8 @@ def test_a_number_of_threads_that_openmp_ignores_is_refused(monkeypatch, capfd, 
 
 @pytest.mark.parametrize("local", ["-1", "2"])
 def test_a_local_rank_that_no_process_has_is_refused(local):
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": local,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-    }
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": local}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(TrainingError, match="local rank"):
         find_place(variables)
 
@@ -55,7 +51,7 @@ def test_a_text_that_is_no_text_or_a_fifo_is_refused(tmp_path, monkeypatch, capf
         os.mkfifo(name)
     else:
         Path(name).write_bytes(b"# step\n\xff\xfe\n")
-    assert main(words.replace("FILE", name).split()) == 2
+    assert run_dp(words.replace("FILE", name)) == 2
     assert name in capfd.readouterr().err
 
 
@@ -67,34 +63,20 @@ def test_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(logging.getLogger("deepmd_muon"), "propagate", False)
     shutil.copytree(EXAMPLE / "data/valid", "data")
     content = json.loads((EXAMPLE / "input.json").read_text())
-    content["training"] |= {
-        "training_data": {"systems": ["data/*"], "batch_size": 1},
-        "numb_steps": 1,
-    }
-    content["training"] |= {"stat_file": "stat.hdf5"}
+    data = {"systems": ["data/*"], "batch_size": 1}
+    content["training"] |= {"training_data": data, "numb_steps": 1, "stat_file": "stat.hdf5"}
     del content["training"]["validation_data"]
     Path("input.json").write_text(json.dumps(content))
     assert main(["train", str(folder / "input.json")]) == 0
-    assert main(["train", "out.json", "--restart", "auto", "-o", "again.json"]) == 0
-    words = [
-        "-m",
-        str(folder / "model.ckpt.pt"),
-        "-s",
-        str(folder / "data"),
-        "-d",
-        "detail",
-        "-l",
-        "test.log",
-    ]
-    assert main(["test", *words]) == 0
+    assert run_dp("train out.json --restart auto -o again.json") == 0
+    assert run_dp(f"test -m {folder}/model.ckpt.pt -s {folder}/data -d detail -l test.log") == 0
     for name in ("detail.e.out", "test.log"):
         assert "\\udcff" in Path(name).read_text(encoding="utf-8")
     capfd.readouterr()
-    data = str(folder / "data")
-    assert main(["init", data, "--valid-data", data, "-o", "new.json"]) == 2
+    assert run_dp(f"init {folder}/data --valid-data {folder}/data -o new.json") == 2
     assert "no UTF-8" in capfd.readouterr().err
     assert not Path("new.json").exists()
-    assert main(["init", "data", "-o", "new.json"]) == 0
+    assert run_dp("init data -o new.json") == 0
 
 
 def test_plugins_and_modules_of_the_current_folder_are_not_taken(tmp_path):

@@ -113,26 +113,12 @@ def test_dimers_that_a_calculator_fails_for_are_left_out(tmp_path, monkeypatch, 
         "            raise RuntimeError('no convergence')\n"
         "        super().calculate(atoms, *words, **values)\n"
     )
-    words = [
-        "zbl",
-        "O",
-        "--dimers",
-        "d.xyz",
-        "--begin",
-        "1",
-        "--frames",
-        "5",
-        "--calculator",
-        "some:Some",
-        "--end",
-    ]
-    assert main([*words, "2"]) == 0
-    assert (
-        "2 dimers without a label, the first at 1.000 Å (RuntimeError: no convergence)"
-        in capsys.readouterr().out
-    )
+    words = "zbl O --dimers d.xyz --begin 1 --frames 5 --calculator some:Some"
+    assert run_dp(f"{words} --end 2") == 0
+    message = "2 dimers without a label, the first at 1.000 Å (RuntimeError: no convergence)"
+    assert message in capsys.readouterr().out
     assert open_systems("d.xyz", ["O"])[0].nframes == 3
-    assert main([*words, "1.2"]) == 2
+    assert run_dp(f"{words} --end 1.2") == 2
     assert "no convergence" in capsys.readouterr().err
 
 

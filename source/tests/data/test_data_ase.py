@@ -65,9 +65,8 @@ def test_virials_and_stresses_have_their_signs(tmp_path, name):
     assert system.frames([0]).virial.tolist() == [[1, 2, 3, 2, 4, 5, 3, 5, 6]]
     stress = name.replace("virials", "stress").replace("virial", "stress")
     (system,) = open_systems(write_xyz(tmp_path / "b.xyz", f'energy=1 {stress}="{values}"'))
-    np.testing.assert_allclose(
-        system.frames([0]).virial, -729.0 * np.array([[1, 2, 3, 2, 4, 5, 3, 5, 6]])
-    )
+    expected = -729.0 * np.array([[1, 2, 3, 2, 4, 5, 3, 5, 6]])
+    np.testing.assert_allclose(system.frames([0]).virial, expected)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("stress", -729), ("virial", 1)])
@@ -147,9 +146,8 @@ def test_rows_of_a_database_have_words_and_calculators(tmp_path, caplog, form):
 
 
 def test_names_of_predictions_are_left_alone_with_a_warning(tmp_path, caplog):
-    (system,) = open_systems(
-        write_xyz(tmp_path / "a.xyz", "REF_energy=-3.5 mace_energy=9", force="mace_forces")
-    )
+    names = "REF_energy=-3.5 mace_energy=9"
+    (system,) = open_systems(write_xyz(tmp_path / "a.xyz", names, force="mace_forces"))
     assert system.labels == {"energy"}
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "mace_forces" in warning.getMessage()
@@ -181,9 +179,8 @@ def test_an_unknown_name_of_the_stress_is_told(tmp_path, caplog):
 )
 def test_two_names_of_a_label_are_ambiguous(tmp_path, comments):
     path = write_xyz(tmp_path / "a.xyz", *comments)
-    with pytest.raises(
-        SystemFormatError, match=r"REF_energy and energy.*label_keys.*--energy-key"
-    ) as error:
+    message = r"REF_energy and energy.*label_keys.*--energy-key"
+    with pytest.raises(SystemFormatError, match=message) as error:
         open_systems(path)
     assert error.value.system == path
     systems = open_systems(path, reading=Reading(LabelKeys(energy="REF_energy")))
@@ -221,15 +218,13 @@ def test_conversion_refuses_data_without_labels(tmp_path, capsys):
 
 @pytest.mark.parametrize("lattice", [True, False])
 def test_partial_periodicity_is_refused(tmp_path, lattice):
-    path = write_xyz(
-        tmp_path / "slab.xyz", 'energy=1 pbc="T T T"', 'energy=1 pbc="T T F"', lattice=lattice
-    )
+    frames = ('energy=1 pbc="T T T"', 'energy=1 pbc="T T F"')
+    path = write_xyz(tmp_path / "slab.xyz", *frames, lattice=lattice)
     with pytest.raises(SystemFormatError, match=r'"T T F".*vacuum') as error:
         open_systems(path)
     assert (error.value.system, error.value.file) == (path, "frame 1")
-    (system,) = open_systems(
-        write_xyz(tmp_path / "none.xyz", 'energy=1 pbc="F F F"', lattice=lattice)
-    )
+    path = write_xyz(tmp_path / "none.xyz", 'energy=1 pbc="F F F"', lattice=lattice)
+    (system,) = open_systems(path)
     assert not system.pbc
 
 
@@ -280,9 +275,7 @@ def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys
     (system,) = open_systems(str(path))
     converged = [step.energy for step, good, _ in vasp_files.ENDS if good]
     np.testing.assert_allclose(system.frames(np.arange(system.nframes)).energy, converged)
-    assert any(
-        "2 of 5 frames" in message and "(frames 2, 3)" in message for message in caplog.messages
-    )
+    assert any("2 of 5 frames" in text and "(frames 2, 3)" in text for text in caplog.messages)
     (system,) = open_systems(str(path), reading=Reading(keep_unconverged=True))
     assert system.nframes == 5
     assert main(["convert-data", str(path), str(tmp_path / "out"), "--keep-unconverged"]) == 0
@@ -323,9 +316,7 @@ def test_steps_of_vasps_force_field_are_no_labels(tmp_path, caplog):
     path.write_text(text + vasp_files.ionic_step(second, 2) + predicted)
     (system,) = open_systems(str(path))
     assert system.frames([0, 1]).energy.tolist() == [-3.0, -3.1]
-    assert any(
-        "4 ionic steps" in message and "force field" in message for message in caplog.messages
-    )
+    assert any("4 ionic steps" in text and "force field" in text for text in caplog.messages)
     path.write_text(head + predicted + predicted)
     with pytest.raises(SystemFormatError, match="all 2 ionic steps are predictions"):
         open_systems(str(path))

@@ -75,20 +75,17 @@ def test_labels_of_other_names_and_a_virial_are_taken(frames, tmp_path):
     (recognized,) = open_systems([str(tmp_path / "train.extxyz")])
     for name in ("energy", "force", "virial"):
         np.testing.assert_array_equal(getattr(recognized.frames([0]), name), getattr(read, name))
-    with pytest.raises(
-        SystemFormatError, match=r"no frame has .DFT_energy.*REF_energy, REF_forces, REF_virial"
-    ):
+    message = r"no frame has .DFT_energy.*REF_energy, REF_forces, REF_virial"
+    with pytest.raises(SystemFormatError, match=message):
         open_systems([str(tmp_path / "train.extxyz")], None, Reading(LabelKeys("DFT_energy")))
     # ASE takes the names that it knows away from where they were.
-    write(tmp_path / "known.xyz", frames[:1])
-    (known,) = open_systems(
-        [str(tmp_path / "known.xyz")], None, Reading(LabelKeys("energy", "forces", stress="stress"))
-    )
-    (plain,) = open_systems([str(tmp_path / "known.xyz")])
+    path = str(tmp_path / "known.xyz")
+    write(path, frames[:1])
+    keys = Reading(LabelKeys("energy", "forces", stress="stress"))
+    known, plain = open_systems(path, None, keys)[0], open_systems(path)[0]
     for name in ("energy", "force", "virial"):
-        np.testing.assert_array_equal(
-            getattr(known.frames([0]), name), getattr(plain.frames([0]), name)
-        )
+        found, expected = (getattr(system.frames([0]), name) for system in (known, plain))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_what_ase_cannot_read_and_wrong_shapes_are_named(frames, tmp_path):
@@ -110,9 +107,7 @@ def equal(ours, theirs):
         left, right = (getattr(frames, field.name) for frames in (a, b))
         assert (left is None) == (right is None), field.name
         if left is not None:
-            np.testing.assert_allclose(
-                left[rows[0]], right[rows[1]], rtol=0, atol=2e-6, err_msg=field.name
-            )
+            np.testing.assert_allclose(left[rows[0]], right[rows[1]], 0, 2e-6, err_msg=field.name)
 
 
 @pytest.mark.parametrize("form", ["folder", "all.hdf5", "all.xyz", "all.lmdb"])
@@ -149,12 +144,8 @@ def test_rglob_patterns_choose_folders_below_the_systems():
         return ["/".join(Path(s.name).parts[-2:]) for s in open_systems(folders, patterns=patterns)]
 
     data = str(EXAMPLES / "cu_emt" / "data")
-    assert names(data, "fcc*", "tri*8") == [
-        "train/fcc32",
-        "train/triclinic8",
-        "valid/fcc32",
-        "valid/triclinic8",
-    ]
+    both = [f"{part}/{name}" for part in ("train", "valid") for name in ("fcc32", "triclinic8")]
+    assert names(data, "fcc*", "tri*8") == both
     # Two patterns that both fit give a system once, as in deepmd-kit, but in order.
     assert names([f"{data}/valid"], "fcc*", "*32") == ["valid/fcc32"]
     assert names(str(EXAMPLES / "cu_emt"), "train/fcc*") == ["train/fcc32"]
@@ -253,17 +244,11 @@ def test_a_cell_that_is_not_finite_is_refused(tmp_path):
 
 def test_names_of_many_systems_of_one_composition():
     """The time of naming grew with the square of the number of systems: 40,000 took minutes."""
-    system = SimpleNamespace(
-        mixed=False, type_map=("O", "H"), types=lambda _: np.array([[0, 1, 1]])
-    )
+    water_types = lambda _: np.array([[0, 1, 1]])  # noqa: E731
+    water = SimpleNamespace(mixed=False, type_map=("O", "H"), types=water_types)
     mixed = SimpleNamespace(mixed=True)
-    assert _names([system, mixed, system, system, mixed]) == [
-        "O1H2",
-        "mixed",
-        "O1H2.1",
-        "O1H2.2",
-        "mixed.1",
-    ]
+    found = _names([water, mixed, water, water, mixed])
+    assert found == ["O1H2", "mixed", "O1H2.1", "O1H2.2", "mixed.1"]
     begun = time.process_time()
     assert _names([mixed] * 40_000)[-1] == "mixed.39999"
     assert time.process_time() - begun < 5.0

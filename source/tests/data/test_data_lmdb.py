@@ -64,17 +64,11 @@ def test_frames_are_sorted_into_systems_by_source_size_and_cell(tmp_path):
 
 
 def test_other_types_of_atoms_labels_and_names(tmp_path):
+    virials = array(np.arange(9.0).reshape(3, 3))
+    more = {"atomic_ener": array([1.0, 2.0, 3.0]), "fparam": array([7.0])}
     frames = [
-        frame(
-            [0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0, find_coord=0
-        ),
-        frame(
-            [1, 1, 0],
-            1,
-            cells=array(np.zeros(9)),
-            atomic_ener=array([1.0, 2.0, 3.0]),
-            fparam=array([7.0]),
-        ),
+        frame([0, 1, -1], 0, virials=virials, find_force=0.0, find_coord=0),
+        frame([1, 1, 0], 1, cells=array(np.zeros(9)), **more),
         frame([1, 0, 0], 2, energies=-2.5, orig="cp2k"),
     ]
     mixed, bare = open_systems(database(tmp_path / "d.lmdb", frames), ["O", "H"])
@@ -114,20 +108,11 @@ def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
 
 def test_files_of_dpdata_are_read(tmp_path):
     dpdata = pytest.importorskip("dpdata", minversion="1.1")  # which needs lmdb 2
+    a = make_arrays(3, 8, 1, ("energy", "force", "virial"))
+    b = make_arrays(2, 3, 2, ("energy", "force"))
     folders = [
-        write_npy(
-            tmp_path / "a",
-            [0, 1] * 4,
-            [make_arrays(3, 8, 1, ("energy", "force", "virial"))],
-            ("O", "H"),
-        ),
-        write_npy(
-            tmp_path / "b",
-            [1, 0, 1],
-            [make_arrays(2, 3, 2, ("energy", "force"))],
-            ("H", "O"),
-            nopbc=True,
-        ),
+        write_npy(tmp_path / "a", [0, 1] * 4, [a], ("O", "H")),
+        write_npy(tmp_path / "b", [1, 0, 1], [b], ("H", "O"), nopbc=True),
     ]
     systems = dpdata.MultiSystems(
         *(dpdata.LabeledSystem(folder, fmt="deepmd/npy") for folder in folders)
@@ -213,14 +198,8 @@ def test_rejects_databases_without_frames(tmp_path):
 
 def test_damaged_copies_raise_errors_and_never_end_the_process(tmp_path):
     """liblmdb ends the process with SIGBUS for every file of this test that is cut."""
-    path = (
-        Path(
-            database(
-                tmp_path / "d.lmdb", [frame([0, 1] * (1 + 40 * (k % 2)), k) for k in range(60)]
-            )
-        )
-        / "data.mdb"
-    )
+    frames = [frame([0, 1] * (1 + 40 * (k % 2)), k) for k in range(60)]
+    path = Path(database(tmp_path / "d.lmdb", frames), "data.mdb")
     sound = path.read_bytes()
     for cut in (0, 100, 4096, 9000, len(sound) // 2, len(sound) - 4096):
         path.write_bytes(sound[:cut])
@@ -262,12 +241,8 @@ merge_lmdb([sys.argv[1], sys.argv[1]], sys.argv[2])
 
 @needs_deepmd_kit
 def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
-    write_npy(
-        tmp_path / "in/a",
-        [0, 1] * 4,
-        [make_arrays(3, 8, 1, ("energy", "force", "virial"))],
-        ("O", "H"),
-    )
+    arrays = make_arrays(3, 8, 1, ("energy", "force", "virial"))
+    write_npy(tmp_path / "in/a", [0, 1] * 4, [arrays], ("O", "H"))
     write_npy(tmp_path / "in/b", [1, 0, 1], [make_arrays(2, 3, 2)], ("H", "O"))
     ours, merged = str(tmp_path / "ours.lmdb"), str(tmp_path / "merged.lmdb")
     assert main(["convert-data", str(tmp_path / "in"), ours]) == 0
@@ -279,9 +254,8 @@ def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
         for k in range(system.nframes):
             for name in ("coord", "box", "energy", "force", "virial"):
                 if (values := getattr(frames, name)) is not None:
-                    np.testing.assert_allclose(
-                        theirs[row][name], values[k].ravel(), rtol=1e-6, atol=1e-7
-                    )
+                    ours_of = values[k].ravel()
+                    np.testing.assert_allclose(theirs[row][name], ours_of, rtol=1e-6, atol=1e-7)
             assert theirs[row]["atype"] == frames.atype[k].tolist()
             row += 1
     assert row == len(theirs) == 5
@@ -301,21 +275,21 @@ def test_large_databases_open_from_their_metadata(tmp_path, monkeypatch):
     kinds = [[0, 1, 1], [0, 1], [1, 0, 1]]
     frames = [frame(kinds[k % 3], k) for k in range(90)]
     ids, nlocs = [k % 2 for k in range(90)], [len(kinds[k % 3]) for k in range(90)]
-    whole = open_systems(
-        database(tmp_path / "whole.lmdb", frames, frame_system_ids=ids, frame_nlocs=nlocs),
-        ["O", "H"],
-    )
+    metadata = {"frame_system_ids": ids, "frame_nlocs": nlocs}
+    whole = open_systems(database(tmp_path / "whole.lmdb", frames, **metadata), ["O", "H"])
     looked_at = []
     original = LmdbFile.values
-    monkeypatch.setattr(
-        LmdbFile, "values", lambda file, keys: looked_at.extend(keys) or original(file, keys)
-    )
-    _, systems = sampled(tmp_path, monkeypatch, frames, 8, frame_system_ids=ids, frame_nlocs=nlocs)
+
+    def values(file, keys):
+        looked_at.extend(keys)
+        return original(file, keys)
+
+    monkeypatch.setattr(LmdbFile, "values", values)
+    _, systems = sampled(tmp_path, monkeypatch, frames, 8, **metadata)
     assert len(looked_at) == 1 + 8  # the metadata, and the frames of the sample
-    assert [(s.nframes, s.natoms, s.pbc, s.labels) for s in systems] == [
-        (s.nframes, s.natoms, s.pbc, s.labels) for s in whole
-    ]
     for ours, theirs in zip(systems, whole, strict=True):
+        for name in ("nframes", "natoms", "pbc", "labels"):
+            assert getattr(ours, name) == getattr(theirs, name)
         assert not ours.uniform_labels
         every = np.random.default_rng(0).permutation(ours.nframes)
         a, b = ours.frames(every), theirs.frames(every)
@@ -351,10 +325,8 @@ def test_frames_that_contradict_the_metadata_are_named_when_they_are_read(
     tmp_path, monkeypatch, case
 ):
     odd, word = SURPRISES[case]
-    frames = [frame([0, 1], k) for k in range(30)]
-    _, (system,) = sampled(
-        tmp_path, monkeypatch, [*frames[:5], odd, *frames[6:]], frame_nlocs=[2] * 30
-    )
+    frames = [odd if k == 5 else frame([0, 1], k) for k in range(30)]
+    _, (system,) = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
     assert system.frames([4, 6]).nframes == 2
     with pytest.raises(SystemFormatError, match=word) as raised:
         system.frames([4, 5])
@@ -362,16 +334,13 @@ def test_frames_that_contradict_the_metadata_are_named_when_they_are_read(
 
 
 def test_a_label_that_was_not_foreseen_is_reported(tmp_path, monkeypatch, caplog):
-    frames = [
-        frame([0, 1], k, **({"virials": array(np.arange(9.0))} if k == 5 else {}))
-        for k in range(30)
-    ]
+    frames = [frame([0, 1], k) for k in range(30)]
+    frames[5] = frame([0, 1], 5, virials=array(np.arange(9.0)))
     _, (system,) = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
     system.frames([4, 5])
     system.frames([5])
-    assert [record.levelname for record in caplog.records if "virial" in record.getMessage()] == [
-        "WARNING"
-    ]
+    (record,) = [record for record in caplog.records if "virial" in record.getMessage()]
+    assert record.levelname == "WARNING"
 
 
 @pytest.mark.parametrize("form", ["012d", "d"])
@@ -387,11 +356,8 @@ def test_values_are_those_that_liblmdb_reads(tmp_path, form):
                 transaction.put(format(k, form).encode(), value)
         file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
         assert file.entries == 30_000
-        for numbers in (
-            np.arange(3000),
-            np.sort(rng.integers(0, 60_100, 2000)),
-            rng.integers(0, 60_100, 2000),
-        ):
+        drawn = rng.integers(0, 60_100, 2000)
+        for numbers in (np.arange(3000), np.sort(drawn), drawn):
             keys = [format(k, form).encode() for k in numbers.tolist()] + [b"zzz", b"0 0", b"1_0"]
             with environment.begin() as transaction:
                 assert file.values(keys) == [transaction.get(key) for key in keys]
@@ -400,15 +366,11 @@ def test_values_are_those_that_liblmdb_reads(tmp_path, form):
 
 def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
     """Whatever bytes of pages change, a value is the one that its key finds alone, or there is an error."""
-    contents = {
-        format(k, "012d").encode(): b"%d" % k * (900 if k % 7 == 0 else 9) for k in range(300)
-    }
-    with (
-        lmdb.open(str(tmp_path / "d.lmdb")) as environment,
-        environment.begin(write=True) as transaction,
-    ):
+    values = [b"%d" % k * (900 if k % 7 == 0 else 9) for k in range(300)]
+    contents = {b"%012d" % k: value for k, value in enumerate(values)}
+    with lmdb.open(str(tmp_path / "d.lmdb")) as environment, environment.begin(write=True) as write:
         for key, value in contents.items():
-            transaction.put(key, value)
+            write.put(key, value)
     path = tmp_path / "d.lmdb" / "data.mdb"
     sound = path.read_bytes()
     chance = random.Random(2)

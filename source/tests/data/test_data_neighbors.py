@@ -210,17 +210,8 @@ def test_stacking_keeps_every_pair():
     for natoms, rcut in ((3, 4.0), (8, 3.0), (5, 5.0)):
         arrays = make_arrays(1, natoms, seed=natoms)
         atype = np.arange(natoms) % 2
-        frames.append(
-            build_neighbors(
-                arrays["coord"].reshape(-1, 3),
-                arrays["box"].reshape(3, 3),
-                atype,
-                rcut,
-                None,
-                True,
-                ntypes=2,
-            )
-        )
+        coord, box = arrays["coord"].reshape(-1, 3), arrays["box"].reshape(3, 3)
+        frames.append(build_neighbors(coord, box, atype, rcut, None, True, ntypes=2))
     batch = stack_neighbors(frames)
     assert batch.index.shape == (3, 8, sum(batch.sections))
     assert batch.sections == tuple(np.max([f.sections for f in frames], axis=0))

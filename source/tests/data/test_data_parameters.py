@@ -64,14 +64,6 @@ def test_one_value_a_frame_needs_no_axis_of_its_own(tmp_path):
     assert system.with_parameters(Parameters(fparam=2)).frames([0]).fparam.tolist() == [[7.0, 8.0]]
 
 
-def test_rejects_transposed_parameters(tmp_path):
-    arrays = make_arrays(3, 4) | {"fparam": np.ones((2, 3)), "aparam": np.ones((4, 3))}
-    (system,) = open_systems(write_npy(tmp_path / "a", [0, 1, 1, 0], [arrays]))
-    for wanted in (Parameters(fparam=2), Parameters(aparam=1)):
-        with pytest.raises(SystemFormatError, match="expected shape"):
-            system.with_parameters(wanted)
-
-
 def test_a_default_stands_for_frames_without(tmp_path):
     sets = [arrays_of(2, 3, 1, ()), arrays_of(2, 3, 2, ("fparam",))]
     (system,) = open_systems(write_npy(tmp_path / "a", [0, 1, 0], sets))

@@ -22,44 +22,33 @@ def build(descriptor, fitting_net=None, type_map=("O", "H"), **section):
 
 
 # Of a size that makes neighbours, angles and attention count; by descriptor.
+EMBEDDING = {"rcut": 4.5, "rcut_smth": 1.0, "neuron": [8, 16], "axis_neuron": 4}
+REPFLOW = {
+    "e_rcut": 4.5,
+    "e_rcut_smth": 3.5,
+    "e_sel": 60,
+    "a_rcut": 3.0,
+    "a_rcut_smth": 2.0,
+    "a_sel": 20,
+    "n_dim": 12,
+    "e_dim": 8,
+    "a_dim": 6,
+    "nlayers": 3,
+    "axis_neuron": 4,
+    "smooth_edge_update": True,
+    "update_residual_init": "norm",
+}
 LARGER = {
-    "se_e2_a": {
-        "type": "se_e2_a",
-        "sel": [40, 80],
-        "rcut": 4.5,
-        "rcut_smth": 1.0,
-        "neuron": [8, 16],
-        "axis_neuron": 4,
-    },
+    "se_e2_a": {"type": "se_e2_a", "sel": [40, 80], **EMBEDDING},
     "se_atten": {
         "type": "se_atten",
         "sel": 60,
-        "rcut": 4.5,
-        "rcut_smth": 1.0,
-        "neuron": [8, 16],
-        "axis_neuron": 4,
+        **EMBEDDING,
         "attn": 8,
         "attn_layer": 2,
         "smooth_type_embedding": True,  # else the energy jumps where neighbours come and go
     },
-    "dpa3": {
-        "type": "dpa3",
-        "repflow": {
-            "n_dim": 12,
-            "e_dim": 8,
-            "a_dim": 6,
-            "nlayers": 3,
-            "e_rcut": 4.5,
-            "e_rcut_smth": 3.5,
-            "e_sel": 60,
-            "a_rcut": 3.0,
-            "a_rcut_smth": 2.0,
-            "a_sel": 20,
-            "axis_neuron": 4,
-            "smooth_edge_update": True,
-            "update_residual_init": "norm",
-        },
-    },
+    "dpa3": {"type": "dpa3", "repflow": REPFLOW},
 }
 
 # Those that `dp compress` takes.

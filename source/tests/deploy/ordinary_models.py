@@ -12,15 +12,8 @@ from deepmd_muon.model.settings import model_settings
 
 NETS = {"rcut_smth": 0.5, "neuron": [4, 8], "axis_neuron": 4}
 ATTENTION = {"type": "se_atten", "attn": 8, **NETS}
-REPFLOW = {
-    "n_dim": 6,
-    "e_dim": 4,
-    "a_dim": 4,
-    "nlayers": 2,
-    "axis_neuron": 2,
-    "e_sel": "auto",
-    "a_sel": "auto",
-}
+SIZES = {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 2, "axis_neuron": 2}
+REPFLOW = {**SIZES, "e_sel": "auto", "a_sel": "auto"}
 # By name; cut-offs follow, and `sel` is "auto".
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", **NETS},

@@ -30,17 +30,12 @@ DPA1 = {
     "seed": 1,
 }
 SE_ATTEN_V2 = DPA1 | {"type": "se_atten_v2", "attn_layer": 0}
+ONE_SIDE = {"type_one_side": True, "exclude_types": [[0, 1]], "neuron": [4, 4, 8]}
 MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
     "one side, time steps, excluded pairs": (
-        SE_E2_A
-        | {
-            "type_one_side": True,
-            "resnet_dt": True,
-            "exclude_types": [[0, 1]],
-            "neuron": [4, 4, 8],
-        },
+        SE_E2_A | ONE_SIDE | {"resnet_dt": True},
         {"resnet_dt": True},
     ),
     "vacuum energies": (

@@ -38,17 +38,12 @@ def dpa3(**repflow):
     return DPA3 | {"repflow": DPA3["repflow"] | repflow}
 
 
+ONE_SIDE = {"type_one_side": True, "exclude_types": [[0, 1]], "neuron": [4, 4, 8]}
 MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
     "one side, time steps, excluded pairs": (
-        SE_E2_A
-        | {
-            "type_one_side": True,
-            "resnet_dt": True,
-            "exclude_types": [[0, 1]],
-            "neuron": [4, 4, 8],
-        },
+        SE_E2_A | ONE_SIDE | {"resnet_dt": True},
         {"resnet_dt": True},
     ),
     "vacuum energies, silut": (

@@ -57,17 +57,8 @@ def run_lammps(folder, model, ranks, *, steps=40, change=lambda text: text):
     """Run the example's input; return its thermo columns and the dumped frames."""
     ase_io = pytest.importorskip("ase.io")
     (folder / "in.lammps").write_text(change((EXAMPLE / "in.lammps").read_text()))
-    words = [
-        os.environ["LAMMPS_LMP"],
-        "-in",
-        "in.lammps",
-        "-var",
-        "model",
-        str(model),
-        "-var",
-        "steps",
-        str(steps),
-    ]
+    variables = ["-var", "model", str(model), "-var", "steps", str(steps)]
+    words = [os.environ["LAMMPS_LMP"], "-in", "in.lammps", *variables]
     if ranks > 1:
         if "LAMMPS_MPIEXEC" not in os.environ:
             pytest.skip("needs LAMMPS_MPIEXEC")

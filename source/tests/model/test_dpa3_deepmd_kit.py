@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from commands import run_dp
 from deepmd_kit_program import MARKS, dp, python
 from model_batches import HERE, batch_of, read_fixture, stored_model, write_system
 
-from deepmd_muon.cli.main import main
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.optim import HybridMuonConfig
@@ -84,17 +84,8 @@ def test_we_go_on_from_deepmd_kits_checkpoint(system, optimizer):
     (system / "input.json").write_text(json.dumps(given(section, optimizer)))
     dp("train", "input.json", "--skip-neighbor-stat")
     (system / "more.json").write_text(json.dumps(given(section, optimizer, steps=4)))
-    words = [
-        "--pt",
-        "train",
-        "more.json",
-        "--restart",
-        "model.ckpt-2.pt",
-        "--skip-neighbor-stat",
-        "-v",
-        "ERROR",
-    ]
-    assert main(words) == 0
+    words = "more.json --restart model.ckpt-2.pt --skip-neighbor-stat -v ERROR"
+    assert run_dp(f"--pt train {words}") == 0
     saved = torch.load(system / "model.ckpt-4.pt", weights_only=True)
     assert saved["deepmd_muon"]["step"] == 4
     before = torch.load(system / "model.ckpt-2.pt", weights_only=False)["model"]

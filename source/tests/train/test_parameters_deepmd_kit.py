@@ -84,46 +84,6 @@ def test_deepmd_kit_takes_our_files(kind, systems, train):  # noqa: F811
     np.testing.assert_allclose(ours.force, prediction.force, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", DESCRIPTORS)
-def test_twenty_steps_from_the_same_weights_end_at_the_same_weights(kind, systems, train, load):  # noqa: F811
-    """Both programs from one checkpoint on one frame, and each goes on from the other's last."""
-    content = an_input(f"{kind}-everything", systems[1:2], numb_steps=20, save_freq=20, disp_freq=1)
-    content["training"]["training_data"]["batch_size"] = 1
-    content["optimizer"] = {"type": "Adam"}
-    content["loss"] = {
-        "start_pref_e": 0.02,
-        "limit_pref_e": 1,
-        "start_pref_f": 100,
-        "limit_pref_f": 1,
-    }
-    torch.save(
-        {"model": FIXTURE["cases"][f"{kind}-everything"]["state"], "optimizer": {}}, "start.pt"
-    )
-    theirs = {
-        **content,
-        "training": {**content["training"], "save_ckpt": "theirs", "disp_file": "theirs.out"},
-    }
-    Path("theirs.json").write_text(json.dumps(theirs))
-    dp("train", "theirs.json", "--init-model", "start.pt", "--skip-neighbor-stat")
-    assert train(content, init_model="start.pt", skip_neighbor_stat=True) == 0
-    ours, wanted = load()["model"], load("theirs-20.pt")["model"]
-    moved = 0.0
-    for name, value in wanted.items():
-        if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(
-                ours[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
-            )
-            before = FIXTURE["cases"][f"{kind}-everything"]["state"][name]
-            moved = max(moved, float((value - before).abs().max())) if value.numel() else moved
-    assert moved > 1e-4
-    curves = [np.loadtxt(path, usecols=(0, 1, 2, 3)) for path in ("lcurve.out", "theirs.out")]
-    np.testing.assert_allclose(*curves, rtol=1e-2)  # three digits are printed
-    content["training"] |= {"numb_steps": 22, "save_ckpt": "on"}
-    assert train(content, restart="theirs-20.pt", skip_neighbor_stat=True) == 0
-    Path("on.json").write_text(json.dumps(content))
-    dp("train", "on.json", "--restart", "model.ckpt-20.pt", "--skip-neighbor-stat")
-
-
 def test_its_own_run_with_a_default_has_our_statistics(systems, train, load):  # noqa: F811
     """No system has fparam.npy: both take the default for all frames, its deviation the least one."""
     for system in systems:
