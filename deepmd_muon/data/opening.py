@@ -167,14 +167,9 @@ def _without_large_forces(systems: Sequence[System], max_force: float) -> list[S
     for system in systems:
         largest = system.largest_forces()
         excluded = np.flatnonzero(largest > max_force)
-        if len(excluded):
-            log.warning(
-                "%s: left out, their forces reach %.3g eV/Å, beyond max_force: %s",
-                system.name,
-                largest[excluded].max(),
-                frame_words(excluded),
-            )
-        remaining += _without(system, excluded)
+        reach = largest[excluded].max(initial=0.0)
+        reason = f"their forces reach {reach:.3g} eV/Å, beyond max_force"
+        remaining += _without(system, excluded, reason)
     if not remaining:
         raise DataError(f"every frame has a force above max_force ({max_force:g} eV/Å)")
     return remaining
@@ -192,23 +187,18 @@ def _without_close_atoms(systems: Sequence[System], min_pair_dist: float) -> lis
     for system in systems:
         shortest = shortest_distances(system, min_pair_dist)
         excluded = np.flatnonzero(np.isfinite(shortest))
-        if len(excluded):
-            log.warning(
-                "%s: left out, their atoms are %.3g Å apart, below min_pair_dist: %s",
-                system.name,
-                shortest[excluded].min(),
-                frame_words(excluded),
-            )
-        remaining += _without(system, excluded)
+        reason = f"their atoms are {shortest.min():.3g} Å apart, below min_pair_dist"
+        remaining += _without(system, excluded, reason)
     if not remaining:
         raise DataError(f"every frame has atoms nearer than min_pair_dist ({min_pair_dist:g} Å)")
     return remaining
 
 
-def _without(system: System, excluded: np.ndarray) -> list[System]:
-    """Return the system without some frames; nothing if none is left."""
+def _without(system: System, excluded: np.ndarray, reason: str) -> list[System]:
+    """Name some frames, and return the system without them; nothing if none is left."""
     if not len(excluded):
         return [system]
+    log.warning("%s: left out, %s: %s", system.name, reason, frame_words(excluded))
     included = np.setdiff1d(np.arange(system.nframes), excluded)
     return [system.select(included)] if len(included) else []
 

@@ -84,8 +84,8 @@ def check_panels(check: Check) -> list[Panel]:
         Panel("check", "energies of atoms moved in place", partial(_draw_scans, check, False)),
     ]
     dynamics = [
-        Panel("check", "temperature of the dynamics", partial(_draw_temperature, model)),
-        Panel("check", "closest pair of the dynamics", partial(_draw_closeness, model)),
+        Panel("check", "temperature of the dynamics", partial(_draw_run, draw_temperature, model)),
+        Panel("check", "closest pair of the dynamics", partial(_draw_run, draw_closeness, model)),
     ]
     distances = partial(_draw_distances, check.coverage, model)
     return [Panel("distances", "distances of every pair in the data", distances), *scans, *dynamics]
@@ -106,12 +106,8 @@ def _draw_scans(check: Check, dimers: bool, figure: FigureBase) -> None:
         )
 
 
-def _draw_temperature(model: ModelCheck, figure: FigureBase) -> None:
-    draw_temperature(figure.subplots(), model.dynamics)
-
-
-def _draw_closeness(model: ModelCheck, figure: FigureBase) -> None:
-    draw_closeness(figure.subplots(), model.dynamics)
+def _draw_run(draw: Callable[..., None], model: ModelCheck, figure: FigureBase) -> None:
+    draw(figure.subplots(), model.dynamics)
 
 
 def _draw_distances(coverage: Coverage, model: ModelCheck, figure: FigureBase) -> None:

@@ -342,14 +342,20 @@ def push_kernel(
     block = _open_block(n_slots, form)
     message = _part(out.message, block.number, n_atoms, n_slots, form.M)
     for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block, form)
-        for number in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            atom = _find_atom(number, reach, n_slots, block, form)
-            s_k, t = _load_second(terms, atom, block, chunk, form)
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+        z_mask = block.mask[:, None] & chunk.in_y[None, :]
+        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            first_slot = _first_slot(atom, n_slots)
+            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            t_mask = z_mask & (start < end)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             if dots is not None:
-                s_k_dot, t_dot = _load_second(dots, atom, block, chunk, form)
-            for j in range(atom.start, atom.end, tl.num_programs(1)):
-                slot = atom.first_slot + j
+                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
+                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+            for j in range(start, end, tl.num_programs(1)):
+                slot = first_slot + j
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot, chunk, form)
@@ -368,11 +374,21 @@ def push_kernel(
                     y = y_dot
                 tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
                 if form.Y > form.M:
-                    a_old = load_tile(old, angle, chunk.a_column, chunk.a_mask, form.A)
+                    a_old = load_tile(old, angle, chunk.a_column, new_mask, form.A)
                     at = out.a_new + angle[:, None] * form.A + chunk.a_column[None, :]
-                    tl.store(at, alpha * a_old + chunk.rho * y, chunk.a_mask)
-            zeros = ZeroRows(message, out.a_new, n_slots, columns=form.M)
-            _store_zeros(zeros, atom, block, chunk, form)
+                    tl.store(at, alpha * a_old + chunk.rho * y, new_mask)
+            _store_zeros(
+                rows=message,
+                angles=out.a_new,
+                first_slot=first_slot,
+                beyond=beyond,
+                n_slots=n_slots,
+                block=block,
+                c=chunk.c,
+                columns=form.M,
+                chunk_number=chunk_number,
+                form=form,
+            )
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
@@ -406,22 +422,28 @@ def pull_kernel(
     n_groups = tl.num_programs(1)
     u_hat = _part(out.u, block.number, n_atoms, n_slots, form.Y)
     for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block, form)
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+        z_mask = block.mask[:, None] & chunk.in_y[None, :]
         if out.weight is None:
             s_number = block.number * form.n_chunks + chunk_number
             s_first = _part(out.s_first, s_number, n_atoms, n_slots, 1)
         else:
             weight_hat = tl.zeros_like(chunk.weight)
             rho_hat = tl.zeros([form.chunk_columns], tl.float32)
-        for number in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            atom = _find_atom(number, reach, n_slots, block, form)
-            s_k, t = _load_second(terms, atom, block, chunk, form)
+        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            first_slot = _first_slot(atom, n_slots)
+            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            t_mask = z_mask & (start < end)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             if dots is not None:
-                s_k_dot, t_dot = _load_second(dots, atom, block, chunk, form)
+                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
+                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             t_hat = tl.zeros_like(t)
             s_second_hat = tl.zeros_like(s_k)
-            for j in range(atom.start, atom.end, n_groups):
-                slot = atom.first_slot + j
+            for j in range(start, end, n_groups):
+                slot = first_slot + j
                 angle = slot * n_slots + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
                 z = _pre_activation(terms, a, t, slot, chunk, form)
@@ -441,7 +463,7 @@ def pull_kernel(
                 y_hat = m_hat * pair
                 rho_terms = tl.zeros_like(y)
                 if form.Y > form.M:
-                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, chunk.a_mask, form.A)
+                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, form.A)
                     rho_terms += y * new_hat
                     y_hat += chunk.rho * new_hat
                 if dots is not None:
@@ -449,7 +471,7 @@ def pull_kernel(
                     y_hat += m_bar * pair_dot
                     y_bar = m_bar * pair
                     if form.Y > form.M:
-                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, chunk.a_mask, form.A)
+                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
                         rho_terms += slope * z_dot * new_bar
                         y_bar += chunk.rho * new_bar
                     z_hat = slope * y_hat + bend * z_dot * y_bar
@@ -466,18 +488,28 @@ def pull_kernel(
                 a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
                 if form.Y > form.M:
                     a_hat += alpha * load_tile(
-                        hats.a_new, angle, block.i, block.a_mask & (chunk.number == 0), form.A
+                        hats.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
                     )
-                _accumulate_a(out.a, a_hat, angle, block, chunk, form)
-            zeros = ZeroRows(u_hat, out.a, n_slots, columns=form.Y)
-            _store_zeros(zeros, atom, block, chunk, form)
-            row = group.to(tl.int64) * n_atoms + number
+                _accumulate_a(out.a, a_hat, angle, block, chunk_number, form)
+            _store_zeros(
+                rows=u_hat,
+                angles=out.a,
+                first_slot=first_slot,
+                beyond=beyond,
+                n_slots=n_slots,
+                block=block,
+                c=chunk.c,
+                columns=form.Y,
+                chunk_number=chunk_number,
+                form=form,
+            )
+            row = group.to(tl.int64) * n_atoms + atom
             if out.s_first is not None:
-                _store_zeros_of_s(s_first + atom.first_slot, atom.beyond, n_slots)
+                _store_zeros_of_s(s_first + first_slot, beyond, n_slots)
                 s_row = chunk_number * n_groups * n_atoms + row
                 tl.store(out.s_second + s_row * n_slots + block.k, s_second_hat, block.mask)
             t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
-            tl.store(t_at, t_hat, chunk.mask)
+            tl.store(t_at, t_hat, z_mask)
         if out.weight is not None:
             # Of this program, as the flattened grid counts.
             program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
@@ -493,24 +525,12 @@ def pull_kernel(
 class Chunk(NamedTuple):
     """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
 
-    number: Any
     c: Any  # numbers of the columns
     in_y: Any  # c < Y
     a_column: Any  # c − M: the column of a′ that a column of y updates
     in_a: Any  # M ≤ c < Y
-    mask: Any  # (tile_rows, chunk_columns): entries of a tile of y that exist
-    a_mask: Any  # (tile_rows, chunk_columns): those that update a′
     weight: Any  # (a_width, chunk_columns)
     rho: Any  # (1, chunk_columns); 0 in columns of the message
-
-
-class Atom(NamedTuple):
-    """The first neighbours of an atom that a program takes: start, start + G, … with G groups."""
-
-    first_slot: Any  # of neighbour 0
-    start: Any
-    end: Any  # those below are computed
-    beyond: Any  # the first that is not
 
 
 class Block(NamedTuple):
@@ -539,38 +559,40 @@ def _open_block(n_slots, form):
 
 
 @triton.jit
-def _find_atom(number, reach, n_slots, block, form):
-    """Return the range of an atom's first neighbours that a program computes.
+def _first_slot(atom, n_slots):
+    """Return the slot of an atom's neighbour 0 (int64: angles · columns may exceed 2³¹)."""
+    return atom * tl.full([], n_slots, tl.int64)
 
-    The neighbours beyond contribute nothing: the program stores zeros for them.
+
+@triton.jit
+def _first_neighbors(reach, atom, block, form):
+    """Return the range of first neighbours that a program computes.
+
+    With G groups it computes start, start + G, … below `end`. The neighbours beyond, beyond + G, …
+    contribute nothing: the program stores zeros for them.
     """
-    within_reach = tl.load(reach + number)
+    within_reach = tl.load(reach + atom)
     end = tl.where(within_reach > block.number * form.tile_rows, within_reach, 0)
     start = tl.program_id(1)
     step = tl.num_programs(1)
     n_computed = (tl.maximum(end - start, 0) + step - 1) // step
-    # int64: angles · columns may exceed 2³¹
-    first_slot = number * tl.full([], n_slots, tl.int64)
-    return Atom(first_slot, start, end, beyond=start + n_computed * step)
+    return start, end, start + n_computed * step
 
 
 @triton.jit
-def _load_chunk(weight, rho, number, block, form):
-    """Load what a program holds of a chunk."""
-    c = number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+def _load_chunk(weight, rho, chunk_number, i, form):
+    """Load what a program holds of a chunk; `i` are columns of a."""
+    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
     in_y = c < form.Y
     a_column = c - form.M
     in_a = (c >= form.M) & in_y
-    weight_mask = (block.i < form.A)[:, None] & in_y[None, :]
+    weight_mask = (i < form.A)[:, None] & in_y[None, :]
     return Chunk(
-        number=number,
         c=c,
         in_y=in_y,
         a_column=a_column,
         in_a=in_a,
-        mask=block.mask[:, None] & in_y[None, :],
-        a_mask=block.mask[:, None] & in_a[None, :],
-        weight=load_tile(weight, block.i, c, weight_mask, form.Y),
+        weight=load_tile(weight, i, c, weight_mask, form.Y),
         rho=tl.load(rho + a_column, in_a, 0.0)[None, :],
     )
 
@@ -582,16 +604,6 @@ def _load_chunk(weight, rho, number, block, form):
 def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
     """Return where a part (atoms·n_slots, columns) starts."""
     return parts + number.to(tl.int64) * n_atoms * n_slots * columns
-
-
-@triton.jit
-def _load_second(terms, atom, block, chunk, form):
-    """Return s_k (tile_rows,) and a chunk of t_k (tile_rows, chunk_columns), or their tangents."""
-    slot = atom.first_slot + block.k
-    s = tl.load(terms.s + slot, block.mask, 0.0)
-    # t is not read if nothing is computed.
-    t = load_tile(terms.t, slot, chunk.c, chunk.mask & (atom.start < atom.end), form.Y)
-    return s, t
 
 
 @triton.jit
@@ -608,10 +620,10 @@ def _load_message(message, slot, chunk, form):
 
 
 @triton.jit
-def _accumulate_a(a_out, value, angle, block, chunk, form):
+def _accumulate_a(a_out, value, angle, block, chunk_number, form):
     """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk.number > 0), form.A)
+    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), form.A)
     tl.store(a_out + angle[:, None] * form.A + block.i[None, :], value, block.a_mask)
 
 
@@ -630,31 +642,26 @@ def _store_rho(rho_parts, value, program, chunk, form):
         tl.store(rho_parts + program * form.A + chunk.a_column, value, chunk.in_a)
 
 
-class ZeroRows(NamedTuple):
-    """What is 0 for first neighbours that are not computed."""
-
-    rows: Any  # (slots, columns)
-    angles: Any  # (angles, A); None if not wanted
-    n_slots: Any
-    columns: tl.constexpr
-
-
 @triton.jit
-def _store_zeros(zeros, atom, block, chunk, form):
-    """Store zeros for first neighbours that are not computed, those of angles with chunk 0."""
-    for j in range(atom.beyond, zeros.n_slots, tl.num_programs(1)):
-        slot = atom.first_slot + j
-        row = zeros.rows + slot * zeros.columns + chunk.c
-        tl.store(row, tl.zeros([form.chunk_columns], tl.float32), chunk.c < zeros.columns)
-        if zeros.angles is not None:
-            angle = slot * zeros.n_slots + block.k
-            at = zeros.angles + angle[:, None] * form.A + block.i[None, :]
-            tile = tl.zeros([form.tile_rows, form.a_width], tl.float32)
-            tl.store(at, tile, block.a_mask & (chunk.number == 0))
+def _store_zeros(
+    rows, angles, first_slot, beyond, n_slots, block, c, columns: tl.constexpr, chunk_number, form
+):
+    """Store zeros for first neighbours from `beyond` on and, unless `angles` is None, their angles.
+
+    `chunk_number` is that of the chunk; zeros of angles are stored with the first one.
+    """
+    for j in range(beyond, n_slots, tl.num_programs(1)):
+        slot = first_slot + j
+        tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
+        if angles is not None:
+            angle = slot * n_slots + block.k
+            zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
+            at = angles + angle[:, None] * form.A + block.i[None, :]
+            tl.store(at, zeros, block.a_mask & (chunk_number == 0))
 
 
 @triton.jit
 def _store_zeros_of_s(s, beyond, n_slots):
-    """Store zeros of s of an atom for first neighbours that are not computed."""
+    """Store zeros of s of an atom for first neighbours from `beyond` on."""
     for j in range(beyond, n_slots, tl.num_programs(1)):
         tl.store(s + j, 0.0)
