@@ -23,6 +23,11 @@ def _search_for_faults_where_it_is_tested(request):
         request.getfixturevalue("no_search_for_faults")
 
 
+NETS = {"neuron": [4, 8], "axis_neuron": 3, "seed": 1}
+DESCRIPTOR = {"type": "se_e2_a", "rcut": 4.5, "rcut_smth": 2.0, **NETS}
+VALIDATION_DATA = {"systems": [str(EXAMPLE / "valid")]}
+
+
 @pytest.fixture
 def small_input():
     """A function that gives a small copper input with some sections changed."""
@@ -32,15 +37,7 @@ def small_input():
             "model": {
                 "type_map": ["Cu"],
                 "data_stat_nbatch": 1,
-                "descriptor": {
-                    "type": "se_e2_a",
-                    "sel": "auto",
-                    "rcut": 4.5,
-                    "rcut_smth": 2.0,
-                    "neuron": [4, 8],
-                    "axis_neuron": 3,
-                    "seed": 1,
-                },
+                "descriptor": {**DESCRIPTOR, "sel": "auto"},
                 "fitting_net": {"neuron": [6, 6], "seed": 2},
             },
             "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_steps": 5},
@@ -48,11 +45,7 @@ def small_input():
             "optimizer": {"type": "HybridMuon"},
             "training": {
                 "training_data": {"systems": [str(EXAMPLE / "train")], "batch_size": 2},
-                "validation_data": {
-                    "systems": [str(EXAMPLE / "valid")],
-                    "batch_size": 2,
-                    "numb_btch": 1,
-                },
+                "validation_data": {**VALIDATION_DATA, "batch_size": 2, "numb_btch": 1},
                 "numb_steps": 10,
                 "seed": 3,
                 "disp_freq": 2,

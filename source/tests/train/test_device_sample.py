@@ -140,16 +140,9 @@ def test_frames_of_a_batch_give_the_energies_and_forces_of_the_host(systems):
 def listed(frames, model):
     """Return a frame and its neighbours on the host."""
     request = model.neighbors
-    found = build_neighbors(
-        frames.coord[0],
-        frames.cell(0),
-        frames.atype[0],
-        request.rcut,
-        request.sel,
-        request.by_type,
-        3,
-        request.inner,
-    )
+    frame = (frames.coord[0], frames.cell(0), frames.atype[0])
+    wanted = (request.rcut, request.sel, request.by_type)
+    found = build_neighbors(*frame, *wanted, 3, request.inner)
     return frames, stack_neighbors([found])
 
 

@@ -53,17 +53,7 @@ def test_a_run_without_a_new_best_ends_with_its_checkpoint(small_input, train, l
 
 
 def test_a_branch_without_a_new_best_is_not_drawn(two_branches, train, load, scripted):
-    hot = [
-        5.0,
-        6.0,
-        6.0,
-        6.0,
-        6.0,
-        6.0,
-        6.0,
-        4.0,
-        *[5.0] * 12,
-    ]  # waits after steps 3 to 7, and from step 10 on
+    hot = [5.0, *[6.0] * 6, 4.0, *[5.0] * 12]  # waits after steps 3 to 7, and from step 10 on
     cold = [20.0 - k for k in range(14)] + [30.0] * 6  # waits from step 16 on
     scripted(hot=hot, cold=cold)
     content = two_branches(numb_steps=20, save_freq=1)

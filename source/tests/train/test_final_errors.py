@@ -41,16 +41,8 @@ def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
     assert train(small_input(), log_level="INFO", restart="model.ckpt-10.pt") == 0
     title, head, *rows, command, done, check = table(caplog)
     assert "all 30 frames" in title
-    assert head.split() == [
-        "system",
-        "frames",
-        "energy",
-        "[meV/atom]",
-        "force",
-        "[meV/Å]",
-        "virial",
-        "[meV/atom]",
-    ]
+    columns = "system frames energy [meV/atom] force [meV/Å] virial [meV/atom]"
+    assert " ".join(head.split()) == columns
     predictor, total, expected = Predictor("model.ckpt.pt"), {}, []
     for system in open_systems(str(EXAMPLE / "valid"), ["Cu"]):
         errors = {}

@@ -253,15 +253,14 @@ def test_freezing_names_what_it_cannot_write(small_input, train, break_disk, cap
 @pytest.mark.parametrize(
     ("name", "operation", "matching"),
     [
-        *[
-            (name, "write", rf"^{name}$")
-            for name in ("out.json", "stat.hdf5", "lcurve.out", "log.jsonl")
-        ],
-        *[("train.log", "open", r"\.train"), ("lcurve.out", "open", r"\.lcurve\.\w+\.out")],
-        *[
-            (".model.ckpt.lock", "open", "lock"),
-            (".lcurve.out.lock", "pwrite", r"lcurve\.out\.lock"),
-        ],
+        ("out.json", "write", "^out.json$"),
+        ("stat.hdf5", "write", "^stat.hdf5$"),
+        ("lcurve.out", "write", "^lcurve.out$"),
+        ("log.jsonl", "write", "^log.jsonl$"),
+        ("train.log", "open", r"\.train"),
+        ("lcurve.out", "open", r"\.lcurve\.\w+\.out"),
+        (".model.ckpt.lock", "open", "lock"),
+        (".lcurve.out.lock", "pwrite", r"lcurve\.out\.lock"),
     ],
 )
 def test_what_cannot_be_begun_names_the_checkpoint_to_continue(

@@ -131,10 +131,7 @@ def test_what_a_killed_run_left_is_removed(small_input, prefix):
         ("restart", {"descriptor": {"rcut": 4.0}}, ["model/descriptor/rcut was 4.5, is 4.0"]),
         (
             "init_model",
-            {
-                "descriptor": {"activation_function": "gelu"},
-                "fitting_net": {"activation_function": "relu"},
-            },
+            {name: {"activation_function": "relu"} for name in ("descriptor", "fitting_net")},
             [
                 "model/descriptor/activation_function was 'tanh'",
                 "model/fitting_net/activation_function was 'tanh', is 'relu'",

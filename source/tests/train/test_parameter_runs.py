@@ -238,16 +238,8 @@ def test_ase_takes_parameters_from_atoms_and_arguments():
     assert atoms.get_potential_energy() == expected([250.0, 4.0], own)
     atoms.info["aparam"] = own[::-1]
     assert atoms.get_potential_energy() == expected([250.0, 4.0], own[::-1])
-    assert (
-        len(
-            {
-                expected([250.0, 4.0], own[::-1]),
-                expected([250.0, 4.0], own),
-                expected([310.0, 2.5], [-1.5]),
-            }
-        )
-        == 3
-    )
+    hot, cold = [310.0, 2.5], [250.0, 4.0]
+    assert len({expected(cold, own[::-1]), expected(cold, own), expected(hot, [-1.5])}) == 3
 
 
 def test_exclusions_follow_their_elements_to_another_type_map():
@@ -260,10 +252,8 @@ def test_exclusions_follow_their_elements_to_another_type_map():
     saved = settings(("O", "H", "C"), ((0, 1), (1, 2)), (1,))
     present = settings(("H", "N", "O"), ((1, 1), (2, 0)), (0, 1))
     moved = TypeMove(saved.type_map, present.type_map).settings(saved, present)
-    assert moved.pair_exclude_types == (
-        (1, 1),
-        (2, 0),
-    )  # in the order of the input: they are the same
+    # In the order of the input: they are the same.
+    assert moved.pair_exclude_types == ((1, 1), (2, 0))
     assert moved.atom_exclude_types == (0, 1)
     bare = settings(("H", "O"))
     moved = TypeMove(saved.type_map, bare.type_map).settings(saved, bare)
@@ -275,15 +265,10 @@ def test_exclusions_follow_their_elements_to_another_type_map():
     [
         ("dpa1", "finetune"),
         ("dpa3", "restart"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("dpa1", "init_model"),
-                ("dpa1", "restart"),
-                ("dpa3", "finetune"),
-                ("dpa3", "init_model"),
-            )
-        ),
+        pytest.param("dpa1", "init_model", marks=pytest.mark.slow),
+        pytest.param("dpa1", "restart", marks=pytest.mark.slow),
+        pytest.param("dpa3", "finetune", marks=pytest.mark.slow),
+        pytest.param("dpa3", "init_model", marks=pytest.mark.slow),
     ],
 )
 def test_runs_on_another_type_map_exclude_the_same_elements(systems, train, kind, option):

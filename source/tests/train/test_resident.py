@@ -80,19 +80,10 @@ def way(request, monkeypatch):
 
 
 # The number of shapes and the way of frames are no business of the descriptor.
-PADDED = [
-    *(
-        ("se_e2_a", batch_size, most)
-        for batch_size in (2, "mixed:3", "mix:30")
-        for most in (1, 3, 16)
-    ),
-    *(
-        (name, batch_size, 3)
-        for name in DESCRIPTORS
-        if name != "se_e2_a"
-        for batch_size in (2, "mixed:3", "mix:30")
-    ),
-]
+SIZES = (2, "mixed:3", "mix:30")
+PADDED = [("se_e2_a", batch_size, most) for batch_size in SIZES for most in (1, 3, 16)]
+OTHERS = [name for name in DESCRIPTORS if name != "se_e2_a"]
+PADDED += [(name, batch_size, 3) for name in OTHERS for batch_size in SIZES]
 WAYS = [(case, "at once") for case in PADDED]
 WAYS += [(case, way) for case in PADDED[:9] for way in ("when needed", "passing")]
 

@@ -17,16 +17,8 @@ from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.train import run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
-DPA1 = {
-    "type": "dpa1",
-    "sel": 20,
-    "rcut": 4.5,
-    "rcut_smth": 2.0,
-    "neuron": [4, 8],
-    "axis_neuron": 3,
-    "tebd_dim": 2,
-}
-DPA1 |= {"attn_layer": 0, "seed": 1}
+DPA1 = {"type": "dpa1", "sel": 20, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8]}
+DPA1 |= {"axis_neuron": 3, "tebd_dim": 2, "attn_layer": 0, "seed": 1}
 
 
 @pytest.fixture
