@@ -60,6 +60,23 @@ def test_segments_of_the_schedules(name, rows, lengths):
     assert [len(segment) for segment in segments(of(name), rows, 4 * rows)] == lengths
 
 
+@pytest.mark.parametrize(
+    ("batch", "columns"),
+    [
+        ((1, 1024, 1024), 128),
+        ((1, 2048, 2048), 128),
+        ((1, 2048, 8192), 128),  # too few wide tiles to occupy the device
+        ((3, 2048, 8192), 256),
+        ((20, 2048, 2048), 256),
+        ((16, 1024, 4096), 128),
+        ((1, 4096, 4096), 256),
+    ],
+)
+def test_many_rows_take_wide_tiles_of_the_update(batch, columns):
+    count, m, n = batch
+    assert symmetric_launch.tiles_for(m, n, count).update.columns == columns
+
+
 @pytest.mark.parametrize("steps", range(1, 12))
 def test_any_number_of_steps(steps):
     coefficients = (of("8+2")[0],) * steps

@@ -67,13 +67,14 @@ def test_a_schedule_steps_as_an_optimizer_of_each_value_and_compiles_once(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("momentum", 1.5), ("adam_betas", (0.9, -1.0)), ("weight_decay", "0.1")]
+    ("key", "value"),
+    [("momentum", 1.5), ("adam_betas", (0.9, -1.0)), ("adam_betas", 0.9), ("weight_decay", "0.1")],
 )
 def test_a_wrong_value_of_a_schedule_is_refused(key, value):
     model, optimizer = make()
     train(model, optimizer, 1, start=0)
     optimizer.param_groups[0][key] = value
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InvalidSettingError, match=r"momentum|adam_beta2|weight_decay"):
+    with pytest.raises(InvalidSettingError, match=r"momentum|adam_beta2|adam_betas|weight_decay"):
         train(model, optimizer, 1, start=1)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
