@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from hosted_models import SPIN_MODELS, TYPE_MAP, TYPES, spin_input, write_spin_data
 from test_hosted_training import assert_close, in_deepmd_kit, read
 from write_systems import write_npy
@@ -28,7 +29,7 @@ from deepmd_muon.data import (
 from deepmd_muon.data.system import longest_spin
 from deepmd_muon.explore.settings import ExploreError
 from deepmd_muon.explore.training import BaseInput
-from deepmd_muon.infer import Predictor
+from deepmd_muon.infer import DeepPotCalculator, Predictor
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.train.batches.batch import to_device
@@ -159,6 +160,17 @@ def test_predictions_are_deepmd_kits(kind, in_both, caplog):
         np.testing.assert_allclose(values, expected, atol=tolerance * np.abs(expected).max())
     np.testing.assert_allclose(ours.virial, virial, atol=tolerance * np.abs(virial).max())
     assert (ours.mask_mag == mask[..., 0]).all()
+
+    atoms = Atoms(
+        [predictor.type_map[k] for k in TYPES], frames.coord[0], cell=frames.box[0], pbc=True
+    )
+    atoms.set_array("spin", frames.spin[0])
+    atoms.info["spin"] = 2.0  # of all atoms together, as headers of extended XYZ say
+    atoms.calc = DeepPotCalculator(checkpoint)
+    assert atoms.get_potential_energy() == pytest.approx(energy[0, 0], rel=tolerance)
+    np.testing.assert_allclose(
+        atoms.calc.results["force_mag"], force_mag[0], atol=tolerance * np.abs(force_mag).max()
+    )
 
     with caplog.at_level("INFO"):
         assert main(["test", "-m", checkpoint, "-s", str(in_both / "sys"), "-d", "detail"]) == 0
