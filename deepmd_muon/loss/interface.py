@@ -92,11 +92,11 @@ class Loss(Protocol):
             spins add `force_mag (nframes, natoms, 3)` and `mask_mag (nframes, natoms)`, true for
             magnetic atoms.
         label
-            The same quantities as `energy`, `force`, `force_mag`, `virial`, `atom_ener`, further `atom_pref` and
-            `atom_ener_coeff (nframes, natoms)`, and `weight (nframes,)`, which multiplies what a
-            frame adds to the loss. Missing or None contributes nothing. Where only
-            some frames have a label, `find_energy` etc., bool (nframes,), says which: the others
-            have no weight in its term, but must hold finite numbers.
+            The same quantities as `energy`, `force`, `force_mag`, `virial`, `atom_ener`, further
+            `atom_pref` and `atom_ener_coeff (nframes, natoms)`, and `weight (nframes,)`, which
+            multiplies what a frame adds to the loss. Missing or None contributes nothing. Where
+            only some frames have a label, `find_energy` etc., bool (nframes,), says which: the
+            others have no weight in its term, but must hold finite numbers.
         lr_fraction
             lr/start_lr.
         atoms
