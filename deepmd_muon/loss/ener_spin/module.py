@@ -27,8 +27,8 @@ class SpinEnergyLoss:
 
     def __init__(self, settings: EnerSpinLossSettings, type_map: tuple[str, ...]) -> None:
         self.settings = settings
-        of_structure = settings.of_structure
-        self._of_structure = None if of_structure is None else EnergyLoss(of_structure, type_map)
+        others = settings.without_magnetic
+        self._others = None if others is None else EnergyLoss(others, type_map)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -39,11 +39,11 @@ class SpinEnergyLoss:
             )
             if term.metric.endswith("_f")
             else term
-            for term in (self._of_structure.terms if self._of_structure else ())
+            for term in (self._others.terms if self._others else ())
         ]
         if self.settings.has_magnetic:
             magnetic = Term(
-                metric=self._metric,
+                metric=self._magnetic_metric,
                 labels=frozenset({"force_mag"}),
                 settings="loss/start_pref_fm and loss/limit_pref_fm",
             )
@@ -53,16 +53,16 @@ class SpinEnergyLoss:
     @property
     def needs_force(self) -> bool:
         """Whether the model has to predict forces."""
-        of_structure = self._of_structure
-        return self.settings.has_magnetic or (of_structure is not None and of_structure.needs_force)
+        return self.settings.has_magnetic or (self._others is not None and self._others.needs_force)
 
     @property
     def needs_virial(self) -> bool:
         """Whether the model has to predict the virial."""
-        return self._of_structure is not None and self._of_structure.needs_virial
+        return self._others is not None and self._others.needs_virial
 
     @property
-    def _metric(self) -> str:
+    def _magnetic_metric(self) -> str:
+        """Name of the error of magnetic forces."""
         return "rmse_fm" if self.settings.loss_func == "mse" else "mae_fm"
 
     def __call__(
@@ -80,27 +80,29 @@ class SpinEnergyLoss:
         # Connected to the parameters, so that backward works on every rank.
         loss = 0.0 * prediction["energy"].sum()
         metrics: dict[str, Tensor] = {}
-        if self._of_structure is not None:
-            loss, metrics = self._of_structure(prediction, label, lr_fraction, atoms)
+        if self._others is not None:
+            loss, metrics = self._others(prediction, label, lr_fraction, atoms)
             metrics = {_renamed(name): error for name, error in metrics.items()}
         if self.settings.has_magnetic:
             magnetic = self._magnetic_force(prediction, label, atoms)
             if magnetic is None:
-                metrics[self._metric] = loss.new_full((), torch.nan).detach()
+                metrics[self._magnetic_metric] = loss.new_full((), torch.nan).detach()
             else:
                 limit = self.settings.limit_pref_fm
                 prefactor = limit + (self.settings.start_pref_fm - limit) * lr_fraction
                 loss = loss + prefactor * magnetic.loss
-                metrics[self._metric] = magnetic.error.detach()
+                metrics[self._magnetic_metric] = magnetic.error.detach()
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
 
     def _magnetic_force(
         self, prediction: Prediction, label: Labels, atoms: ComparedAtoms
     ) -> TermValue | None:
+        """Compare the magnetic forces of magnetic atoms; None without their label."""
         target = label.get("force_mag")
         if target is None:
             return None
+        # Instead of `atoms.mask`, which has the atoms that the other terms compare.
         magnetic_atoms = ComparedAtoms(atoms.atype, prediction["mask_mag"])
         counted = Counted.of(prediction["energy"], label, magnetic_atoms)
         counted = counted.with_label(label.get("find_force_mag"))

@@ -64,21 +64,23 @@ class EnerSpinLossSettings(LossSettings):
     }
 
     @property
-    def of_structure(self) -> EnerLossSettings | None:
+    def without_magnetic(self) -> EnerLossSettings | None:
         """The terms without the magnetic force; None if only that counts."""
         shared = ("e", "v", "ae")
+        # The two prefactors of a term follow each other, as `some_term` takes them.
         prefactors = {
             f"{end}_pref_{term}": getattr(self, f"{end}_pref_{term}")
             for term in shared
             for end in ("start", "limit")
         }
         prefactors |= {"start_pref_f": self.start_pref_fr, "limit_pref_f": self.limit_pref_fr}
-        if some_term(*prefactors.values()) is not None:
+        none_counts = some_term(*prefactors.values()) is not None
+        if none_counts:
             return None
         return EnerLossSettings(
             **prefactors,
             loss_func=self.loss_func,
-            intensive_ener_virial=self.intensive_ener_virial and self.loss_func == "mse",
+            intensive_ener_virial=self.intensive_ener_virial,
         )
 
     @property
@@ -88,8 +90,8 @@ class EnerSpinLossSettings(LossSettings):
 
     def obstacle_to(self, quantity: Quantity) -> str | None:
         """Return why training does not lower the error of a quantity, None if it does."""
-        of_structure = self.of_structure
-        if of_structure is None:
+        others = self.without_magnetic
+        if others is None:
             return "needs a term besides the magnetic force"
-        obstacle = of_structure.obstacle_to(quantity)
+        obstacle = others.obstacle_to(quantity)
         return obstacle and obstacle.replace("_pref_f ", "_pref_fr ")
