@@ -45,8 +45,12 @@ def spin_types(module: Any) -> SpinTypes | None:
 def with_virtual_atoms(layout: Layout, scale: Tensor, *, nearest: float) -> Layout:
     """Return a batch with a virtual atom for each atom; each frame has all of them last.
 
-    The first neighbour of an atom is its virtual atom, and the other way round. Then follow the
-    neighbours of the atom, and the virtual atoms of these.
+    A virtual atom of a type that is not magnetic (scale 0) is a placeholder at its atom:
+    deepmd-kit excludes the pairs of its type.
+
+    An atom with `width` slots for neighbours, and its virtual atom, have 1 + 2·width: the first for
+    the other one of these two, then `width` for the neighbours of the atom, and as many for the
+    virtual atoms of these neighbours. `place` remains that of the atoms before.
 
     Parameters
     ----------
@@ -55,31 +59,34 @@ def with_virtual_atoms(layout: Layout, scale: Tensor, *, nearest: float) -> Layo
     scale
         Distance of the virtual atoms of each type for a spin of length 1 `(ntypes,)` [Å].
     nearest
-        An atom and its virtual atom up to this distance are no neighbours [Å].
+        An atom and its virtual atom are no neighbours if they are nearer than this [Å].
     """
     assert layout.spin is not None
     nframes, natoms = layout.atype.shape
-    shift = layout.spin * scale[layout.atype.clamp(min=0)].unsqueeze(-1)  # (nframes, natoms, 3)
-    shift = shift.view(-1, 1, 3)
-    edges = layout.edges
+    shift = layout.spin * scale[layout.atype.clamp(min=0)].unsqueeze(-1)
+    shift = shift.view(-1, 1, 3)  # from each atom of the batch to its virtual atom
+    edges = layout.edges  # (nframes · natoms, width, 3), like `to_virtual`
     width = edges.shape[1]
     neighbor_shift = shift.view(-1, 3).index_select(0, layout.neighbor.clamp(min=0).view(-1))
     to_virtual = edges + neighbor_shift.view(edges.shape)
     of_atoms = torch.cat([shift, edges, to_virtual], dim=1)
     of_virtual = torch.cat([-shift, edges - shift, to_virtual - shift], dim=1)
 
-    # From `frame·natoms + atom` to `frame·2·natoms + atom`.
-    places = torch.arange(nframes * natoms, device=edges.device).view(-1, 1)
-    first_of_frame = places.div(natoms, rounding_mode="floor") * natoms
-    place = places + first_of_frame
+    # An atom moves from `frame·natoms + atom` to `frame·2·natoms + atom`; natoms further is its
+    # virtual atom.
+    old_number = torch.arange(nframes * natoms, device=edges.device).view(-1, 1)
+    first_of_frame = old_number.div(natoms, rounding_mode="floor") * natoms
+    number = old_number + first_of_frame
     neighbor = layout.neighbor
     present = neighbor >= 0
-    atom = torch.where(present, neighbor + first_of_frame, neighbor)
-    virtual = torch.where(present, atom + natoms, neighbor)
+    atom_neighbor = torch.where(present, neighbor + first_of_frame, neighbor)
+    virtual_neighbor = torch.where(present, atom_neighbor + natoms, neighbor)
     is_apart = torch.linalg.vector_norm(shift.detach(), dim=2) >= nearest
-    has_virtual = (layout.atype.view(-1, 1) >= 0) & is_apart
-    own = [torch.where(has_virtual, number, -1) for number in (place + natoms, place)]
-    lists = [torch.cat([number, atom, virtual], dim=1) for number in own]
+    are_neighbors = (layout.atype.view(-1, 1) >= 0) & is_apart  # an atom and its virtual atom
+    lists = [
+        torch.cat([torch.where(are_neighbors, other, -1), atom_neighbor, virtual_neighbor], dim=1)
+        for other in (number + natoms, number)  # as the atom, and as its virtual atom, sees it
+    ]
 
     def frame_by_frame(parts: Sequence[Tensor]) -> Tensor:
         """Join rows of atoms and of virtual atoms `(nframes · natoms, …)`."""
@@ -87,7 +94,7 @@ def with_virtual_atoms(layout: Layout, scale: Tensor, *, nearest: float) -> Layo
 
     slots = None
     if layout.slots is not None:
-        slots = _slots(layout.slots, place.view(-1), natoms=natoms, width=width)
+        slots = _slots(layout.slots, number.view(-1), natoms=natoms, width=width)
     virtual_type = torch.where(layout.atype >= 0, layout.atype + len(scale), -1)
     aparam = layout.aparam
     if aparam is not None:
@@ -103,13 +110,17 @@ def with_virtual_atoms(layout: Layout, scale: Tensor, *, nearest: float) -> Layo
     )
 
 
-def _slots(slots: Tensor, place: Tensor, *, natoms: int, width: int) -> Tensor:
-    """Return the numbers of slots that may hold a neighbour in the lists with virtual atoms."""
+def _slots(slots: Tensor, number: Tensor, *, natoms: int, width: int) -> Tensor:
+    """Return the numbers of slots that may hold a neighbour in the lists with virtual atoms.
+
+    `number` has the new number of each atom `(nframes · natoms,)`; its virtual atom is `natoms`
+    further.
+    """
     atom = slots.div(width, rounding_mode="floor")
     column = slots % width
     new_width = 1 + 2 * width
-    own = torch.cat([place, place + natoms]) * new_width
-    of_atom = place.index_select(0, atom) * new_width + 1 + column
+    own = torch.cat([number, number + natoms]) * new_width
+    of_atom = number.index_select(0, atom) * new_width + 1 + column
     parts = [
         of_atom + virtual_centre * natoms * new_width + virtual_neighbor * width
         for virtual_centre in (0, 1)
