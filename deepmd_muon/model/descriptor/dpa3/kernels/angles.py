@@ -7,7 +7,7 @@ does not have is None, so that the compiler leaves it out.
 
 Notation (that of `dpa3.angles`)
 --------------------------------
-For the pairs (j, k) of neighbours of one atom, with f applied to each element,
+For all pairs (j, k) of neighbours of one atom, j = k included, with f applied to each element,
 
     z_jk = a_jk·W + u_j + t_k,   y = f(z),   m_j = s_j·Σ_k s_k·y_jk[:M],
     a′_jk = α·a_jk + ρ∘y_jk[M:].
@@ -125,10 +125,13 @@ def value(terms: AngleTerms, layer: AngleLayer) -> tuple[Tensor, Tensor | None]:
 def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -> AngleTerms:
     """Pass 2: return the adjoints of the terms, each in the shape of its term."""
     launch = Launch(terms, layer)
-    n_first = launch.n_blocks * launch.n_chunks
-    n_second = launch.n_groups * launch.n_chunks
-    s_parts = launch.empty(n_first + n_second, *terms.s.shape)  # added up together
-    out = launch.empty_gradients()._replace(s_first=s_parts[:n_first], s_second=s_parts[n_first:])
+    # An edge gets parts of s̄ as first neighbour, then as second one; they are added up together.
+    parts_as_first = launch.n_blocks * launch.n_chunks
+    parts_as_second = launch.n_groups * launch.n_chunks
+    s_parts = launch.empty(parts_as_first + parts_as_second, *terms.s.shape)
+    out = launch.empty_gradients()._replace(
+        s_first=s_parts[:parts_as_first], s_second=s_parts[parts_as_first:]
+    )
     pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
     u_bar, t_bar, s_bar = add_parts(out.u, out.t, s_parts)
     return AngleTerms(a=out.a, u=u_bar, t=t_bar, s=s_bar)
@@ -349,7 +352,7 @@ def push_kernel(
             first_slot = _first_slot(atom, n_slots)
             start, end, beyond = _first_neighbors(reach, atom, block, form)
             s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            t_mask = z_mask & (start < end)
+            t_mask = z_mask & (start < end)  # nothing to load without a tile
             t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             if dots is not None:
                 s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
@@ -372,6 +375,7 @@ def push_kernel(
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
                     m = tl.sum(y_dot * pair + y * pair_dot, 0)
                     y = y_dot
+                # In pass 3 m, y and `old` are tangents from here on.
                 tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
                 if form.Y > form.M:
                     a_old = load_tile(old, angle, chunk.a_column, new_mask, form.A)
@@ -394,7 +398,7 @@ def push_kernel(
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def pull_kernel(
     out,  # GradientParts, written
-    hats,  # AngleCotangents of this pass; in pass 2, each hat below stands for a bar
+    hats,  # AngleCotangents of this pass: in pass 2 bars, though called hats
     bars,  # AngleCotangents of pass 2; None in pass 2, and without forces
     weight,  # (A, Y)
     rho,  # (A,)
@@ -414,7 +418,8 @@ def pull_kernel(
     ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
     â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
     Ŵ = Σ_angles (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ_angles (y∘â′ + f′(z)∘ż∘ā′).
-    Without bars and dots their terms are 0. Pass 2 writes no Ŵ and ρ̂, but
+    Without bars and dots their terms are 0. What is left is also pass 2: each hat, here and in the
+    names below, then stands for a bar. Pass 2 writes no Ŵ and ρ̂, but
     ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
     """
     block = _open_block(n_slots, form)
@@ -435,7 +440,7 @@ def pull_kernel(
             first_slot = _first_slot(atom, n_slots)
             start, end, beyond = _first_neighbors(reach, atom, block, form)
             s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
-            t_mask = z_mask & (start < end)
+            t_mask = z_mask & (start < end)  # nothing to load without a tile
             t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
             if dots is not None:
                 s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
@@ -503,7 +508,7 @@ def pull_kernel(
                 chunk_number=chunk_number,
                 form=form,
             )
-            row = group.to(tl.int64) * n_atoms + atom
+            row = group.to(tl.int64) * n_atoms + atom  # of parts as (groups·atoms, n_slots, …)
             if out.s_first is not None:
                 _store_zeros_of_s(s_first + first_slot, beyond, n_slots)
                 s_row = chunk_number * n_groups * n_atoms + row
@@ -546,7 +551,7 @@ class Block(NamedTuple):
 @triton.jit
 def _open_block(n_slots, form):
     """Return the block of a program."""
-    number = tl.zeros([], tl.int32)
+    number = tl.zeros([], tl.int32)  # not 0: callers need a tensor, to convert it to int64
     if form.n_blocks > 1:
         # The last block, which few atoms reach, comes first: its programs run next to those that
         # have more to do.
@@ -566,13 +571,14 @@ def _first_slot(atom, n_slots):
 
 @triton.jit
 def _first_neighbors(reach, atom, block, form):
-    """Return the range of first neighbours that a program computes.
+    """Return `start`, `end` and `beyond`, which divide a program's first neighbours in two ranges.
 
-    With G groups it computes start, start + G, … below `end`. The neighbours beyond, beyond + G, …
-    contribute nothing: the program stores zeros for them.
+    With G groups it computes the tiles of start, start + G, … below `end`. It stores zeros for the
+    other neighbours, from `beyond` on in the same steps.
     """
-    within_reach = tl.load(reach + atom)
-    end = tl.where(within_reach > block.number * form.tile_rows, within_reach, 0)
+    n_within = tl.load(reach + atom)
+    # If no second neighbour of the block is within reach, nor is any tile.
+    end = tl.where(n_within > block.number * form.tile_rows, n_within, 0)
     start = tl.program_id(1)
     step = tl.num_programs(1)
     n_computed = (tl.maximum(end - start, 0) + step - 1) // step
@@ -608,7 +614,10 @@ def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
 
 @triton.jit
 def _pre_activation(terms, a, t, slot, chunk, form):
-    """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents."""
+    """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents.
+
+    What does not depend on positions, such as a bias, must not be added here: ż has none.
+    """
     u = tl.load(terms.u + slot * form.Y + chunk.c, chunk.in_y, 0.0)
     return tl.dot(a, chunk.weight, input_precision=form.precision) + u[None, :] + t
 
