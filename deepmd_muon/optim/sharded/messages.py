@@ -134,8 +134,8 @@ class MessagePiece(NamedTuple):
 
     job: int  # position in `RankJobs.jobs`
     piece: Piece
-    lines: int  # first word of its lines
-    elements: int  # first element, in elements of the wire type; its planes follow each other
+    line_start: int  # first word of its lines
+    element_start: int  # first element, in elements of the wire type; its planes follow each other
 
 
 class Side:
@@ -217,7 +217,7 @@ class Side:
         views = []
         for message_piece in self.pieces:
             piece = message_piece.piece
-            start = message_piece.elements + plane * piece.elements
+            start = message_piece.element_start + plane * piece.elements
             view = flat[start : start + piece.elements]
             views.append(view.view(piece.rows.size, piece.columns.size) if piece.elements else view)
         return views
@@ -230,7 +230,7 @@ class Piece(NamedTuple):
     """The part of a block that one rank holds."""
 
     parameter: int  # position in the plan
-    block: int
+    block: int  # number in the parameter: matrix · (parts of each matrix) + part
     rank: int  # that holds the piece
     batch: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
     rows: Overlap  # in the local view, and in the block
@@ -298,7 +298,10 @@ def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
-    """Return the shape (batch, rows, columns) of a rank's local momentum, or of its elements."""
+    """Return the shape (batch, rows, columns) of a rank's local tensor.
+
+    In the gather it is the momentum, in the return what the rank updates.
+    """
     return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
 
 

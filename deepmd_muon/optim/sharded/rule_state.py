@@ -152,7 +152,7 @@ class RuleState:
         """Yield the lines in the messages of one side."""
         for message_piece in side.pieces:
             piece = message_piece.piece
-            start = message_piece.lines
+            start = message_piece.line_start
             for key, tensor in self._line_tensors(piece.parameter):
                 lines = lines_of(self._rank_jobs.plan, piece, tensor)
                 if lines.length:
