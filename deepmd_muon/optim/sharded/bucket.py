@@ -1,11 +1,11 @@
 """One exchange, or portion, on one rank: what it packs, orthogonalizes and updates.
 
-Between which views of buffers, matrices and parameters elements are copied depends on the plan
-alone. All views are created once, by `Bucket.allocate` and `Bucket.bind`. In a step, each method is
-a few operations on lists of views.
+The glossary of this package has the words. Between which views of buffers, matrices and parameters
+elements are copied depends on the plan alone. All views are created once, by `Bucket.allocate` and
+`Bucket.bind`. In a step, each method is a few operations on lists of views.
 
-The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `unpack`, the
-return, `take_state`, and the update of `update_lists` by the caller.
+The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `pack_updates`,
+the return, `take_state`, and the update of `update_lists` by the caller.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ class Bucket:
         self._rank_jobs = rank_jobs
         self._device = device
 
-        self._packing = [x.piece for x in self.exchange.packing.pieces]
+        self._packed = [x.piece for x in self.exchange.packing.pieces]
         self.applying = [x.piece for x in self.exchange.applying.pieces]
         # Each once, in the order of the messages, which is the same in every process.
-        positions = [piece.parameter for piece in (*self._packing, *self.applying)]
+        positions = [piece.parameter for piece in (*self._packed, *self.applying)]
         self.parameters = tuple(dict.fromkeys(positions))
 
         self.stacks = stacks_of(rank_jobs, groups)
@@ -188,24 +188,26 @@ class Bucket:
             for stack_number, stack in enumerate(self.stacks)
             for index, job in enumerate(stack.jobs)
         }
-        self._headers_of_block = self._find_headers().to(device)
+        self._arriving_of_block = self._find_arriving().to(device)
         # Headers are read and written in the order of the stacks.
         block_number = {job: number for number, job in enumerate(self._place_of_job)}
         leaving = [block_number[x.job] for x in self.exchange.leaving.pieces]
         self._block_of_leaving = torch.tensor(leaving, dtype=torch.int64, device=device)
 
-    def _find_headers(self) -> Tensor:
-        """Return the arriving pieces of each owned block, int64 (blocks, most pieces of a block).
+    def _find_arriving(self) -> Tensor:
+        """Return the numbers of each owned block's arriving pieces, int64 (blocks, most pieces).
 
-        The padding is the number of all pieces.
+        A block of fewer pieces has the number after the last one, where `assemble` adds zeros.
         """
         pieces_of_job: dict[int, list[int]] = {job: [] for job in self._place_of_job}
         arriving = self.exchange.arriving.pieces
         for number, message_piece in enumerate(arriving):
             pieces_of_job[message_piece.job].append(number)
+        # Padded, but column by column.
         columns = itertools.zip_longest(*pieces_of_job.values(), fillvalue=len(arriving))
+        rows = [*zip(*columns, strict=True)]
         # On the CPU even under a default device: the caller moves it.
-        return torch.tensor([*zip(*columns, strict=True)], dtype=torch.int64, device="cpu")
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     @property
     def advanced(self) -> list[int]:
@@ -221,7 +223,10 @@ class Bucket:
     # ----- views, created once -------------------------------------------------------------------
 
     def allocate(self, holder_buffer: Tensor, owner_buffer: Tensor, workspace: Tensor) -> None:
-        """Use these buffers, and create matrices and inputs in the workspace, float64."""
+        """Use these buffers, and create matrices and inputs in the workspace.
+
+        All three are float64; the matrices are views in full precision.
+        """
         self.exchange.bind(holder_buffer, owner_buffer)
         self._rule_state = RuleState(
             self._rank_jobs,
@@ -232,18 +237,18 @@ class Bucket:
         )
         flat = workspace.view(self._rank_jobs.full_dtype)
         start = 0
-        planes: list[list[Tensor]] = []
+        stacks_of_planes: list[list[Tensor]] = []
         for _ in ("direction", *self.asked):
-            plane = []
+            matrices = []
             for stack in self.stacks:
-                plane.append(flat[start : start + stack.elements].view(-1, *stack.shape))
+                matrices.append(flat[start : start + stack.elements].view(-1, *stack.shape))
                 start += stack.elements
-            planes.append(plane)
-        self.matrices = planes[0]
-        self.inputs: dict[Input, list[Tensor]] = dict(zip(self.asked, planes[1:], strict=True))
+            stacks_of_planes.append(matrices)
+        self.matrices, *inputs = stacks_of_planes
+        self.inputs: dict[Input, list[Tensor]] = dict(zip(self.asked, inputs, strict=True))
         self._arrive = CopyList()
-        for number, plane in enumerate(planes):
-            self._add_copies(self._arrive, self.exchange.arriving, number, plane)
+        for plane, matrices in enumerate(stacks_of_planes):
+            self._add_copies(self._arrive, self.exchange.arriving, plane, matrices)
         self._leave = CopyList()
         self._add_copies(self._leave, self.exchange.leaving, 0, self.matrices)
 
@@ -267,12 +272,12 @@ class Bucket:
         """Create the views into which `pack` writes elements, and the headers."""
         plan = self._rank_jobs.plan
         side = self.exchange.packing
-        planes = [side.element_views(plane) for plane in range(side.planes)]
+        views_of_planes = [side.element_views(plane) for plane in range(side.planes)]
         self._pack_sources: list[PackSource] = []
-        self._pack_targets: list[list[Tensor]] = [[] for _ in planes]
+        self._pack_targets: list[list[Tensor]] = [[] for _ in views_of_planes]
         measured_pieces = []
         statistics_rows = []
-        for k, piece in enumerate(self._packing):
+        for k, piece in enumerate(self._packed):
             planned = plan.parameters[piece.parameter]
             param = local_params[piece.parameter]
             shape = local_shape(plan, piece.parameter, piece.rank, "gather")
@@ -281,8 +286,8 @@ class Bucket:
                 is_whole = piece.elements == param.momentum.numel()
                 index = None if is_whole else piece.local_index
                 self._pack_sources.append(PackSource(piece.parameter, shape, index))
-                for targets, plane in zip(self._pack_targets, planes, strict=True):
-                    target = plane[k]
+                for targets, views in zip(self._pack_targets, views_of_planes, strict=True):
+                    target = views[k]
                     targets.append(target.view(param.momentum.shape) if is_whole else target)
             if carried(planned.rules).sums:
                 part_number = piece.block % len(planned.view.block_shapes)
@@ -290,12 +295,9 @@ class Bucket:
                 statistics_rows.append(
                     param.first_row + part_number * shape[0] + max(piece.batch, 0)
                 )
-        fields = 1 + len(self._rule_state.keys) + self.n_sums
-        self._headers = torch.zeros(
-            len(self._packing), fields, dtype=torch.float64, device=self._device
-        )
+        self._headers = torch.zeros(side.headers.shape, dtype=torch.float64, device=self._device)
         self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it for a missing gradient
-        self._measured_pieces = index_of(measured_pieces, len(self._packing), self._device)
+        self._measured_pieces = index_of(measured_pieces, len(self._packed), self._device)
         self._statistics_rows = torch.tensor(
             statistics_rows, dtype=torch.int64, device=self._device
         )
@@ -320,7 +322,7 @@ class Bucket:
                 master = param.state[MASTER].view(shape)[piece.local_index]
                 update_list.masters.append(master)
                 self.changed[k].append(master)
-        self.update_lists = [(group, updates) for (group, _dtype), updates in by_kind.items()]
+        self.update_lists = [(group, pieces) for (group, _dtype), pieces in by_kind.items()]
 
     # ----- a step --------------------------------------------------------------------------------
 
@@ -336,24 +338,24 @@ class Bucket:
         Parameters
         ----------
         planes
-            This rank's directions by parameter of the plan, shaped like the local momentum; then
-            each input in `asked`.
+            The directions of this rank by position in the plan, each shaped like the local
+            momentum; then, likewise, each input in `asked`.
         statistics
             The table of statistics of this rank's momenta, float64 (rows, sums).
         absent
             The parameters without a gradient on this rank.
         """
-        for targets, plane in zip(self._pack_targets, planes, strict=True):
+        for targets, values in zip(self._pack_targets, planes, strict=True):
             if targets:
                 sources = [
-                    plane[source.parameter]
+                    values[source.parameter]
                     if source.local_index is None
-                    else plane[source.parameter].reshape(source.shape)[source.local_index]
+                    else values[source.parameter].reshape(source.shape)[source.local_index]
                     for source in self._pack_sources
                 ]
                 torch._foreach_copy_(targets, sources)
         headers = self._headers
-        without_gradient = [k for k, piece in enumerate(self._packing) if piece.parameter in absent]
+        without_gradient = [k for k, piece in enumerate(self._packed) if piece.parameter in absent]
         if without_gradient:
             headers = headers.clone()
             # Views, because a list as an index would be copied from the host.
@@ -371,9 +373,9 @@ class Bucket:
             return OwnedBlocks(present=[], measured={}, state=[])
         self._arrive.read_buffer()
         headers = self.exchange.arriving.read_headers()
-        # A last row of zeros is what the table is padded with.
+        # A row of zeros at the end is the padding of `_find_arriving`.
         headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
-        of_blocks = headers[self._headers_of_block]  # (blocks, most pieces of a block, fields)
+        of_blocks = headers[self._arriving_of_block]  # (blocks, most pieces of a block, fields)
         stack_sizes = [len(stack.jobs) for stack in self.stacks]
         present = of_blocks[:, :, 0].amax(dim=1).split(stack_sizes)
         measured = {}
@@ -387,7 +389,7 @@ class Bucket:
         return OwnedBlocks(list(present), measured, state)
 
     @phase("return")
-    def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
+    def pack_updates(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
         """Write every holder's piece of the updates into the buffer for the holders.
 
         There is one tensor of updates per stack.

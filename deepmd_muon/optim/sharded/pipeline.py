@@ -6,7 +6,7 @@ A bucket passes through five stages. `PipelineStep` runs them; the words are in 
 package.
 
 1. **advance**: β m + (1 − β) g for the parameters of which this rank packs or updates a piece
-   (`MomentumUpdate`).
+   (`advance_momenta`).
 2. **pack** and start the gather: the pieces of all directions travel to the owners of their blocks.
 3. **orthogonalize**: the owner assembles whole matrices and computes their updates with the rules
    of their group.
@@ -455,7 +455,7 @@ class PipelineStep:
                     owned.state[k][key] = self._keep_or_replace(
                         owned.state[k][key], value, owned.present[k]
                     )
-        bucket.unpack(updates, owned)
+        bucket.pack_updates(updates, owned)
         return bucket.exchange.start("return", self._pipeline.collectives)
 
     def _update_stacks(
