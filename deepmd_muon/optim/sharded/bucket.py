@@ -281,20 +281,19 @@ class Bucket:
             planned = plan.parameters[piece.parameter]
             param = local_params[piece.parameter]
             shape = local_shape(plan, piece.parameter, piece.rank, "gather")
-            if piece.elements:
-                # The whole local tensor is copied as it is, without a reshape in every step.
-                is_whole = piece.elements == param.momentum.numel()
-                index = None if is_whole else piece.local_index
-                self._pack_sources.append(PackSource(piece.parameter, shape, index))
-                for targets, views in zip(self._pack_targets, views_of_planes, strict=True):
-                    target = views[k]
-                    targets.append(target.view(param.momentum.shape) if is_whole else target)
+            assert piece.elements  # no source is without (`Job.sources`)
+            # The whole local tensor is copied as it is, without a reshape in every step.
+            is_whole = piece.elements == param.momentum.numel()
+            index = None if is_whole else piece.local_index
+            self._pack_sources.append(PackSource(piece.parameter, shape, index))
+            for targets, views in zip(self._pack_targets, views_of_planes, strict=True):
+                target = views[k]
+                targets.append(target.view(param.momentum.shape) if is_whole else target)
             if carried(planned.rules).sums:
+                # Part by part, each with a row for every matrix on this rank.
                 part_number = piece.block % len(planned.view.block_shapes)
                 measured_pieces.append(k)
-                statistics_rows.append(
-                    param.first_row + part_number * shape[0] + max(piece.batch, 0)
-                )
+                statistics_rows.append(param.first_row + part_number * shape[0] + piece.batch)
         self._headers = torch.zeros(side.headers.shape, dtype=torch.float64, device=self._device)
         self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it for a missing gradient
         self._measured_pieces = index_of(measured_pieces, len(self._packed), self._device)

@@ -159,7 +159,8 @@ class Job(NamedTuple):
     owner
         The rank that orthogonalizes the block.
     sources, destinations
-        Numbers of elements, by rank. A rank with 0 elements only has rules' state.
+        Numbers of elements, by rank. A source has some; a destination with 0 elements only has
+        rules' state.
     bucket
         Number of the bucket that the job travels in; None for a job that stays.
     line_values
