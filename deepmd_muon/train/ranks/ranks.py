@@ -211,14 +211,22 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
             )
         yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
+        launcher_is_dead = False
         try:
             watch.barrier()  # rank 0 may have written files for longer than the limit
         except LostRankError:
-            # If torchrun, which keeps the store, has been killed, the exchange below is the barrier.
-            if not (place.agent and watch.store_has_ended):
+            # torchrun keeps the store: without it, the exchange below is the barrier.
+            launcher_is_dead = place.agent and watch.store_has_ended
+            if not launcher_is_dead:
                 raise
-        with watch.waiting():
-            _exchange_last()
+        try:
+            with watch.waiting():
+                _exchange_last()
+        except RuntimeError as error:
+            # A rank that has its part of the exchange ends, and closes its connections. Without
+            # the store it cannot say so before; this rank has saved all it had, too.
+            if not (launcher_is_dead and is_lost_connection(error)):
+                raise
     except BaseException as error:
         if is_lost_connection(error):
             raise TrainingError(f"{watch.verdict()} ({reason(error)})") from error

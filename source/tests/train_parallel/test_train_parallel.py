@@ -723,6 +723,36 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
     assert hidden <= {".model.ckpt.lock", ".lcurve.out.lock"}
 
 
+LAST_OF_TWO = """
+import os, signal, time
+from pathlib import Path
+from deepmd_muon.train.ranks.ranks import joined
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the kernel sends when torchrun ends
+with joined() as ranks:
+    if ranks.rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    while not ranks.watch.store_has_ended:
+        time.sleep(0.01)
+    if ranks.rank == 1:
+        os._exit(0)
+Path("ended").touch()
+"""
+
+
+def test_a_rank_that_has_finished_needs_no_other_one_once_torchrun_is_dead(tmp_path):
+    """A rank with its part of the last exchange closes its connections, maybe too early."""
+    (tmp_path / "finish.py").write_text(LAST_OF_TWO)
+    words = torchrun_command(tmp_path)
+    words["args"] = [*words["args"][: words["args"].index("-m", 2)], "finish.py"]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(**words, stdout=log, stderr=log)
+    launcher.wait()
+    ended = tmp_path / "ended"
+    wait_until(lambda: ended.exists() or "lost the others" in (tmp_path / "log").read_text())
+    assert ended.exists()
+
+
 def torchrun_command(folder):
     """Return how torchrun starts two ranks in a folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
