@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cache
 
 _ELEMENTS = (
     "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se "
@@ -51,9 +52,10 @@ def by_atomic_number(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names), key=lambda name: (NUMBERS.get(name, len(NUMBERS) + 1), name)))
 
 
-def types_of_numbers(type_map: Sequence[str]) -> list[int]:
+@cache  # dynamics through ASE ask at every step
+def types_of_numbers(type_map: tuple[str, ...]) -> tuple[int, ...]:
     """Return the type of every atomic number; −1 for elements that the type map lacks.
 
     ASE's X, a dummy, has the number 0.
     """
-    return [type_map.index(name) if name in type_map else -1 for name in ("X", *NUMBERS)]
+    return tuple(type_map.index(name) if name in type_map else -1 for name in ("X", *NUMBERS))

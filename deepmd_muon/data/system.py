@@ -249,9 +249,8 @@ class System:
     def longest_spin(self) -> float:
         """Return the length of the longest spin of an atom; 0 without spins."""
         longest = 0.0
-        step = max(1, _CHUNK_ATOMS // self.natoms)
-        for start in range(0, self.nframes, step):
-            spins = self.read_parameter("spin", np.arange(start, min(start + step, self.nframes)))
+        for numbers in self.chunks(_CHUNK_ATOMS):
+            spins = self.read_parameter("spin", numbers)
             if spins is not None:
                 longest = max(longest, longest_vector(spins))
         return longest

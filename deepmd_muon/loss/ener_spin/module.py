@@ -77,10 +77,11 @@ class SpinEnergyLoss:
         `prediction` further has `force_mag (nframes, natoms, 3)` and `mask_mag (nframes, natoms)`,
         `label` has `force_mag`.
         """
-        # Connected to the parameters, so that backward works on every rank.
-        loss = 0.0 * prediction["energy"].sum()
         metrics: dict[str, Tensor] = {}
-        if self._others is not None:
+        if self._others is None:
+            # Connected to the parameters, so that backward works on every rank.
+            loss = 0.0 * prediction["energy"].sum()
+        else:
             loss, metrics = self._others(prediction, label, lr_fraction, atoms)
             metrics = {_renamed(name): error for name, error in metrics.items()}
         if self.settings.has_magnetic:

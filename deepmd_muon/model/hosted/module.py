@@ -169,8 +169,9 @@ class HostedModel(EnergyModel):
 
     def reach_spins(self, longest: float) -> None:
         """Widen the neighbour lists for virtual atoms of spins up to a length; see `EnergyModel`."""
-        if self.virtual_scale is None or not self._form.reaches_beyond:
+        if not self.lists_depend_on_spins:
             return
+        assert self.virtual_scale is not None
         # Both atoms of a pair may have a virtual atom.
         reach = 2.0 * longest * float(self.virtual_scale.max())
         rcut = max(self.rcut, float(self.hosted.get_rcut()) + reach)
