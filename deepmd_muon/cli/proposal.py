@@ -545,6 +545,7 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
     if _has_first_layer_on_adamw(wishes, data):
         optimizer |= comment("optimizer/adamw_patterns")
         optimizer["adamw_patterns"] = [_READS_DESCRIPTORS]
+        optimizer["adam_lr_ratio"] = 1.0  # with higher ratios more dynamics blow up
     training: dict[str, Any] = {"training_data": data_section("training_data", data.training_paths)}
     if data.validation_paths:
         validation_data = data_section("validation_data", data.validation_paths)

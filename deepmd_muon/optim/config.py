@@ -123,9 +123,10 @@ class DeePMDSettings:
         needs=(_BY_RMS,),
         doc=(
             "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. "
-            "If an input omits it, `dp train` uses 8.64 for runs of up to 10000 steps and 4.32 "
-            "for longer ones. It multiplies this by 0.001/start_lr if start_lr is higher than "
-            "0.001, and lowers it if descriptors are long (see doc/learning-rate.md)."
+            "If an input omits it, `dp train` uses 8.64 for runs of up to 3000 steps, 4.32 for "
+            "runs of 10000 steps or more, and a value between for others. It multiplies this by "
+            "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are "
+            "long (see doc/learning-rate.md)."
         ),
     )
     muon_mode: MuonMode = setting(
@@ -280,9 +281,8 @@ class MainSettings:
         above=0.0,
         doc=(
             "Learning rate of the Adam and AdamW routes divided by that of the Muon route. If an "
-            "input omits both this and lr_adjust_coeff, `dp train` uses 10 for runs of up to "
-            "10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and "
-            "further if descriptors are long."
+            "input omits both this and lr_adjust_coeff, `dp train` uses 30000/numb_steps, from 10 "
+            "to 1. It lowers this if start_lr is higher than 0.001 or descriptors are long."
         ),
     )
     muon_patterns: Sequence[str] = setting(

@@ -19,7 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms, units
@@ -68,14 +68,22 @@ _TIMED_STEPS = 600
 _DP = (sys.executable, "-m", "deepmd_muon")
 
 
+class Rates(NamedTuple):
+    """Scales of the section `optimizer`."""
+
+    lr_adjust_coeff: float
+    adam_lr_ratio: float
+
+
 @dataclass(frozen=True)
 class Run:
-    """A training: its set, variant, seed and length."""
+    """A training: its set, variant, seed, length, and HybridMuon's rates if they are not the default."""
 
     set: str
     variant: str
     seed: int
     steps: int
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
     parser.add_argument("--equal-seconds", action="store_true")
+    parser.add_argument(
+        "--rates",
+        nargs=2,
+        type=float,
+        metavar=Rates._fields,
+        help="scales in the input; by default it omits both",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name in options.sets:
@@ -119,8 +134,9 @@ def main() -> None:
         for variant in options.variants[1:]:
             steps = round(options.steps * timed[options.variants[0]] / timed[variant])
             lengths.setdefault(steps, []).extend((name, variant) for name in options.sets)
+    rates = Rates(*options.rates) if options.rates else None
     runs = [
-        Run(name, variant, seed, steps)
+        Run(name, variant, seed, steps, rates)
         for seed in options.seeds
         for steps, pairs in lengths.items()
         for name, variant in pairs
@@ -214,6 +230,9 @@ def train(top: Path, run: Run) -> Result:
         energies = _free_energies(systems)
         model["fitting_net"]["atom_ener"] = [energies[name] for name in model["type_map"]]
     place = folder / f"{variant}-{run.seed}-{run.steps}"
+    if run.rates is not None:
+        content["optimizer"] |= run.rates._asdict()
+        place = place.with_name(f"{place.name}-{'-'.join(map(str, run.rates))}")
     place.mkdir(exist_ok=True)
     (place / "input.json").write_text(json.dumps(content, indent=2))
     subprocess.run(

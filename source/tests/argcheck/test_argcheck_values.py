@@ -411,7 +411,7 @@ def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(
 ):
     water["optimizer"] = {"type": "HybridMuon", **optimizer}
     water["learning_rate"]["start_lr"] = start_lr
-    water["training"]["numb_steps"] = 10000
+    water["training"]["numb_steps"] = 3000
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
     section = checked.normalized["optimizer"]
@@ -477,7 +477,7 @@ def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(
 ):
     water["optimizer"] = {"type": "HybridMuon", **optimizer}
     water["learning_rate"]["start_lr"] = start_lr
-    water["training"]["numb_steps"] = 10000
+    water["training"]["numb_steps"] = 3000
     checked = normalize(water)
     assert checked.settings.optimizer.adam_lr_ratio == expected
     said = f"and adam_lr_ratio {expected:g}," if not optimizer and expected != 1.0 else ""
@@ -493,16 +493,32 @@ def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(
     assert long == (1.0 if not optimizer else expected)
 
 
-@pytest.mark.parametrize("length", [{"numb_steps": 10001}, {"numb_epoch": 1}])
-@pytest.mark.parametrize(("start_lr", "expected"), [(1e-3, 4.32), (1e-4, 4.32), (2e-3, 2.16)])
-def test_the_scale_of_muon_is_half_in_long_runs(water, length, start_lr, expected):
+@pytest.mark.parametrize(
+    ("length", "start_lr", "coefficient", "ratio"),
+    [
+        ({"numb_steps": 1}, 1e-3, 8.64, 10.0),
+        # halfway between 3000 and 10000 steps by their logarithms
+        ({"numb_steps": 5477}, 1e-3, 6.11, 5.48),
+        ({"numb_steps": 5477}, 2e-3, 3.05, 2.74),
+        ({"numb_steps": 10000}, 1e-3, 4.32, 3.0),
+        ({"numb_steps": 10000}, 1e-4, 4.32, 3.0),
+        ({"numb_steps": 10000}, 2e-3, 2.16, 1.5),
+        ({"numb_steps": 30000}, 1e-3, 4.32, 1.0),
+        ({"numb_epoch": 1}, 1e-3, 4.32, 1.0),
+        ({"numb_epoch": 1}, 2e-3, 2.16, 1.0),
+    ],
+)
+def test_omitted_scales_fall_with_the_length_of_the_run(
+    water, length, start_lr, coefficient, ratio
+):
     water["optimizer"] = {"type": "HybridMuon"}
     water["learning_rate"]["start_lr"] = start_lr
     del water["training"]["numb_steps"]
     water["training"].update(length)
-    checked = normalize(water)
-    assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
-    assert "in a long run" in checked.scales.notice
+    scales = normalize(water).scales
+    assert scales.values == {"lr_adjust_coeff": coefficient, "adam_lr_ratio": ratio}
+    length = f"in {length['numb_steps']} steps" if "numb_steps" in length else "in a long run"
+    assert length in scales.notice
 
 
 def test_other_optimizers_have_no_scale_of_muon(water):
