@@ -239,7 +239,8 @@ def run_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficient
         return orthogonalize_by_products(matrices, coefficients)
     from deepmd_muon.optim.polar.one_launch import run_launches, start_launch
 
-    return run_launches(name, start_launch, matrices, coefficients)
+    start = functools.partial(start_launch, name)
+    return run_launches(name, start, matrices, coefficients)
 
 
 class KernelError(RuntimeError):

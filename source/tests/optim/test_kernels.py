@@ -130,7 +130,7 @@ def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, t
             KIND=kind,
             LEFT_FINE=fine and kind > 0,
             RIGHT_FINE=fine and kind > 1,
-            FINE=fine,
+            TARGET_FINE=fine,
             T=rows,
             N=columns,
             K=64,

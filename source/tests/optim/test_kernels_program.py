@@ -161,7 +161,7 @@ def test_tables_of_graphs_outlive_the_caches(monkeypatch):
     """A captured graph may be replayed when its shapes have long been forgotten."""
     read = []
 
-    def start(name, launch, inputs, coefficients, out):
+    def start(launch, inputs, coefficients, out):
         read.extend(
             weakref.ref(x) for x in (launch.table, one_launch.on_device(coefficients, out.device))
         )
