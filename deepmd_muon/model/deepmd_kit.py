@@ -142,7 +142,7 @@ def _translations(settings: ModelSettings) -> dict[str, Translation]:
     }
 
 
-def _why_ours_only(settings: ModelSettings) -> list[str]:
+def ours_only(settings: ModelSettings) -> list[str]:
     """Name the features of a model that deepmd-kit lacks; empty if it can read the model."""
     if isinstance(settings, HostedSettings):
         return []
@@ -249,7 +249,7 @@ def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
     """Return deepmd-kit's parameters of one model in its order."""
     if isinstance(model.settings, HostedSettings):
         return [_DeepmdKitParameter(name, p) for name, p in model.named_parameters()]
-    reasons = _why_ours_only(model.settings)
+    reasons = ours_only(model.settings)
     if reasons:
         raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
     prefix = _parts_prefix(model)
@@ -307,7 +307,7 @@ def to_deepmd_kit(
         added = {"model_branch_alias": [], "info": {}} if is_hosted else _DEEPMD_KIT_KEYS
         sections[name] = {**added, **thaw(branch.settings)}
         prefix = f"{name}: " if multi_task else ""
-        reasons += [prefix + reason for reason in _why_ours_only(branch.settings)]
+        reasons += [prefix + reason for reason in ours_only(branch.settings)]
     if isinstance(model, Branches):
         for name, section in sections.items():
             section["model_branch_alias"] = list(model.aliases.get(name, ()))
