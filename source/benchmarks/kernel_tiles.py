@@ -120,7 +120,7 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
         **right.as_operand("right"),
         **matrix().as_target(),
         "weights": torch.ones(1, 3, device="cuda"),
-        "step": 0,
+        "weights_row": 0,
         "order": order,
         "TARGET_FINE": True,
         "T": tile.rows,
@@ -170,7 +170,7 @@ def updated(
         "table": torch.empty(1, dtype=torch.int64, device="cuda"),  # not read
         "out": master,  # not written
         "weights": weights,
-        "step": 0,
+        "weights_row": 0,
         "first_matrix": 0,
         "order": order,
         "width": width,

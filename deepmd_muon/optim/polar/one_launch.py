@@ -327,19 +327,19 @@ def _split_into_launches(
 def _cooperative(
     matrices: Sequence[_SharedMatrix], constants: dict[str, Any], device: torch.device
 ) -> Launch:
-    """Create a launch whose programs share matrices."""
+    """Create a launch whose programs share matrices; all of them run at once."""
     table = []
     programs = []
-    workspace = 0
+    workspace_size = 0
     for i, matrix in enumerate(matrices):
-        table.append(matrix.location.row(matrix.kind, workspace))
+        table.append(matrix.location.row(matrix.kind, workspace_size))
         programs += [(i, rank, matrix.programs) for rank in range(matrix.programs)]
-        workspace += matrix.workspace
+        workspace_size += matrix.workspace
     return Launch(
         grid=len(programs),
         matrices=len(matrices),
         table=torch.tensor(table, dtype=torch.int64, device=device),
         programs=torch.tensor(programs, dtype=torch.int32, device=device),
         constants=constants,
-        workspace=workspace,
+        workspace=workspace_size,
     )

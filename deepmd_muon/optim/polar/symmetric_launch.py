@@ -176,12 +176,14 @@ def _run(
     assert launch.shapes is not None
     products = program(coefficients, launch.shapes.rows, launch.shapes.columns)
     iteration = _Iteration(launch, inputs, products, out, application)
-    for step, product in enumerate(products):
+    for number, product in enumerate(products):
         if product.target == "X":
-            iteration.update(step, product, last=step + 1 == len(products))
+            iteration.update(number, product, last=number + 1 == len(products))
         else:
-            iteration.multiply(step, product)
+            iteration.multiply(number, product)
 
+
+# ----- the launches of one shape -----------------------------------------------------------------
 
 _EXACT_CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _EXACT_LIFT = 500.0  # updates of a larger lift are exact
@@ -278,9 +280,9 @@ class _Iteration:
     order, width
         The same, padded to whole tiles.
     lifts
-        Lift of each update, by the number of its launch.
+        Lift of each update, by its number among the products.
     inputs
-        How the next update, if it is the first, reads each span in tiles; else empty.
+        How the first update reads each span in tiles; empty after it, or if it cannot.
     reads_x32
         Whether the next update reads X in fp32, from an input or from `x32`.
     x16, next_x16
@@ -306,8 +308,8 @@ class _Iteration:
         self.width = round_up(self.columns, self.tiles.columns)
         self.weights = on_device(tuple(product.weights for product in products), out.device)
         self.lifts = {
-            step: amplification(products[step + 1 :])
-            for step, product in enumerate(products)
+            number: amplification(products[number + 1 :])
+            for number, product in enumerate(products)
             if product.target == "X"
         }
         self.spans = spans if len(spans) <= _MOST_SPANS else ()
@@ -481,8 +483,8 @@ class _Iteration:
 
     # ----- products ------------------------------------------------------------------------------
 
-    def multiply(self, step: int, product: Product) -> None:
-        """Start launch number `step`, a symmetric product."""
+    def multiply(self, number: int, product: Product) -> None:
+        """Start product `number`, a symmetric one."""
         target = self.symmetric[product.target]
         tile = self.tiles.symmetric
         n_tile_rows = self.order // tile.rows
@@ -513,7 +515,7 @@ class _Iteration:
             **right_operand.as_operand("right"),
             **target.as_target(),
             weights=self.weights,
-            step=step,
+            weights_row=number,
             order=self.order,
             depth=depth,
             KIND=kind,
@@ -527,10 +529,10 @@ class _Iteration:
             num_stages=tile.stages,
         )
 
-    def update(self, step: int, product: Product, *, last: bool) -> None:
-        """Start launch number `step`, an update of X; the last one writes or applies the results."""
+    def update(self, number: int, product: Product, *, last: bool) -> None:
+        """Start product `number`, an update of X; the last one writes or applies the results."""
         tile = self.tiles.update
-        lift = self.lifts[step]
+        lift = self.lifts[number]
         writes_x32 = lift > _X32_LIFT
         exact = self.rows >= _LARGE_ROWS and lift > _EXACT_LIFT
         polynomial = self.symmetric[product.left]
@@ -548,7 +550,7 @@ class _Iteration:
                 table=self.table,
                 out=self.out,
                 weights=self.weights,
-                step=step,
+                weights_row=number,
                 first_matrix=launch.first_matrix,
                 order=self.order,
                 width=self.width,

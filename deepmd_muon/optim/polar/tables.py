@@ -96,11 +96,11 @@ class MatrixLocation:
     out_row: int
     out_column: int
 
-    def row(self, tile: int = 0, workspace: int = 0) -> list[int]:
+    def row(self, tile: int = 0, workspace_offset: int = 0) -> list[int]:
         """Return the table row that the kernels read, in the order of the constants in `whole`.
 
         `tile` is the number of the tile that holds the matrix, or its kind for `strips`, and
-        `workspace` its offset in the fp16 workspace of the launch.
+        `workspace_offset` its place in the fp16 workspace of the launch.
         """
         return [
             tile,
@@ -113,7 +113,7 @@ class MatrixLocation:
             self.out,
             self.out_row,
             self.out_column,
-            workspace,
+            workspace_offset,
         ]
 
 

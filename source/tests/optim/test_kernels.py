@@ -124,7 +124,7 @@ def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, t
             **operands[1].as_operand("right"),
             **SymmetricMatrix(target, diagonal, own_rest, tiles).as_target(),
             weights=weights,
-            step=0,
+            weights_row=0,
             order=order,
             depth=depth,
             KIND=kind,

@@ -25,7 +25,7 @@ from deepmd_muon.optim.polar.kernels.whole import (
     COLUMNS,
     ROW,
     TILE,
-    WORKSPACE,
+    WORKSPACE_OFFSET,
     load_matrix,
     store_result,
 )
@@ -161,7 +161,7 @@ def strip(
     r = tl.arange(0, MP)
     c = rank * NS + tl.arange(0, NS)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), NS).to(tl.int32) * NS, NS)
-    iterate = workspace + tl.multiple_of(tl.load(row + WORKSPACE), 64)  # (MP, width)
+    iterate = workspace + tl.multiple_of(tl.load(row + WORKSPACE_OFFSET), 64)  # (MP, width)
     gram = iterate + tl.multiple_of(MP * width, 64)  # (MP, MP)
     has_columns = rank * NS < width
     wide = load_matrix(row, addresses, r, c).to(tl.float64)

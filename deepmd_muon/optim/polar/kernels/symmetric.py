@@ -80,7 +80,7 @@ class Corner(NamedTuple):
     top: Any  # row of the descriptors where the matrix begins
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["weights_row"])
 def symmetric_product(
     left,  # L, or X, in T × K tiles
     left_squares,  # from here on: the fields of `Operand` and `Target`
@@ -98,8 +98,8 @@ def symmetric_product(
     target_residual_squares,
     target_residual_strips,
     target_diagonal,
-    weights,  # fp32 (steps, 3)
-    step,  # row of `weights`
+    weights,  # fp32 (products, 3)
+    weights_row,  # number of the product
     order,
     depth,  # columns of the factors
     KIND: tl.constexpr,
@@ -157,7 +157,7 @@ def symmetric_product(
         diagonal=target_diagonal,
         fine=TARGET_FINE,
     )
-    step_weights = weights + 3 * step
+    product_weights = weights + 3 * weights_row
     if N == T:
         finish_tile(
             product,
@@ -165,7 +165,7 @@ def symmetric_product(
             left=left_operand,
             right=right_operand,
             target=target,
-            weights=step_weights,
+            weights=product_weights,
             KIND=KIND,
         )
     else:
@@ -177,7 +177,7 @@ def symmetric_product(
                 left=left_operand,
                 right=right_operand,
                 target=target,
-                weights=step_weights,
+                weights=product_weights,
                 KIND=KIND,
             )
 
@@ -356,19 +356,19 @@ class Place(NamedTuple):
     c: Any  # first column
 
 
-@triton.jit(do_not_specialize=["step", "first_matrix"])
+@triton.jit(do_not_specialize=["weights_row", "first_matrix"])
 def update(
     polynomial,  # E of the polynomial D + E in T × K tiles
     diagonal,  # D
     x_factor,  # x16 in K × N tiles
-    x_tiles,  # X of w₀ X + D X in T × N/2 tiles: x32, or x16, or in the first step an input
+    x_tiles,  # X of w₀ X + D X in T × N/2 tiles: x32, or x16, or in the first update an input
     norm_factors,  # (matrices, 2), which normalise inputs
     x32_out,  # the next x32 or the results, in T × N/2 tiles; N/2 × T if transposed; written
     x16_out,  # the next x16 in T × N/2 tiles, written
-    table,  # locations of the results of the last step, if these have any strides
-    out,  # results of the last step
-    weights,  # fp32 (steps, 3)
-    step,  # row of `weights`
+    table,  # locations of the results, if these have any strides
+    out,  # the results
+    weights,  # fp32 (products, 3)
+    weights_row,  # number of the product
     first_matrix,  # of this launch
     order,
     width,
@@ -384,7 +384,7 @@ def update(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Do X ← w₀ X + (D + E) X, one T × N tile per program; the last step writes or applies it.
+    """Do X ← w₀ X + (D + E) X, one T × N tile per program; the last one writes or applies results.
 
     D and E both multiply x16, because outside the range of X only the sum of both vanishes. The
     grid's second axis numbers the matrices, starting at `first_matrix`.
@@ -425,7 +425,7 @@ def update(
             e = polynomial.load([top + i * T, k])
             product = tl.dot(e, x_factor.load([top + k, j * N]), product)
     # w₀ X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
-    w0 = tl.load(weights + 3 * step)
+    w0 = tl.load(weights + 3 * weights_row)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
     halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
     for side in tl.static_range(2):
