@@ -116,7 +116,7 @@ class HostedModel(EnergyModel):
             structures = dataclasses.replace(structures, aparam=aparam)
             leaves.append(aparam)
         training = torch.is_grad_enabled()
-        slopes: Sequence[Tensor] = ()
+        slopes: Sequence[Tensor] = ()  # dE/dr_ij, like `edges`; with spins also dE/daparam
         with torch.set_grad_enabled(training or force), self.precision():
             energy = self._energies(structures, leaves[0])
             if force:
