@@ -1,6 +1,6 @@
 """Search the tiles, warps and pipeline stages of the orthogonalization kernels on a GPU.
 
-The constants in `deepmd_muon.optim.polar.symmetric_launch` and `one_launch` were chosen from this table: nothing is
+The constants in `deepmd_muon.optim.polar.symmetric_launch` and `launches` were chosen from this table: nothing is
 tuned when an optimizer runs. Times are medians over replays of a captured graph of ten launches.
 
     python source/benchmarks/kernel_tiles.py [--out tiles.csv] [--shapes 1x4096x4096,16x1024x4096]
@@ -37,7 +37,7 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     symmetric_product,
     update,
 )
-from deepmd_muon.optim.polar.one_launch import launches_for, run_launches, start_launch
+from deepmd_muon.optim.polar.launches import launches_for, run_launches, start_launch
 from deepmd_muon.optim.polar.symmetric_launch import (
     DEPTH,
     NO_APPLICATION,

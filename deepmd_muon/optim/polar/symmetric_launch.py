@@ -43,7 +43,7 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     symmetric_product,
     update,
 )
-from deepmd_muon.optim.polar.one_launch import on_device, round_up, run_launches
+from deepmd_muon.optim.polar.launches import on_device, round_up, run_launches
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric_program import Product, amplification, program
 from deepmd_muon.optim.polar.tables import Application, Inputs, Launch, Span

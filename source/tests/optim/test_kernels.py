@@ -33,7 +33,7 @@ from polar_oracle import error_inside, matrices, noise_fraction
 from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices, symmetric_program
 from deepmd_muon.optim.polar.dispatch import counts
 from deepmd_muon.optim.polar.kernels.symmetric import symmetric_product
-from deepmd_muon.optim.polar.one_launch import launches_for
+from deepmd_muon.optim.polar.launches import launches_for
 from deepmd_muon.optim.polar.symmetric_launch import SymmetricMatrix, Tile, Tiles, tiled
 
 HERE = Path(__file__)
