@@ -18,8 +18,12 @@ _SYSTEMS = (
     "patterns of such paths (data/**/fcc*). A single string stands for a list of one."
 )
 # Names of files: "", "." and "/" have no last part that a number or an ending could be added to.
-_A_NAME: dict[str, Any] = {"pattern": r"[\s\S]*[^./\s][\s\S]*", "forms": "the name of a file"}
-_NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
+_FILE_NAME: dict[str, Any] = {"pattern": r"[\s\S]*[^./\s][\s\S]*", "forms": "the name of a file"}
+_DECIMAL = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
+
+# ----- training_data and validation_data ---------------------------------------------------------
+
+# Functions of rules get the values of their keys and return the problem with the first, or None.
 
 
 def _some_systems(systems: tuple[str, ...]) -> str | None:
@@ -59,7 +63,7 @@ def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]
     return None
 
 
-def _blocks(auto_prob: str, sys_probs: tuple[float, ...] | None) -> str | None:
+def _auto_prob_blocks(auto_prob: str, sys_probs: tuple[float, ...] | None) -> str | None:
     if sys_probs is not None and auto_prob != "prob_sys_size":
         return "excludes sys_probs; keep one of them"
     for block in auto_prob.split(";")[1:]:
@@ -151,7 +155,7 @@ class TrainingDataSettings(Section):
     auto_prob: str = setting(
         "prob_sys_size",
         alias=("auto_prob_style",),
-        pattern=rf"prob_uniform|prob_sys_size(;\d+:\d+:({_NUMBER}))*",
+        pattern=rf"prob_uniform|prob_sys_size(;\d+:\d+:({_DECIMAL}))*",
         forms='"prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;…"',
         doc=(
             "Probability of a system: 'prob_uniform' is the same for all, 'prob_sys_size' is "
@@ -185,7 +189,7 @@ class TrainingDataSettings(Section):
         Rule(("systems",), _some_systems),
         Rule(("rglob_patterns",), _relative_patterns),
         Rule(("sys_probs", "systems"), _probabilities),
-        Rule(("auto_prob", "sys_probs"), _blocks),
+        Rule(("auto_prob", "sys_probs"), _auto_prob_blocks),
     )
     hints: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("fmt", "file_format", "data_format"), "format"),
@@ -215,6 +219,9 @@ class ValidationDataSettings(TrainingDataSettings):
             "over the systems: at most a third of disp_freq frames, but at least 10."
         ),
     )
+
+
+# ----- training ----------------------------------------------------------------------------------
 
 
 def _one_length(numb_steps: int | None, numb_epoch: float | None) -> str | None:
@@ -305,11 +312,11 @@ class RunSettings(Section):
     seed: int | None = setting(
         None, minimum=0, doc="Seed of the order of the data; random by default."
     )
-    disp_file: str = setting("lcurve.out", **_A_NAME, doc="File of the learning curve.")
+    disp_file: str = setting("lcurve.out", **_FILE_NAME, doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
     jsonl_file: str | None = setting(
         None,
-        **_A_NAME,
+        **_FILE_NAME,
         doc=(
             "File with a line of JSON for every row of the learning curve: step, time [s], lr and "
             "all errors. By default none is written."
@@ -326,7 +333,7 @@ class RunSettings(Section):
         ),
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
-    save_ckpt: str = setting("model.ckpt", **_A_NAME, doc="Prefix of the checkpoint files.")
+    save_ckpt: str = setting("model.ckpt", **_FILE_NAME, doc="Prefix of the checkpoint files.")
     max_ckpt_keep: int = setting(
         5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted."
     )
@@ -388,7 +395,7 @@ class RunSettings(Section):
     )
     profiling: bool = setting(False, doc="Write a trace of the run for chrome://tracing.")
     profiling_file: str = setting(
-        "timeline.json", **_A_NAME, needs=(switched_on("profiling"),), doc="File of the trace."
+        "timeline.json", **_FILE_NAME, needs=(switched_on("profiling"),), doc="File of the trace."
     )
     zero_stage: int = setting(
         0,
@@ -530,6 +537,9 @@ class TrainingSettings(RunSettings, BranchDataSettings):
     }
 
 
+# ----- training of several branches --------------------------------------------------------------
+
+
 def _one_length_of_branches(
     numb_steps: int | None,
     num_epoch_dict: Mapping[str, float] | None,
@@ -598,11 +608,9 @@ class MultiTaskTrainingSettings(RunSettings):
     @property
     def exported_path(self) -> Path | None:
         """The checkpoint of `export_branch` alone, which the run writes at its end."""
-        return (
-            None
-            if self.export_branch is None
-            else Path(f"{self.save_ckpt}.{self.export_branch}.pt")
-        )
+        if self.export_branch is None:
+            return None
+        return Path(f"{self.save_ckpt}.{self.export_branch}.pt")
 
     rules = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),

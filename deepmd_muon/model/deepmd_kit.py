@@ -2,7 +2,16 @@
 
 Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds the prefix
 `model.Default.`, every network a second time under `_networks`, empty `compress_…` parameters,
-`min_nbor_dist` and `_extra_state`. Each part of a model has a `Translation`.
+`min_nbor_dist` and `_extra_state`, which holds the model section. With `use_srtab` deepmd-kit builds
+a model from two: the network and the table, ours is `short_range`.
+
+part
+    A descriptor or fitting net; its `Translation` names the differences.
+branch
+    A model of a multi-task checkpoint, with the prefix `model.BRANCH.`; a single model is the branch
+    "Default".
+hosted model
+    A module of deepmd-kit, which has its names and section without translation.
 """
 
 from __future__ import annotations
@@ -41,12 +50,14 @@ OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot r
 _DISTANCE = "min_nbor_dist"
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that has seen no data
 
-_REGISTRIES = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
-# deepmd-kit builds a model with use_srtab from two models: the network and the table.
+_REGISTRIES = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}  # of the parts
+_OWN_PREFIX = "atomic_model."
+# With use_srtab:
 _NETWORK = "atomic_model.models.0."
 _TABLE = "atomic_model.models.1."
+_OWN_TABLE = "short_range."
 _NETWORK_OF_BRANCH = re.compile(rf"(^|\.){re.escape(_NETWORK)}")
-_OUTPUT_STATISTICS = ("atomic_model.out_bias", "atomic_model.out_std")
+_OUTPUT_STATISTICS = ("out_bias", "out_std")
 
 # Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them
 # without a default.
@@ -132,7 +143,7 @@ def _translations(settings: ModelSettings) -> dict[str, Translation]:
 
 
 def ours_only(settings: ModelSettings) -> list[str]:
-    """Name the parts of a model that deepmd-kit lacks; empty if it can read the model."""
+    """Name the features of a model that deepmd-kit lacks; empty if it can read the model."""
     if isinstance(settings, HostedSettings):
         return []
     reasons = []
@@ -157,11 +168,12 @@ def ours_only(settings: ModelSettings) -> list[str]:
 
 def _to_deepmd_kit_name(name: str, *, has_table: bool) -> str:
     """Return deepmd-kit's name of one of our tensors."""
-    if not has_table or name in _OUTPUT_STATISTICS:
+    # The output statistics belong to the sum of network and table.
+    if not has_table or name.removeprefix(_OWN_PREFIX) in _OUTPUT_STATISTICS:
         return name
-    if name.startswith("short_range."):
-        return _TABLE + name.removeprefix("short_range.")
-    return _NETWORK + name.removeprefix("atomic_model.")
+    if name.startswith(_OWN_TABLE):
+        return _TABLE + name.removeprefix(_OWN_TABLE)
+    return _NETWORK + name.removeprefix(_OWN_PREFIX)
 
 
 def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
@@ -169,13 +181,13 @@ def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
 
     None for the output statistics of network or table alone, which change nothing.
     """
-    if not has_table or not name.startswith((_NETWORK, _TABLE)):
+    if not has_table:
         return name
-    if name.endswith((".0.out_bias", ".0.out_std", ".1.out_bias", ".1.out_std")):
-        return None
-    if name.startswith(_TABLE):
-        return "short_range." + name.removeprefix(_TABLE)
-    return "atomic_model." + name.removeprefix(_NETWORK)
+    for prefix, own_prefix in ((_NETWORK, _OWN_PREFIX), (_TABLE, _OWN_TABLE)):
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return None if rest in _OUTPUT_STATISTICS else own_prefix + rest
+    return name
 
 
 def own_parameter_name(name: str) -> str:
@@ -240,7 +252,7 @@ def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
     reasons = ours_only(model.settings)
     if reasons:
         raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
-    prefix = _prefix_of_parts(model)
+    prefix = _parts_prefix(model)
     parameters = []
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
@@ -252,8 +264,9 @@ def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
     return parameters
 
 
-def _prefix_of_parts(model: EnergyModel) -> str:
-    return "atomic_model." if model.short_range is None else _NETWORK
+def _parts_prefix(model: EnergyModel) -> str:
+    """Return the prefix of deepmd-kit's names of the tensors of parts."""
+    return _OWN_PREFIX if model.short_range is None else _NETWORK
 
 
 # ----- writing -----------------------------------------------------------------------------------
@@ -309,32 +322,32 @@ def to_deepmd_kit(
 
 def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, Tensor]:
     """Return the tensors of one branch under deepmd-kit's names."""
+    tensors = {name: x.detach() for name, x in model.state_dict().items()}
     distance = torch.tensor(min_nbor_dist, dtype=torch.float64)
     if isinstance(model.settings, HostedSettings):
-        tensors = {name: x.detach() for name, x in model.state_dict().items()}
-        # A model with spins keeps it in the model that it wraps.
-        (own_name,) = [name for name in tensors if name.endswith(f".{_DISTANCE}")] or [_DISTANCE]
-        tensors[own_name] = distance
+        # A model with virtual atoms keeps the distance in the model that it wraps.
+        names = (name for name in tensors if name.endswith(f".{_DISTANCE}"))
+        tensors[next(names, _DISTANCE)] = distance
         return {prefix + name: x for name, x in tensors.items()}
-    state = {f"{prefix}{_DISTANCE}": distance}
+    state = {prefix + _DISTANCE: distance}
     has_table = model.short_range is not None
-    for own_name, value in model.state_dict().items():
+    for own_name, x in tensors.items():
         name = _to_deepmd_kit_name(own_name, has_table=has_table)
-        state[prefix + name] = value.detach()
-        if has_table and own_name in _OUTPUT_STATISTICS:
-            # The statistics belong to the sum of network and table; each of the two changes
-            # nothing.
-            neutral = torch.zeros_like(value) if "bias" in own_name else torch.ones_like(value)
+        state[prefix + name] = x
+        statistic = own_name.removeprefix(_OWN_PREFIX)
+        if has_table and statistic in _OUTPUT_STATISTICS:
+            # Those of network and table alone must change nothing.
+            neutral = torch.zeros_like(x) if statistic == "out_bias" else torch.ones_like(x)
             for model_prefix in (_NETWORK, _TABLE):
-                state[prefix + model_prefix + own_name.removeprefix("atomic_model.")] = neutral
+                state[prefix + model_prefix + statistic] = neutral
         # deepmd-kit registers each network twice.
         if re.search(r"\.filter_layers(_strip)?\.networks\.", name):
-            state[prefix + name.replace(".networks.", "._networks.")] = value.detach()
+            state[prefix + name.replace(".networks.", "._networks.")] = x
     for part, translation in _translations(model.settings).items():
         module = getattr(model.atomic_model, part)
         for name in translation.empty(module):
             dtype = next(module.parameters()).dtype
-            state[f"{prefix}{_prefix_of_parts(model)}{part}.{name}"] = torch.zeros(0, dtype=dtype)
+            state[f"{prefix}{_parts_prefix(model)}{part}.{name}"] = torch.zeros(0, dtype=dtype)
     return state
 
 
@@ -382,14 +395,13 @@ def from_deepmd_kit(
         state_dict, selected.name, translations, has_table=settings.use_srtab is not None
     )
     for part, translation in translations.items():
-        prefix = f"atomic_model.{part}."
-        translation.check(
-            {
-                name.removeprefix(prefix): value
-                for name, value in weights.items()
-                if name.startswith(prefix)
-            }
-        )
+        prefix = f"{_OWN_PREFIX}{part}."
+        part_weights = {
+            name.removeprefix(prefix): value
+            for name, value in weights.items()
+            if name.startswith(prefix)
+        }
+        translation.check(part_weights)
     return settings, weights
 
 
@@ -432,16 +444,17 @@ def _hosted_weights(state_dict: Mapping[str, Any], branch: str) -> dict[str, Ten
     """Return the tensors of one branch, which a hosted model has under the same names."""
     prefix = f"model.{branch}."
     weights = {}
-    for name, value in state_dict.items():
-        if name.startswith(prefix) and name != f"{prefix}{_DISTANCE}":
-            _check_real_tensor(name, value)
-            weights[name.removeprefix(prefix)] = value
+    for full_name, value in state_dict.items():
+        if full_name.startswith(prefix) and full_name != f"{prefix}{_DISTANCE}":
+            _check_real_tensor(full_name, value)
+            weights[full_name.removeprefix(prefix)] = value
     return weights
 
 
 def _is_empty_entry(name: str, translations: Mapping[str, Translation]) -> bool:
+    """Return whether a tensor exists in deepmd-kit's form alone, without elements."""
     for part, translation in translations.items():
-        prefix = f"atomic_model.{part}."
+        prefix = f"{_OWN_PREFIX}{part}."
         if name.startswith(prefix):
             return translation.is_empty(name.removeprefix(prefix))
     return False
@@ -488,18 +501,18 @@ def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
     Names come before aliases. Empty for a checkpoint of a single model.
     """
     branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
-    meant = {name: name for name in branches}
+    name_of = {name: name for name in branches}
     for name, section in branches.items():
         # An alias wins over a name.
-        meant.update(dict.fromkeys(section.get("model_branch_alias") or (), name))
-    return meant
+        name_of.update(dict.fromkeys(section.get("model_branch_alias") or (), name))
+    return name_of
 
 
 def _select_branch(state_dict: Mapping[str, Any], wanted: str | None) -> _SelectedBranch:
     """Return the branch of this name or alias, or the only one."""
     params = state_dict["_extra_state"]["model_params"]
-    names_and_aliases = saved_branches(state_dict)
-    if not names_and_aliases:
+    name_of = saved_branches(state_dict)
+    if not name_of:
         if wanted not in (None, SINGLE):
             raise BranchError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
         return _SelectedBranch(SINGLE, params)
@@ -509,9 +522,9 @@ def _select_branch(state_dict: Mapping[str, Any], wanted: str | None) -> _Select
             f"the checkpoint holds several models: name one of its branches ({names}) by --head or "
             "--model-branch; dp freeze --head writes one alone"
         )
-    if wanted not in names_and_aliases:
+    if wanted not in name_of:
         raise BranchError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
-    name = names_and_aliases[wanted]
+    name = name_of[wanted]
     section = dict(params["model_dict"][name])
     for key in ("model_branch_alias", "finetune_head"):
         section.pop(key, None)
@@ -526,9 +539,10 @@ def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> s
 def min_distance_of(state_dict: Mapping[str, Any], branch: str | None = None) -> float:
     """Return the smallest distance in a branch's training data [Å]; negative if unknown."""
     prefix = branch_prefix(state_dict, branch)
-    names = (name for name in state_dict if name.startswith(prefix) and name.endswith(_DISTANCE))
-    name = next(names, None)
-    return UNKNOWN_DISTANCE if name is None else float(state_dict[name])
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and name.endswith(_DISTANCE):
+            return float(value)
+    return UNKNOWN_DISTANCE
 
 
 # ----- deepmd-kit's model section ----------------------------------------------------------------

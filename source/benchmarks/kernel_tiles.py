@@ -1,6 +1,6 @@
 """Search the tiles, warps and pipeline stages of the orthogonalization kernels on a GPU.
 
-The constants in `deepmd_muon.optim.polar.symmetric_launch` and `one_launch` were chosen from this table: nothing is
+The constants in `deepmd_muon.optim.polar.symmetric_launch` and `launches` were chosen from this table: nothing is
 tuned when an optimizer runs. Times are medians over replays of a captured graph of ten launches.
 
     python source/benchmarks/kernel_tiles.py [--out tiles.csv] [--shapes 1x4096x4096,16x1024x4096]
@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from deepmd_muon.optim.polar import SCHEDULES
-from deepmd_muon.optim.polar.kernels.normalized import PRESENT
+from deepmd_muon.optim.polar.kernels.normalized import WORKSPACE
 from deepmd_muon.optim.polar.kernels.symmetric import (
     GRAM,
     NEXT,
@@ -37,7 +37,7 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     symmetric_product,
     update,
 )
-from deepmd_muon.optim.polar.one_launch import launches_for, run_launches, start_launch
+from deepmd_muon.optim.polar.launches import launches_for, run_launches, start_launch
 from deepmd_muon.optim.polar.symmetric_launch import (
     DEPTH,
     NO_APPLICATION,
@@ -120,9 +120,9 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
         **right.as_operand("right"),
         **matrix().as_target(),
         "weights": torch.ones(1, 3, device="cuda"),
-        "step": 0,
+        "weights_row": 0,
         "order": order,
-        "FINE": True,
+        "TARGET_FINE": True,
         "T": tile.rows,
         "N": tile.rows,
         "K": DEPTH,
@@ -143,7 +143,7 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
 
     x_factor = tiled(x, tile.rows, DEPTH)
     time = timed(lambda: run(x_factor, x_factor, depth, GRAM.value))
-    time += timed(lambda: run(left.factor, right.factor, order, TWO_MATRICES.value))
+    time += timed(lambda: run(left.product_factor, right.product_factor, order, TWO_MATRICES.value))
     return time, count * order * (order + tile.rows) * (order + depth) / time * 1e-6
 
 
@@ -162,20 +162,20 @@ def updated(
     arguments = {
         "polynomial": tiled(half(count, order, order), tile.rows, DEPTH),
         "diagonal": torch.ones(count * order, device="cuda"),
-        "current": tiled(x, DEPTH, tile.columns),
-        "present": tiles(master if wide else x),
-        "factors": weights,  # not read
-        "master": tiles(master),
-        "following": tiles(torch.empty_like(x)),
+        "x_factor": tiled(x, DEPTH, tile.columns),
+        "x_tiles": tiles(master if wide else x),
+        "norm_factors": weights,  # not read
+        "x32_out": tiles(master),
+        "x16_out": tiles(torch.empty_like(x)),
         "table": torch.empty(1, dtype=torch.int64, device="cuda"),  # not read
         "out": master,  # not written
         "weights": weights,
-        "step": 0,
+        "weights_row": 0,
         "first_matrix": 0,
         "order": order,
         "width": width,
         **NO_APPLICATION,
-        "READ": PRESENT.value,
+        "READ": WORKSPACE.value,
         "WRITE": NEXT.value,
         "KEEP": wide,
         "CHUNK": 0,
@@ -213,13 +213,16 @@ def whole_iterations() -> Iterator[Row]:
     for name, shapes in LAUNCHES.items():
         for shape in shapes:
             x = torch.randn(*shape, device="cuda")
+            start = functools.partial(start_launch, name)
             (launch,) = launches_for(name, ((shape, x.stride(), x.dtype),), x.device).launches
             present = dict(launch.constants)
             for warps, stages in itertools.product((4, 8), (2, 3, 4)):
                 launch.constants.update(num_warps=warps, num_stages=stages)
                 try:
                     time = timed(
-                        lambda name=name, x=x: run_launches(name, start_launch, [x], coefficients)
+                        lambda name=name, start=start, x=x: run_launches(
+                            name, start, [x], coefficients
+                        )
                     )
                 except (
                     RuntimeError,

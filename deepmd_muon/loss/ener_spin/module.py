@@ -13,9 +13,9 @@ from deepmd_muon.loss.interface import ComparedAtoms, Labels, Term
 class SpinEnergyLoss:
     """Weighted errors of energy, force, magnetic force and virial.
 
-    The terms without magnetic forces are those of `EnergyLoss`; its force is called fr here. The
-    term fm is ⟨ΔM²⟩, or ⟨|ΔM|⟩ with `mae`. ⟨⟩ is the mean over the components of all magnetic atoms
-    of the batch. It is 0 in a batch without any.
+    The terms without magnetic forces are those of `EnergyLoss`; its term f is called fr here. The
+    term fm is ⟨ΔM²⟩, or ⟨|ΔM|⟩ with `mae`, where M are magnetic forces and ⟨⟩ is the mean over the
+    components of all magnetic atoms of the batch. It is 0 in a batch without any.
 
     Parameters
     ----------
@@ -27,20 +27,18 @@ class SpinEnergyLoss:
 
     def __init__(self, settings: EnerSpinLossSettings, type_map: tuple[str, ...]) -> None:
         self.settings = settings
-        others = settings.without_magnetic
-        self._others = None if others is None else EnergyLoss(others, type_map)
+        ener = settings.without_magnetic
+        self._ener = None if ener is None else EnergyLoss(ener, type_map)
 
     @property
     def terms(self) -> tuple[Term, ...]:
         """The terms that count."""
-        terms = [
-            term._replace(
-                metric=_renamed(term.metric), settings=term.settings.replace("_pref_f", "_pref_fr")
-            )
-            if term.metric.endswith("_f")
-            else term
-            for term in (self._others.terms if self._others else ())
-        ]
+        terms = []
+        for term in self._ener.terms if self._ener else ():
+            if term.metric.endswith("_f"):
+                settings = term.settings.replace("_pref_f", "_pref_fr")
+                term = term._replace(metric=_renamed(term.metric), settings=settings)
+            terms.append(term)
         if self.settings.has_magnetic:
             magnetic = Term(
                 metric=self._magnetic_metric,
@@ -53,12 +51,12 @@ class SpinEnergyLoss:
     @property
     def needs_force(self) -> bool:
         """Whether the model has to predict forces."""
-        return self.settings.has_magnetic or (self._others is not None and self._others.needs_force)
+        return self.settings.has_magnetic or (self._ener is not None and self._ener.needs_force)
 
     @property
     def needs_virial(self) -> bool:
         """Whether the model has to predict the virial."""
-        return self._others is not None and self._others.needs_virial
+        return self._ener is not None and self._ener.needs_virial
 
     @property
     def _magnetic_metric(self) -> str:
@@ -78,11 +76,11 @@ class SpinEnergyLoss:
         `label` has `force_mag`.
         """
         metrics: dict[str, Tensor] = {}
-        if self._others is None:
+        if self._ener is None:
             # Connected to the parameters, so that backward works on every rank.
             loss = 0.0 * prediction["energy"].sum()
         else:
-            loss, metrics = self._others(prediction, label, lr_fraction, atoms)
+            loss, metrics = self._ener(prediction, label, lr_fraction, atoms)
             metrics = {_renamed(name): error for name, error in metrics.items()}
         if self.settings.has_magnetic:
             magnetic = self._magnetic_force(prediction, label, atoms)
@@ -103,8 +101,8 @@ class SpinEnergyLoss:
         target = label.get("force_mag")
         if target is None:
             return None
-        # Instead of `atoms.mask`, which has the atoms that the other terms compare.
-        magnetic_atoms = ComparedAtoms(atoms.atype, prediction["mask_mag"])
+        # The mask of `atoms` is for the other terms.
+        magnetic_atoms = atoms._replace(mask=prediction["mask_mag"])
         counted = Counted.of(prediction["energy"], label, magnetic_atoms)
         counted = counted.with_label(label.get("find_force_mag"))
         force = prediction["force_mag"]
@@ -116,5 +114,5 @@ class SpinEnergyLoss:
 
 
 def _renamed(metric: str) -> str:
-    """Return the name of a metric of `EnergyLoss` in this loss."""
+    """Return the name of a metric of `EnergyLoss` in this loss: rmse_f becomes rmse_fr."""
     return f"{metric}r" if metric.endswith("_f") else metric

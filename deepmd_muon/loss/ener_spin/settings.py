@@ -66,19 +66,17 @@ class EnerSpinLossSettings(LossSettings):
     @property
     def without_magnetic(self) -> EnerLossSettings | None:
         """The terms without the magnetic force; None if only that counts."""
-        shared = ("e", "v", "ae")
-        # The two prefactors of a term follow each other, as `some_term` takes them.
-        prefactors = {
-            f"{end}_pref_{term}": getattr(self, f"{end}_pref_{term}")
-            for term in shared
-            for end in ("start", "limit")
-        }
-        prefactors |= {"start_pref_f": self.start_pref_fr, "limit_pref_f": self.limit_pref_fr}
-        none_counts = some_term(*prefactors.values()) is not None
-        if none_counts:
+        if not any(map(self._has, ("e", "fr", "v", "ae"))):
             return None
         return EnerLossSettings(
-            **prefactors,
+            start_pref_e=self.start_pref_e,
+            limit_pref_e=self.limit_pref_e,
+            start_pref_f=self.start_pref_fr,
+            limit_pref_f=self.limit_pref_fr,
+            start_pref_v=self.start_pref_v,
+            limit_pref_v=self.limit_pref_v,
+            start_pref_ae=self.start_pref_ae,
+            limit_pref_ae=self.limit_pref_ae,
             loss_func=self.loss_func,
             intensive_ener_virial=self.intensive_ener_virial,
         )
@@ -86,12 +84,16 @@ class EnerSpinLossSettings(LossSettings):
     @property
     def has_magnetic(self) -> bool:
         """Whether the magnetic force counts."""
-        return bool(self.start_pref_fm and self.limit_pref_fm)
+        return self._has("fm")
+
+    def _has(self, term: str) -> bool:
+        """Return whether a term counts."""
+        return bool(getattr(self, f"start_pref_{term}") and getattr(self, f"limit_pref_{term}"))
 
     def obstacle_to(self, quantity: Quantity) -> str | None:
         """Return why training does not lower the error of a quantity, None if it does."""
-        others = self.without_magnetic
-        if others is None:
+        ener = self.without_magnetic
+        if ener is None:
             return "needs a term besides the magnetic force"
-        obstacle = others.obstacle_to(quantity)
+        obstacle = ener.obstacle_to(quantity)
         return obstacle and obstacle.replace("_pref_f ", "_pref_fr ")

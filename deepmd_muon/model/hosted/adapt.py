@@ -12,12 +12,12 @@ import torch
 
 
 def make_capturable(model: torch.nn.Module) -> str | None:
-    """Change the modules of a model; return the operation that still waits, None if none does."""
+    """Change the modules of a model; return why a graph cannot hold its steps, None if it can."""
     obstacle = None
     for module in model.modules():
         _read_sections_once(module)
         _sort_cutoffs_once(module)
-        obstacle = obstacle or _waits_for_device(module)
+        obstacle = obstacle or _remaining_read(module)
     return obstacle
 
 
@@ -35,8 +35,8 @@ def _sort_cutoffs_once(module: Any) -> None:
         module._sort_rcuts_sels = lambda: in_order
 
 
-def _waits_for_device(module: Any) -> str | None:
-    """Return what a module reads on the host in every step; None if nothing."""
+def _remaining_read(module: Any) -> str | None:
+    """Return why a module still reads numbers from the device in every step; None if it does not."""
     kind = type(module).__name__
     if kind == "PairTabAtomicModel":
         return "deepmd-kit's tabulated pair potential looks for distances below its table"

@@ -11,162 +11,156 @@ from torch import Tensor
 from deepmd_muon.model.structures import Structures
 
 
-class Layout(NamedTuple):
-    """Atoms, neighbours and edges of a batch, frame by frame.
+class FrameBatch(NamedTuple):
+    """Atoms and their neighbours, frame by frame.
 
-    Only parameters of frames need frames. Otherwise all atoms of the batch form a single one, in
-    the order of `Structures`: an atom reads nothing of its frame but its neighbours, and each
-    neighbour comes with its vector. Then no atom is padding, and nothing has to be moved.
+    Only parameters of frames need frames. Without them, all sorted atoms of the batch form a single
+    frame without padding: an atom reads nothing of its frame but its neighbours, and each neighbour
+    comes with its vector.
 
     Attributes
     ----------
     atype
         Types `(nframes, natoms)`, int64, −1 for padding.
     neighbor
-        Each neighbour as `frame · natoms + atom` `(nframes · natoms, nnei)`; below 0 for none.
-    edges
-        r_ij, like `neighbor`, `(nframes · natoms, nnei, 3)` [Å], float64.
+        Each neighbour as `frame · natoms + atom` `(nframes · natoms, nnei)`; below 0 in an empty
+        slot.
+    vectors
+        r_ij of each slot `(nframes · natoms, nnei, 3)` [Å], float64.
     sections
         Widths of the column groups of `neighbor`.
-    fparam, charge_spin, aparam, spin
-        Parameters of frames, their charge and spin, parameters of atoms and their spins; None
-        without.
-    place
-        Where the sorted atoms of `Structures` are `(nreal,)`; None if they are all atoms, in order.
-    slots
-        Flat numbers of the slots of `neighbor` that may hold one `(nslots,)`; None for all. In a
-        batch that a graph can hold, their number is `Structures.edges`.
+    fparam, charge_spin
+        Parameters of frames, their charge and spin `(nframes, …)`; None without.
+    aparam, spin
+        Parameters of atoms, their spins `(nframes, natoms, …)`; None without.
+    order
+        Atom number of every sorted atom `(nreal,)`; None if the atoms are in sorted order.
+    used_slots
+        Positions in the flattened `neighbor` that may hold a neighbour `(nslots,)`; None for all.
+        In a batch that a graph can hold, their number is `Structures.edges`.
     """
 
     atype: Tensor
     neighbor: Tensor
-    edges: Tensor
+    vectors: Tensor
     sections: tuple[int, ...]
     fparam: Tensor | None
     charge_spin: Tensor | None
     aparam: Tensor | None
     spin: Tensor | None
-    place: Tensor | None
-    slots: Tensor | None
+    order: Tensor | None
+    used_slots: Tensor | None
 
     def sorted_values(self, values: Tensor) -> Tensor:
         """Return values `(nframes · natoms,)` in the order of the sorted atoms `(nreal,)`."""
-        return values if self.place is None else values.index_select(0, self.place)
+        return values if self.order is None else values.index_select(0, self.order)
 
 
-def lay_out(structures: Structures, edges: Tensor, *, numb_fparam: int, numb_aparam: int) -> Layout:
+def lay_out(
+    structures: Structures, vectors: Tensor, *, numb_fparam: int, numb_aparam: int
+) -> FrameBatch:
     """Return a batch in deepmd-kit's layout.
 
     Parameters
     ----------
     structures
         The batch.
-    edges
-        Its edge vectors `(nreal, nnei, 3)`.
+    vectors
+        Its r_ij `(nreal, nnei, 3)`.
     numb_fparam
         How many of its frame parameters come before charge and spin.
     numb_aparam
         How many of its atomic parameters come before the spins.
     """
     if structures.fparam is None:
-        return _single_frame(structures, edges, numb_aparam)
+        return _single_frame(structures, vectors, numb_aparam)
     order = structures.order
-    fparam, charge_spin = structures.fparam.tensor_split([numb_fparam], dim=1)
-    n_places = structures.atype.numel()
-    neighbor = order.new_full((n_places, structures.neighbor.shape[1]), -1)
-    all_edges = edges.new_zeros(n_places, *edges.shape[1:])
-    aparam, spin = _split(structures.aparam, numb_aparam)
-    return Layout(
+    n_atoms = structures.atype.numel()
+    width = structures.neighbor.shape[1]
+    slots = _used_slots(structures)
+    if slots is not None:  # from the rows of sorted atoms to those of atom numbers
+        row = slots.div(width, rounding_mode="floor")
+        slots = order.index_select(0, row) * width + slots % width
+    fparam, charge_spin = _split_columns(structures.fparam, numb_fparam)
+    aparam, spin = _split_columns(structures.aparam, numb_aparam)
+    return FrameBatch(
         atype=structures.atype,
-        neighbor=neighbor.index_copy(0, order, structures.neighbor),
-        edges=all_edges.index_copy(0, order, edges),
+        neighbor=order.new_full((n_atoms, width), -1).index_copy(0, order, structures.neighbor),
+        vectors=vectors.new_zeros(n_atoms, width, 3).index_copy(0, order, vectors),
         sections=structures.sections,
-        fparam=fparam if fparam.shape[1] else None,
-        charge_spin=charge_spin if charge_spin.shape[1] else None,
+        fparam=fparam,
+        charge_spin=charge_spin,
         aparam=aparam,
         spin=spin,
-        place=order,
-        slots=_used_slots(structures, order),
+        order=order,
+        used_slots=slots,
     )
 
 
-def _split(of_atoms: Tensor | None, numb_aparam: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return parameters of atoms and their spins; None without."""
-    if of_atoms is None:
-        return None, None
-    aparam, spin = of_atoms.tensor_split([numb_aparam], dim=2)
-    return (aparam if aparam.shape[2] else None), (spin if spin.shape[2] else None)
-
-
-def _single_frame(structures: Structures, edges: Tensor, numb_aparam: int) -> Layout:
+def _single_frame(structures: Structures, vectors: Tensor, numb_aparam: int) -> FrameBatch:
     order = structures.order
-    # Atoms are numbered by frame and place; here they have their rank in the sorted list.
+    # In the single frame, the number of an atom is its rank among the sorted atoms.
     rank = order.new_zeros(structures.atype.numel())
     rank = rank.index_copy(0, order, torch.arange(len(order), device=order.device))
     neighbor = structures.neighbor
-    in_list = rank.index_select(0, neighbor.clamp(min=0).view(-1)).view_as(neighbor)
-    of_atoms = structures.aparam
-    if of_atoms is not None:
-        of_atoms = of_atoms.flatten(0, 1).index_select(0, order).unsqueeze(0)
-    aparam, spin = _split(of_atoms, numb_aparam)
-    return Layout(
+    neighbor_rank = rank.index_select(0, neighbor.clamp(min=0).view(-1)).view_as(neighbor)
+    atomic_parameters = structures.aparam
+    if atomic_parameters is not None:
+        atomic_parameters = atomic_parameters.flatten(0, 1).index_select(0, order).unsqueeze(0)
+    aparam, spin = _split_columns(atomic_parameters, numb_aparam)
+    return FrameBatch(
         atype=structures.sorted_type.unsqueeze(0),
-        neighbor=torch.where(neighbor >= 0, in_list, neighbor),
-        edges=edges,
+        neighbor=torch.where(neighbor >= 0, neighbor_rank, neighbor),
+        vectors=vectors,
         sections=structures.sections,
         fparam=None,
         charge_spin=None,
         aparam=aparam,
         spin=spin,
-        place=None,
-        slots=_used_slots(structures),
+        order=None,
+        used_slots=_used_slots(structures),
     )
 
 
-def _used_slots(structures: Structures, place: Tensor | None = None) -> Tensor | None:
-    """Return `Layout.slots`: those that the host knows, or as many as can have a neighbour."""
-    width = structures.neighbor.shape[1]
-    slots = _bounded_slots(structures) if structures.edges else _filled_slots(structures)
-    if slots is None or place is None:
-        return slots
-    atom = slots.div(width, rounding_mode="floor")
-    return place.index_select(0, atom) * width + slots % width
+def _split_columns(x: Tensor | None, width: int) -> tuple[Tensor | None, Tensor | None]:
+    """Split the last axis after `width` columns; None for a part without columns."""
+    if x is None:
+        return None, None
+    first, second = x.tensor_split([width], dim=-1)
+    return (first if first.shape[-1] else None), (second if second.shape[-1] else None)
 
 
-def _bounded_slots(structures: Structures) -> Tensor | None:
-    """Return the slots with a neighbour, then empty ones; on the device, for a fixed number."""
-    is_empty = structures.neighbor.flatten() < 0
-    if structures.edges is None or structures.edges >= len(is_empty):
+def _used_slots(structures: Structures) -> Tensor | None:
+    """Return `FrameBatch.used_slots` for rows of sorted atoms."""
+    neighbor = structures.neighbor
+    if structures.edges:
+        if structures.edges >= neighbor.numel():
+            return None
+        # Stays on the device and has a fixed length: slots with a neighbour, then empty ones.
+        is_empty = neighbor.flatten() < 0
+        return is_empty.to(torch.uint8).sort(stable=True).indices[: structures.edges]
+    n_filled = structures.filled.sum(axis=0)
+    width = neighbor.shape[1]
+    if len(structures.sections) > 1 or n_filled.sum() == neighbor.numel():
         return None
-    return is_empty.to(torch.uint8).sort(stable=True).indices[: structures.edges]
-
-
-def _filled_slots(structures: Structures) -> Tensor | None:
-    """Return the slots that may have a neighbour in a batch which the host made."""
-    n_used = structures.filled.sum(axis=0)
-    n_slots = structures.neighbor.numel()
-    if len(structures.sections) > 1 or n_used.sum() == n_slots:
-        return None
-    if structures.neighbor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if neighbor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # a graph cannot copy the numbers from the host
-    width = structures.neighbor.shape[1]
-    # Slots of an atom are consecutive, from `atom · width` on.
-    first_used = np.cumsum(n_used) - n_used
-    skipped = np.repeat(np.arange(len(n_used)) * width - first_used, n_used)
-    return torch.from_numpy(skipped + np.arange(len(skipped))).to(structures.neighbor.device)
+    slots = np.flatnonzero(np.arange(width) < n_filled[:, None])
+    return torch.from_numpy(slots).to(neighbor.device)
 
 
-def nearest_first(layout: Layout, rcut: float, *, sort: bool) -> Layout:
+def within_cutoff(batch: FrameBatch, rcut: float, *, nearest_first: bool = False) -> FrameBatch:
     """Return the batch without neighbours beyond the cut-off, which skin lists have.
 
-    With `sort`, each row of `neighbor` and `edges` begins with the nearest neighbour and ends with
-    the empty slots. Message-passing descriptors of deepmd-kit read only the first columns.
+    With `nearest_first`, each row of `neighbor` and `vectors` is sorted by distance and ends with
+    the empty slots: message-passing descriptors of deepmd-kit read only the first columns.
+    `used_slots` keeps the positions before sorting.
     """
-    distance = torch.linalg.vector_norm(layout.edges.detach(), dim=2)
-    inside = (layout.neighbor >= 0) & (distance <= rcut)
-    neighbor = torch.where(inside, layout.neighbor, -1)
-    if not sort:
-        return layout._replace(neighbor=neighbor)
+    distance = torch.linalg.vector_norm(batch.vectors.detach(), dim=2)
+    inside = (batch.neighbor >= 0) & (distance <= rcut)
+    neighbor = torch.where(inside, batch.neighbor, -1)
+    if not nearest_first:
+        return batch._replace(neighbor=neighbor)
     columns = torch.where(inside, distance, torch.inf).argsort(dim=1, stable=True)
-    edges = layout.edges.gather(1, columns.unsqueeze(2).expand(-1, -1, 3))
-    return layout._replace(neighbor=neighbor.gather(1, columns), edges=edges)
+    vectors = batch.vectors.gather(1, columns.unsqueeze(2).expand(-1, -1, 3))
+    return batch._replace(neighbor=neighbor.gather(1, columns), vectors=vectors)

@@ -15,14 +15,18 @@ from deepmd_muon.model.descriptor.settings import NeighborRequest
 from deepmd_muon.model.edges import edge_vectors, force_and_virial
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.hosted.adapt import make_capturable
-from deepmd_muon.model.hosted.forms import EdgeForm, form_of
+from deepmd_muon.model.hosted.evaluators import EdgeEvaluator, evaluator_of
 from deepmd_muon.model.hosted.kit import has_operators, import_deepmd_kit
-from deepmd_muon.model.hosted.layout import Layout, lay_out, nearest_first
+from deepmd_muon.model.hosted.layout import lay_out, within_cutoff
 from deepmd_muon.model.hosted.spins import spin_types, with_virtual_atoms
 from deepmd_muon.model.interface import EnergyModel
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
 from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.model.structures import Structures
+
+_SPIN_WIDTH = 3  # the last columns of `Structures.aparam` of a model that reads spins
+# deepmd-kit's DPA-4 leaves out shorter edges, which have no direction [Å].
+_LEAST_EDGE = 1e-5
 
 
 class HostedModel(EnergyModel):
@@ -50,9 +54,8 @@ class HostedModel(EnergyModel):
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
     hosted: Any
-    #: Whether atoms of a type have a magnetic force `(ntypes,)`; None for a model without spins.
+    #: See `SpinTypes`.
     magnetic: Tensor | None
-    #: Distance of a virtual atom for a spin of length 1 `(ntypes,)` [Å]; None without virtual atoms.
     virtual_scale: Tensor | None
 
     def __init__(self, settings: HostedSettings, seed: int | Sequence[int] | None = None) -> None:
@@ -62,36 +65,38 @@ class HostedModel(EnergyModel):
         self.ntypes = len(self.type_map)
         module = _build(settings.plain_form(), seed)
         self.adapters = _add_adapters(module, settings.section.get("lora"))
-        # No child: its children are ours.
+        # The module itself is not registered: names of parameters would begin with "hosted.".
         object.__setattr__(self, "hosted", module)
         for name, child in module.named_children():
             self.add_module(name, child)
         for parameter in self.parameters():
-            # Room for the tables of a compressed model.
-            if not parameter.numel():
+            if not parameter.numel():  # filled only in compressed models
                 parameter.requires_grad_(False)
         self.register_buffer("counted", _counted(module, self.ntypes), persistent=False)
         self.why_not_captured = self.why_not_compiled = make_capturable(module)
         self.asks_for_compiler = bool(settings.section.get("use_compile"))
-        self.adamw_substrings = _declared_adamw(module)
-        self._form = form_of(module)
-        self._register_spins(module)
-        self.neighbors = _neighbors(module, self._form)
-        if self.lists_depend_on_spins:
-            # deepmd-kit selects the neighbours itself once there are virtual atoms.
-            self.neighbors = dataclasses.replace(
-                self.neighbors, sel=(MOST_NEIGHBORS,), by_type=False
-            )
-
-    def _register_spins(self, module: Any) -> None:
+        self.adamw_substrings = _adamw_substrings(module)
         spins = spin_types(module)
-        magnetic = scale = None
-        if spins is not None:
-            magnetic = torch.tensor(spins.magnetic)
-            if spins.scale is not None:
-                scale = torch.tensor(spins.scale, dtype=torch.float64)
-        self.register_buffer("magnetic", magnetic, persistent=False)
-        self.register_buffer("virtual_scale", scale, persistent=False)
+        self.register_buffer("magnetic", spins.magnetic, persistent=False)
+        self.register_buffer("virtual_scale", spins.virtual_scale, persistent=False)
+        self._evaluator = evaluator_of(module)
+        self.neighbors = self._neighbor_request()
+
+    def _neighbor_request(self) -> NeighborRequest:
+        """Return the neighbour list that the module reads."""
+        by_type = not self.hosted.mixed_types()
+        sel = tuple(int(count) for count in self.hosted.get_sel())
+        reads_edges = isinstance(self._evaluator, EdgeEvaluator)
+        if reads_edges or self.lists_depend_on_spins:
+            # DPA-4 reads all neighbours within its cut-off, whatever `sel` says. Among virtual
+            # atoms, deepmd-kit selects the neighbours itself.
+            sel = (MOST_NEIGHBORS,)
+            by_type = False
+        elif not by_type:
+            sel = (sum(sel),)
+        return NeighborRequest(
+            rcut=float(self.hosted.get_rcut()), sel=sel, by_type=by_type, bound_edges=reads_edges
+        )
 
     def train(self, mode: bool = True) -> HostedModel:
         """Set the mode of the module, too; see `torch.nn.Module.train`."""
@@ -104,22 +109,18 @@ class HostedModel(EnergyModel):
     ) -> dict[str, Tensor]:
         """Predict a batch; see `EnergyModel`."""
         self.check_batch(structures)
-        training = torch.is_grad_enabled()
         edges = edge_vectors(structures)
-        slope = magnetic_slope = None
+        leaves = [edges.detach().requires_grad_(force)]
+        if self.magnetic is not None:
+            aparam = _aparam_with_spins(structures).detach().requires_grad_(force)
+            structures = dataclasses.replace(structures, aparam=aparam)
+            leaves.append(aparam)
+        training = torch.is_grad_enabled()
+        slopes: Sequence[Tensor] = ()  # dE/dr_ij, like `edges`; with spins also dE/daparam
         with torch.set_grad_enabled(training or force), self.precision():
-            leaf = edges.detach().requires_grad_(force)
-            leaves = [leaf]
-            if self.magnetic is not None:
-                aparam, spin = _split_spins(structures)
-                spin = spin.detach().requires_grad_(force)
-                leaves.append(spin)
-                of_atoms = torch.cat([aparam, spin], dim=2)
-                structures = dataclasses.replace(structures, aparam=of_atoms)
-            energy = self._energies(structures, leaf)
+            energy = self._energies(structures, leaves[0])
             if force:
-                slope, *rest = torch.autograd.grad(energy.sum(), leaves, create_graph=training)
-                magnetic_slope = rest[0] if rest else None
+                slopes = torch.autograd.grad(energy.sum(), leaves, create_graph=training)
         if not training:
             energy = energy.detach()
         shape = structures.atype.shape
@@ -127,45 +128,38 @@ class HostedModel(EnergyModel):
         atom_energy = energy.new_zeros(shape.numel())
         atom_energy = atom_energy.index_copy(0, structures.order, energy).view(shape)
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
-        if slope is not None:
-            out.update(force_and_virial(structures, edges, slope, virial=virial))
-        if magnetic_slope is not None:
-            is_magnetic = self._is_magnetic(structures)
-            out["force_mag"] = torch.where(is_magnetic.unsqueeze(2), -magnetic_slope, 0.0)
+        if force:
+            out.update(force_and_virial(structures, edges, slopes[0], virial=virial))
+        if force and self.magnetic is not None:
+            is_magnetic = self.magnetic[structures.atype.clamp(min=0)] & (structures.atype >= 0)
+            force_mag = -slopes[1][..., -_SPIN_WIDTH:]
+            out["force_mag"] = torch.where(is_magnetic.unsqueeze(2), force_mag, 0.0)
             out["mask_mag"] = is_magnetic
         return out
 
-    def _energies(self, structures: Structures, edges: Tensor) -> Tensor:
+    def _energies(self, structures: Structures, vectors: Tensor) -> Tensor:
         """Return the energy of every sorted atom `(nreal,)` [eV]."""
-        layout = lay_out(
+        batch = lay_out(
             structures,
-            edges,
+            vectors,
             numb_fparam=self.hosted.get_dim_fparam(),
             numb_aparam=self.hosted.get_dim_aparam(),
         )
         if self.virtual_scale is None:
-            return layout.sorted_values(self._form.energies(layout))
-        energies = self._form.energies(self._with_virtual_atoms(layout, self.virtual_scale))
-        # Virtual atoms have none.
-        of_atoms = energies.view(len(layout.atype), 2, -1)[:, 0]
-        return layout.sorted_values(of_atoms.flatten())
-
-    def _with_virtual_atoms(self, layout: Layout, scale: Tensor) -> Layout:
-        if self._form.reaches_beyond:
-            return with_virtual_atoms(layout, scale, nearest=0.0)
-        layout = nearest_first(layout, self.hosted.get_rcut(), sort=False)
-        return with_virtual_atoms(layout, scale, nearest=_LEAST_EDGE)
-
-    def _is_magnetic(self, structures: Structures) -> Tensor:
-        """Return which atoms have a magnetic force `(nframes, natoms)`."""
-        assert self.magnetic is not None
-        is_magnetic: Tensor = self.magnetic[structures.atype.clamp(min=0)]
-        return is_magnetic & (structures.atype >= 0)
+            return batch.sorted_values(self._evaluator.energies(batch))
+        least_distance = 0.0
+        if not self._evaluator.virtual_by_distance:
+            batch = within_cutoff(batch, self.hosted.get_rcut())
+            least_distance = _LEAST_EDGE
+        extended = with_virtual_atoms(batch, self.virtual_scale, least_distance=least_distance)
+        energies = self._evaluator.energies(extended)
+        # Virtual atoms, the second half of each frame, have none.
+        return batch.sorted_values(energies.view(len(batch.atype), 2, -1)[:, 0].flatten())
 
     @property
     def lists_depend_on_spins(self) -> bool:
         """Whether neighbour lists have to reach virtual atoms; see `EnergyModel`."""
-        return self.virtual_scale is not None and self._form.reaches_beyond
+        return self.virtual_scale is not None and self._evaluator.virtual_by_distance
 
     def reach_spins(self, longest: float) -> None:
         """Widen the neighbour lists for virtual atoms of spins up to a length; see `EnergyModel`."""
@@ -179,7 +173,7 @@ class HostedModel(EnergyModel):
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Return the module's own context; see `EnergyModel`."""
-        return self._form.precision()
+        return self._evaluator.precision()
 
     @property
     def statistics_owner(self) -> object:
@@ -200,7 +194,7 @@ class HostedModel(EnergyModel):
     @property
     def why_not_frozen(self) -> str | None:
         """Why deepmd-kit cannot freeze the model in this environment; None if it can."""
-        if not isinstance(self._form, EdgeForm) or has_operators():
+        if not isinstance(self._evaluator, EdgeEvaluator) or has_operators():
             return None
         return (
             "deepmd-kit compiles DPA-4 together with its own operators for several ranks, which do "
@@ -236,9 +230,6 @@ _BUILD_ERRORS = (
     AssertionError,
 )
 _LONGEST_REASON = 200
-_SPIN_WIDTH = 3
-# deepmd-kit's DPA-4 leaves out shorter edges, which have no direction [Å].
-_LEAST_EDGE = 1e-5
 
 
 def _build(section: dict[str, Any], seed: int | Sequence[int] | None) -> Any:
@@ -275,27 +266,26 @@ def _add_adapters(module: Any, lora: Mapping[str, Any] | None) -> frozenset[str]
     return frozenset(set(module.state_dict()) - names - {"_extra_state"})
 
 
-def _declared_adamw(module: Any) -> tuple[str, ...]:
+def _adamw_substrings(module: Any) -> tuple[str, ...]:
     """Return the parts of names that the module leaves to AdamW; deepmd-kit 3.2.0 has none."""
     from deepmd.pt.optimizer import hybrid_muon
 
-    declared = getattr(hybrid_muon, "adam_route_patterns", None)
-    return () if declared is None else tuple(declared([module]))
+    patterns = getattr(hybrid_muon, "adam_route_patterns", None)
+    return () if patterns is None else tuple(patterns([module]))
 
 
-def _split_spins(structures: Structures) -> tuple[Tensor, Tensor]:
-    """Return the parameters and the spins of atoms.
+def _aparam_with_spins(structures: Structures) -> Tensor:
+    """Return the parameters of atoms, with spins in the last columns.
 
     Raises
     ------
     ModelError
         If the batch has no spins.
     """
-    of_atoms = structures.aparam
-    if of_atoms is None or of_atoms.shape[2] < _SPIN_WIDTH:
+    aparam = structures.aparam
+    if aparam is None or aparam.shape[2] < _SPIN_WIDTH:
         raise ModelError("the model reads the spin of each atom (spin.npy); the batch has none")
-    aparam, spin = of_atoms.tensor_split([of_atoms.shape[2] - _SPIN_WIDTH], dim=2)
-    return aparam, spin
+    return aparam
 
 
 def _subsections_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
@@ -306,23 +296,6 @@ def _subsections_with_seed(section: dict[str, Any]) -> list[dict[str, Any]]:
         subsections += descriptor.get("list", [descriptor])
         subsections.append(model.get("fitting_net", {}))
     return subsections
-
-
-def _neighbors(module: Any, form: Any) -> NeighborRequest:
-    """Return the neighbour list that a module reads."""
-    by_type = not module.mixed_types()
-    sel = tuple(int(count) for count in module.get_sel())
-    if isinstance(form, EdgeForm):
-        # DPA-4 reads all neighbours within its cut-off, whatever `sel` says.
-        sel = (MOST_NEIGHBORS,)
-    elif not by_type:
-        sel = (sum(sel),)
-    return NeighborRequest(
-        rcut=float(module.get_rcut()),
-        sel=sel,
-        by_type=by_type,
-        bound_edges=isinstance(form, EdgeForm),
-    )
 
 
 def _counted(module: Any, ntypes: int) -> Tensor | None:

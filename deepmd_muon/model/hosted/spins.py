@@ -6,13 +6,12 @@ that of the atom plus the number of types. Virtual atoms have no energy, but are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.hosted.layout import Layout
+from deepmd_muon.model.hosted.layout import FrameBatch
 
 
 class SpinTypes(NamedTuple):
@@ -21,109 +20,110 @@ class SpinTypes(NamedTuple):
     Attributes
     ----------
     magnetic
-        Whether atoms of a type have a magnetic force `(ntypes,)`.
-    scale
-        Distance of a virtual atom for a spin of length 1 `(ntypes,)` [Å]; None without virtual
-        atoms.
+        Whether atoms of a type have a magnetic force `(ntypes,)`; None without spins.
+    virtual_scale
+        Distance of a virtual atom for a spin of length 1 `(ntypes,)` [Å], float64; None without
+        virtual atoms.
     """
 
-    magnetic: Sequence[bool]
-    scale: Sequence[float] | None
+    magnetic: Tensor | None = None
+    virtual_scale: Tensor | None = None
 
 
-def spin_types(module: Any) -> SpinTypes | None:
-    """Return the spins that a module of deepmd-kit reads; None if it reads none."""
+def spin_types(module: Any) -> SpinTypes:
+    """Return how a module of deepmd-kit reads spins."""
     spin = getattr(module, "spin", None)
     if spin is None:
-        return None
+        return SpinTypes()
     if spin.virtual_scale is None:
-        return SpinTypes(spin.get_use_spin().tolist(), None)
-    scale = spin.get_virtual_scale_mask().tolist()
-    return SpinTypes([x > 0.0 for x in scale], scale)
+        return SpinTypes(magnetic=torch.tensor(spin.get_use_spin().tolist()))
+    scale = torch.tensor(spin.get_virtual_scale_mask().tolist(), dtype=torch.float64)
+    return SpinTypes(magnetic=scale > 0.0, virtual_scale=scale)
 
 
-def with_virtual_atoms(layout: Layout, scale: Tensor, *, nearest: float) -> Layout:
-    """Return a batch with a virtual atom for each atom; each frame has all of them last.
+def with_virtual_atoms(batch: FrameBatch, scale: Tensor, *, least_distance: float) -> FrameBatch:
+    """Return a batch whose frames have their atoms, then a virtual atom for each of them.
 
     A virtual atom of a type that is not magnetic (scale 0) is a placeholder at its atom:
     deepmd-kit excludes the pairs of its type.
 
-    An atom with `width` slots for neighbours, and its virtual atom, have 1 + 2·width: the first for
-    the other one of these two, then `width` for the neighbours of the atom, and as many for the
-    virtual atoms of these neighbours. `place` remains that of the atoms before.
+    Atoms and virtual atoms alike have 1 + 2·nnei slots: the *partner* (the virtual atom of an atom,
+    the atom of a virtual atom), the nnei neighbours of the atom, and their virtual atoms.
+    `order` remains that of the atoms alone.
 
     Parameters
     ----------
-    layout
+    batch
         The batch; its spins are read.
     scale
         Distance of the virtual atoms of each type for a spin of length 1 `(ntypes,)` [Å].
-    nearest
-        An atom and its virtual atom are no neighbours if they are nearer than this [Å].
+    least_distance
+        Partners that are nearer than this [Å] are no neighbours.
     """
-    assert layout.spin is not None
-    nframes, natoms = layout.atype.shape
-    shift = layout.spin * scale[layout.atype.clamp(min=0)].unsqueeze(-1)
-    shift = shift.view(-1, 1, 3)  # from each atom of the batch to its virtual atom
-    edges = layout.edges  # (nframes · natoms, width, 3), like `to_virtual`
-    width = edges.shape[1]
-    neighbor_shift = shift.view(-1, 3).index_select(0, layout.neighbor.clamp(min=0).view(-1))
-    to_virtual = edges + neighbor_shift.view(edges.shape)
-    of_atoms = torch.cat([shift, edges, to_virtual], dim=1)
-    of_virtual = torch.cat([-shift, edges - shift, to_virtual - shift], dim=1)
+    assert batch.spin is not None
+    atype = batch.atype
+    nframes, natoms = atype.shape
+    neighbor = batch.neighbor.unflatten(0, (nframes, natoms))
+    vectors = batch.vectors.unflatten(0, (nframes, natoms))
+    to_partner = batch.spin * scale[atype.clamp(min=0)].unsqueeze(-1)  # (nframes, natoms, 3)
+    neighbor_to_partner = to_partner.view(-1, 3).index_select(0, neighbor.clamp(min=0).flatten())
+    to_virtual = vectors + neighbor_to_partner.view(vectors.shape)
+    is_apart = torch.linalg.vector_norm(to_partner.detach(), dim=2) >= least_distance
+    has_partner = ((atype >= 0) & is_apart).unsqueeze(2)
+    to_partner = to_partner.unsqueeze(2)
+    atom_vectors = torch.cat([to_partner, vectors, to_virtual], dim=2)
+    virtual_vectors = torch.cat([-to_partner, vectors - to_partner, to_virtual - to_partner], dim=2)
 
-    # An atom moves from `frame·natoms + atom` to `frame·2·natoms + atom`; natoms further is its
-    # virtual atom.
-    old_number = torch.arange(nframes * natoms, device=edges.device).view(-1, 1)
-    first_of_frame = old_number.div(natoms, rounding_mode="floor") * natoms
-    number = old_number + first_of_frame
-    neighbor = layout.neighbor
+    # The number of an atom grows from `frame·natoms + atom` to `frame·2·natoms + atom`; that of its
+    # virtual atom is natoms larger.
+    old_number = torch.arange(nframes * natoms, device=neighbor.device).view(nframes, natoms, 1)
+    growth = old_number[:, :1]
+    number = old_number + growth
     present = neighbor >= 0
-    atom_neighbor = torch.where(present, neighbor + first_of_frame, neighbor)
+    atom_neighbor = torch.where(present, neighbor + growth, neighbor)
     virtual_neighbor = torch.where(present, atom_neighbor + natoms, neighbor)
-    is_apart = torch.linalg.vector_norm(shift.detach(), dim=2) >= nearest
-    are_neighbors = (layout.atype.view(-1, 1) >= 0) & is_apart  # an atom and its virtual atom
-    lists = [
-        torch.cat([torch.where(are_neighbors, other, -1), atom_neighbor, virtual_neighbor], dim=1)
-        for other in (number + natoms, number)  # as the atom, and as its virtual atom, sees it
-    ]
+    atom_list, virtual_list = (
+        torch.cat([torch.where(has_partner, partner, -1), atom_neighbor, virtual_neighbor], dim=2)
+        for partner in (number + natoms, number)
+    )
 
-    def frame_by_frame(parts: Sequence[Tensor]) -> Tensor:
-        """Join rows of atoms and of virtual atoms `(nframes · natoms, …)`."""
-        return torch.stack([x.unflatten(0, (nframes, natoms)) for x in parts], dim=1).flatten(0, 2)
-
-    slots = None
-    if layout.slots is not None:
-        slots = _slots(layout.slots, number.view(-1), natoms=natoms, width=width)
-    virtual_type = torch.where(layout.atype >= 0, layout.atype + len(scale), -1)
-    aparam = layout.aparam
+    slots = batch.used_slots
+    if slots is not None:
+        slots = _with_virtual_slots(slots, number.view(-1), natoms=natoms, nnei=neighbor.shape[2])
+    virtual_type = torch.where(atype >= 0, atype + len(scale), -1)
+    aparam = batch.aparam
     if aparam is not None:
         aparam = torch.cat([aparam, torch.zeros_like(aparam)], dim=1)
-    return layout._replace(
-        atype=torch.cat([layout.atype, virtual_type], dim=1),
-        neighbor=frame_by_frame(lists),
-        edges=frame_by_frame([of_atoms, of_virtual]),
-        sections=(1 + 2 * width,),
+    return batch._replace(
+        atype=torch.cat([atype, virtual_type], dim=1),
+        neighbor=torch.stack([atom_list, virtual_list], dim=1).flatten(0, 2),
+        vectors=torch.stack([atom_vectors, virtual_vectors], dim=1).flatten(0, 2),
+        sections=(atom_list.shape[2],),
         aparam=aparam,
         spin=None,
-        slots=slots,
+        used_slots=slots,
     )
 
 
-def _slots(slots: Tensor, number: Tensor, *, natoms: int, width: int) -> Tensor:
-    """Return the numbers of slots that may hold a neighbour in the lists with virtual atoms.
+def _with_virtual_slots(slots: Tensor, number: Tensor, *, natoms: int, nnei: int) -> Tensor:
+    """Return `used_slots` of a batch with virtual atoms.
 
-    `number` has the new number of each atom `(nframes · natoms,)`; its virtual atom is `natoms`
-    further.
+    Parameters
+    ----------
+    slots
+        `used_slots` of the atoms alone.
+    number
+        New number of each atom `(nframes · natoms,)`; that of its virtual atom is `natoms` larger.
+    natoms, nnei
+        Atoms in a frame and slots of an atom, without virtual atoms.
     """
-    atom = slots.div(width, rounding_mode="floor")
-    column = slots % width
-    new_width = 1 + 2 * width
-    own = torch.cat([number, number + natoms]) * new_width
-    of_atom = number.index_select(0, atom) * new_width + 1 + column
-    parts = [
-        of_atom + virtual_centre * natoms * new_width + virtual_neighbor * width
+    width = 1 + 2 * nnei
+    partner_slots = torch.cat([number, number + natoms]) * width
+    atom = slots.div(nnei, rounding_mode="floor")
+    atom_slots = number.index_select(0, atom) * width + 1 + slots % nnei
+    neighbor_slots = [
+        atom_slots + virtual_centre * natoms * width + virtual_neighbor * nnei
         for virtual_centre in (0, 1)
         for virtual_neighbor in (0, 1)
     ]
-    return torch.cat([own, *parts])
+    return torch.cat([partner_slots, *neighbor_slots])

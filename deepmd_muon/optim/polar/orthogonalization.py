@@ -237,9 +237,10 @@ def run_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficient
         from deepmd_muon.optim.polar.symmetric_launch import orthogonalize_by_products
 
         return orthogonalize_by_products(matrices, coefficients)
-    from deepmd_muon.optim.polar.one_launch import run_launches, start_launch
+    from deepmd_muon.optim.polar.launches import run_launches, start_launch
 
-    return run_launches(name, start_launch, matrices, coefficients)
+    start = functools.partial(start_launch, name)
+    return run_launches(name, start, matrices, coefficients)
 
 
 class KernelError(RuntimeError):

@@ -1,8 +1,12 @@
 """Launches of the kernels in `symmetric`: workspaces and tensor descriptors of large matrices.
 
 `symmetric_program` lists the products of all steps. For each set of equal shapes, `_Iteration`
-allocates the workspaces, normalises the inputs and starts one launch per product; the first and the
-last update of X take one launch per input tensor if they read inputs or write results in tiles.
+allocates the workspaces, normalises the inputs and starts one launch per product. The first update
+of X can read the inputs, and the last one write the results, in tiles: then it takes one launch per
+input tensor (*span*).
+
+The *lift* of an update is the largest factor by which later steps amplify small singular values,
+and with them the rounding errors of the update.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepmd_muon.optim.polar.kernels.normalized import (
     INPUT,
-    PRESENT,
     TRANSPOSED_INPUT,
+    WORKSPACE,
     measure,
     normalize,
     normalize_tiles,
@@ -39,7 +43,7 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
     symmetric_product,
     update,
 )
-from deepmd_muon.optim.polar.one_launch import on_device, run_launches
+from deepmd_muon.optim.polar.launches import on_device, round_up, run_launches
 from deepmd_muon.optim.polar.schedules import Coefficients
 from deepmd_muon.optim.polar.symmetric_program import Product, amplification, program
 from deepmd_muon.optim.polar.tables import Application, Inputs, Launch, Span
@@ -78,7 +82,7 @@ class Tiles(NamedTuple):
 # a multiprocessor: one computes while the other stores.
 _SMALL_SYMMETRIC = Tile(rows=64, columns=64, warps=4, stages=4)
 _MEDIUM_SYMMETRIC = Tile(rows=128, columns=128, warps=4, stages=3)
-_DEEP_SYMMETRIC = Tile(rows=128, columns=256, warps=8, stages=3)  # of X Xᵀ only
+_WIDE_GRAM = Tile(rows=128, columns=256, warps=8, stages=3)  # of X Xᵀ only
 _SMALL_UPDATE = Tile(rows=64, columns=128, warps=4, stages=4)
 _MEDIUM_UPDATE = Tile(rows=128, columns=128, warps=4, stages=3)
 _WIDE_UPDATE = Tile(rows=128, columns=256, warps=8, stages=3)
@@ -87,10 +91,10 @@ _STRIDED_WARPS = 8  # of updates that write strided results, because addresses t
 
 DEPTH = 64  # columns of the left factor per iteration of a product
 _MULTIPROCESSORS = 132
-_DEEP_COLUMNS = 4096  # columns of X from which deep tiles are faster
-_DEEP_OCCUPANCY = (
-    0.8  # they are used if their programs occupy the device for this share of the time
-)
+# Columns of X from which wide tiles of X Xᵀ are faster, if their programs occupy the device for this
+# share of the time.
+_WIDE_GRAM_COLUMNS = 4096
+_WIDE_GRAM_OCCUPANCY = 0.8
 _LARGE_ROWS = 4096  # rows from which large tiles are faster in updates
 _WIDE_ROWS = 2048  # rows from which wide tiles are faster in updates,
 _WIDE_PER_MULTIPROCESSOR = 4  # if there are this many for each multiprocessor
@@ -113,16 +117,14 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
     return Tiles(symmetric, _MEDIUM_UPDATE)
 
 
-def deep_programs(order: int, depth: int, count: int) -> int:
-    """Return the programs per matrix that compute X Xᵀ in deep tiles.
-
-    0 if other tiles are faster.
-    """
-    if order % _DEEP_SYMMETRIC.columns or depth < _DEEP_COLUMNS:
+def wide_gram_programs(order: int, depth: int, count: int) -> int:
+    """Return the programs per matrix that compute X Xᵀ in wide tiles; 0 if others are faster."""
+    if order % _WIDE_GRAM.columns or depth < _WIDE_GRAM_COLUMNS:
         return 0
-    pairs = order // _DEEP_SYMMETRIC.columns  # two rows of tiles each
-    rounds = count * pairs * (pairs + 1) / _MULTIPROCESSORS
-    return pairs * (pairs + 1) if rounds / math.ceil(rounds) >= _DEEP_OCCUPANCY else 0
+    n = order // _WIDE_GRAM.columns
+    programs = n * (n + 1)  # n pairs of rows of tiles; pair i has 2 (i + 1) tiles
+    rounds = count * programs / _MULTIPROCESSORS
+    return programs if rounds / math.ceil(rounds) >= _WIDE_GRAM_OCCUPANCY else 0
 
 
 # ----- orthogonalization -------------------------------------------------------------------------
@@ -134,8 +136,7 @@ def orthogonalize_by_products(
     """Orthogonalize batches (b, m, n) of large matrices of any strides, equal shapes together.
 
     The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4
-    bytes per element of X, 8 if X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to
-    whole tiles.
+    bytes per element of X, 8 with x32, and up to 16 per element of X Xᵀ, both padded to whole tiles.
     """
     return run_launches("symmetric", _run, matrices, coefficients)
 
@@ -165,7 +166,6 @@ def can_apply(rows: int, columns: int) -> bool:
 
 
 def _run(
-    _name: str,
     launch: Launch,
     inputs: Inputs,
     coefficients: Coefficients,
@@ -176,23 +176,20 @@ def _run(
     assert launch.shapes is not None
     products = program(coefficients, launch.shapes.rows, launch.shapes.columns)
     iteration = _Iteration(launch, inputs, products, out, application)
-    for step, product in enumerate(products):
+    for number, product in enumerate(products):
         if product.target == "X":
-            iteration.update(step, product, last=step + 1 == len(products))
+            iteration.update(number, product, last=number + 1 == len(products))
         else:
-            iteration.multiply(step, product)
+            iteration.multiply(number, product)
 
+
+# ----- the launches of one shape -----------------------------------------------------------------
 
 _EXACT_CHUNK = 1024  # terms that tensor cores accumulate in exact updates
-_EXACT_LIFT = (
-    500.0  # updates are exact if later steps amplify small singular values by more than this
-)
-_MASTER_LIFT = (
-    50.0  # X is kept in fp32 if later steps amplify small singular values by more than this
-)
-_MOST_SPANS = (
-    2  # with more tensors in a batch, the first and the last update do not use tiles of them
-)
+_EXACT_LIFT = 500.0  # updates of a larger lift are exact
+_X32_LIFT = 50.0  # updates of a larger lift write x32
+# With more tensors in a batch, the first and the last update do not use tiles of them.
+_MOST_SPANS = 2
 _TYPES = {  # of parameters
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -209,11 +206,11 @@ _MIN_SHARES = 64
 _MAX_SHARES = 512
 
 
-class _TiledAccess(NamedTuple):
-    """How an update reads or writes matrices in tiles."""
+class _Access(NamedTuple):
+    """How an update reads X or writes the next one."""
 
-    way: int  # READ or WRITE of the kernel `update`
-    descriptor: Any  # TensorDescriptor
+    mode: int  # READ or WRITE of the kernel `update`
+    tiles: Any  # descriptor: `x_tiles` or `x32_out`; a dummy if results are not written in tiles
 
 
 class _UpdateLaunch(NamedTuple):
@@ -221,16 +218,13 @@ class _UpdateLaunch(NamedTuple):
 
     first_matrix: int
     matrices: int
-    read: _TiledAccess
-    write: _TiledAccess
-    span: Span | None
+    read: _Access
+    write: _Access
+    span: Span | None  # None for all matrices
 
 
 class SymmetricMatrix:
-    """Workspace of a symmetric matrix per input matrix, and its descriptors.
-
-    See the table in `symmetric`.
-    """
+    """Descriptors of a symmetric matrix D + E per input matrix; see the table in `symmetric`."""
 
     def __init__(
         self, values: Tensor, diagonal: Tensor, residual: Tensor | None, tiles: Tiles
@@ -240,18 +234,18 @@ class SymmetricMatrix:
         # The kernel does not read the residual of a matrix without one; a descriptor must be there.
         residual = values if residual is None else residual
         self.diagonal = diagonal
-        self.factor = tiled(values, rows, DEPTH)  # of symmetric products
+        self.product_factor = tiled(values, rows, DEPTH)  # of symmetric products; also the strips
         self.turned_strips = tiled(values, side, rows)
         self.squares = tiled(values, side, side)
         self.residual_squares = tiled(residual, side, side)
-        self.residual_strips = tiled(residual, rows, DEPTH)
-        self.polynomial = tiled(values, tiles.update.rows, DEPTH)  # of updates
+        self.residual_strips = tiled(residual, rows, side)
+        self.update_factor = tiled(values, tiles.update.rows, DEPTH)  # left factor of E X
 
     def as_operand(self, side: str) -> dict[str, Any]:
         """Return the arguments of `symmetric_product` for an operand, but the factor."""
         return {
             f"{side}_squares": self.squares,
-            f"{side}_residual": self.residual_squares,
+            f"{side}_residual_squares": self.residual_squares,
             f"{side}_residual_strips": self.residual_strips,
             f"{side}_diagonal": self.diagonal,
         }
@@ -260,19 +254,19 @@ class SymmetricMatrix:
         """Return the arguments of `symmetric_product` for the result."""
         return {
             "target_squares": self.squares,
-            "target_strips": self.factor,  # DEPTH = SQUARE
+            "target_strips": self.product_factor,  # because DEPTH = SQUARE
             "target_turned_strips": self.turned_strips,
-            "target_residual": self.residual_squares,
+            "target_residual_squares": self.residual_squares,
             "target_residual_strips": self.residual_strips,
             "target_diagonal": self.diagonal,
         }
 
 
-class _Copy(NamedTuple):
-    """Descriptors of an fp16 copy of X (matrices · order, width)."""
+class _X16(NamedTuple):
+    """Descriptors of an x16 (matrices · order, width)."""
 
     gram_factor: Any  # both factors of X Xᵀ
-    update_factor: Any  # right factor of P X
+    update_factor: Any  # right factor of E X
     tiles: Any  # that updates read or write
 
 
@@ -285,12 +279,14 @@ class _Iteration:
         Size of the matrices, rows ≤ columns.
     order, width
         The same, padded to whole tiles.
-    has_master
-        Whether the next update reads X in fp32, from an input or from `master`.
-    current, following
-        The fp16 copies of X that the next update reads and writes.
+    lifts
+        Lift of each update, by its number among the products.
     inputs
-        How the first update reads each span; empty if it reads the workspace.
+        How the first update reads each span in tiles; empty after it, or if it cannot.
+    reads_x32
+        Whether the next update reads X in fp32, from an input or from `x32`.
+    x16, next_x16
+        What the next update reads and writes.
     """
 
     def __init__(
@@ -308,36 +304,33 @@ class _Iteration:
         self.out = out
         self.application = application
         self.tiles = tiles_for(self.rows, self.columns, self.count)
-        self.order = _round_up(self.rows, self.tiles.rows)
-        self.width = _round_up(self.columns, self.tiles.columns)
-        n_tile_rows = self.order // self.tiles.symmetric.rows
-        self.symmetric_programs = n_tile_rows * (n_tile_rows + 1) // 2
+        self.order = round_up(self.rows, self.tiles.rows)
+        self.width = round_up(self.columns, self.tiles.columns)
         self.weights = on_device(tuple(product.weights for product in products), out.device)
-        # By number of the product: the factor by which later steps amplify small singular values.
         self.lifts = {
-            k: amplification(products[k + 1 :])
-            for k, product in enumerate(products)
+            number: amplification(products[number + 1 :])
+            for number, product in enumerate(products)
             if product.target == "X"
         }
         self.spans = spans if len(spans) <= _MOST_SPANS else ()
-        self.has_master = amplification(products) > _MASTER_LIFT
-        self.inputs = self._inputs_in_tiles(inputs.tensors) if self.has_master else []
+        self.reads_x32 = amplification(products) > _X32_LIFT
+        self.inputs = self._inputs_in_tiles(inputs.tensors) if self.reads_x32 else []
 
-        iterates = self._empty(2, self.count * self.order, self.width, dtype=torch.float16)
-        writes_master = self.has_master and not self.inputs
-        master = iterates[1]  # a dummy, unless some launch writes X in fp32
-        if writes_master or any(lift > _MASTER_LIFT for lift in self.lifts.values()):
-            master = self._empty(self.count * self.order, self.width, dtype=torch.float32)
-        self.factors = self._empty(self.count, 2, dtype=torch.float32)
-        if not self.inputs:
-            self._normalize(inputs.addresses, master, iterates[0], keep=writes_master)
+        x16, next_x16 = self._empty(2, self.count * self.order, self.width, dtype=torch.float16)
+        normalizes_x32 = self.reads_x32 and not self.inputs
+        x32 = next_x16  # a dummy, unless some launch writes x32
+        if normalizes_x32 or any(lift > _X32_LIFT for lift in self.lifts.values()):
+            x32 = self._empty(self.count * self.order, self.width, dtype=torch.float32)
+        self.norm_factors = self._empty(self.count, 2, dtype=torch.float32)
+        if self.inputs:
+            self._normalize_tiles(inputs.addresses, x16)
+        else:
+            self._normalize(inputs.addresses, x32, x16, keep=normalizes_x32)
 
         self.symmetric = self._allocate_symmetric(products)
-        self.master = self._update_tiles(master)
-        self.current = self._copy(iterates[0])
-        self.following = self._copy(iterates[1])
-        if self.inputs:
-            self._normalize_tiles(inputs.addresses, iterates[0])
+        self.x32 = self._update_tiles(x32)
+        self.x16 = self._x16(x16)
+        self.next_x16 = self._x16(next_x16)
 
     # ----- workspaces ----------------------------------------------------------------------------
 
@@ -348,8 +341,8 @@ class _Iteration:
         """Return a descriptor of x in half tiles of updates."""
         return tiled(x, self.tiles.update.rows, self.tiles.update.columns // 2)
 
-    def _copy(self, x: Tensor) -> _Copy:
-        return _Copy(
+    def _x16(self, x: Tensor) -> _X16:
+        return _X16(
             gram_factor=tiled(x, self.tiles.symmetric.rows, DEPTH),
             update_factor=tiled(x, DEPTH, self.tiles.update.columns),
             tiles=self._update_tiles(x),
@@ -374,7 +367,7 @@ class _Iteration:
 
     # ----- inputs and results --------------------------------------------------------------------
 
-    def _inputs_in_tiles(self, tensors: Sequence[Tensor]) -> list[_TiledAccess]:
+    def _inputs_in_tiles(self, tensors: Sequence[Tensor]) -> list[_Access]:
         """Return how the first update reads each span in tiles; empty if it cannot."""
         accesses = []
         for span in self.spans:
@@ -384,39 +377,34 @@ class _Iteration:
                 return []
             # A square matrix that is stored by columns is read transposed, too.
             transposed = (stored is x) == (x.shape[1] > x.shape[2])
-            descriptor = self._in_tiles(stored.flatten(), stored.shape[1:], transposed=transposed)
-            if descriptor is None:
+            tiles = self._in_tiles(stored.flatten(), stored.shape[1:], transposed=transposed)
+            if tiles is None:
                 return []
-            way = TRANSPOSED_INPUT if transposed else INPUT
-            accesses.append(_TiledAccess(way.value, descriptor))
+            mode = TRANSPOSED_INPUT if transposed else INPUT
+            accesses.append(_Access(mode.value, tiles))
         return accesses
 
-    def _results_in_tiles(self) -> list[_TiledAccess]:
-        """Return how the last update writes or applies each span.
-
-        Empty if it cannot use tiles for any.
-        """
+    def _results_in_tiles(self) -> list[_Access]:
+        """Return how the last update writes or applies each span; empty if none in tiles."""
         accesses = [self._result(span) for span in self.spans]
-        if all(access.way == ANYWHERE.value for access in accesses):
+        if all(access.mode == ANYWHERE.value for access in accesses):
             return []
         return accesses
 
-    def _result(self, span: Span) -> _TiledAccess:
+    def _result(self, span: Span) -> _Access:
         if self.application is not None:
-            way = APPLIED_TRANSPOSED if span.transposed else APPLIED
-            return _TiledAccess(way.value, self.master)
+            mode = APPLIED_TRANSPOSED if span.transposed else APPLIED
+            return _Access(mode.value, self.x32)
         size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
         results = self.out[span.place : span.place + span.count * self.rows * self.columns]
-        descriptor = self._in_tiles(results, size, transposed=span.transposed)
-        if descriptor is None:
-            return _TiledAccess(ANYWHERE.value, self.master)
-        way = IN_TRANSPOSED_TILES if span.transposed else IN_TILES
-        return _TiledAccess(way.value, descriptor)
+        tiles = self._in_tiles(results, size, transposed=span.transposed)
+        if tiles is None:
+            return _Access(ANYWHERE.value, self.x32)
+        mode = IN_TRANSPOSED_TILES if span.transposed else IN_TILES
+        return _Access(mode.value, tiles)
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
-        """Return a descriptor, in half tiles of updates, of contiguous fp32 matrices.
-
-        None if impossible.
+        """Return a descriptor of contiguous fp32 matrices in half tiles of updates, if possible.
 
         Rows must start at multiples of 16 bytes, and tiles must not reach into the next matrix.
         """
@@ -446,17 +434,17 @@ class _Iteration:
         )
         return sums
 
-    def _normalize(self, addresses: Tensor, master: Tensor, iterate: Tensor, *, keep: bool) -> None:
-        """Write X / ‖X‖ in fp16, and with `keep` in fp32, from inputs of any strides."""
+    def _normalize(self, addresses: Tensor, x32: Tensor, x16: Tensor, *, keep: bool) -> None:
+        """Write x16, and with `keep` x32, from inputs of any strides."""
         sums = self._measure(addresses)
         shares = sums.shape[1]
         normalize[shares, self.count](
             table=self.table,
             addresses=addresses,
             sums=sums,
-            factors=self.factors,
-            master=master,
-            iterate=iterate,
+            factors=self.norm_factors,
+            master=x32,
+            iterate=x16,
             order=self.order,
             width=self.width,
             KEEP=keep,
@@ -464,8 +452,8 @@ class _Iteration:
             T=64,
         )
 
-    def _normalize_tiles(self, addresses: Tensor, iterate: Tensor) -> None:
-        """Write X / ‖X‖ in fp16 from inputs in tiles; an `Application` has summed their squares."""
+    def _normalize_tiles(self, addresses: Tensor, x16: Tensor) -> None:
+        """Write x16 from inputs in tiles; an `Application` has summed their squares."""
         if self.application is None:
             sums_of_spans = self._measure(addresses).split([span.count for span in self.spans])
         else:
@@ -473,20 +461,20 @@ class _Iteration:
         n_tiles = self.order // _COPIED_ROWS * (self.width // _COPIED_COLUMNS)
         first_matrix = 0
         for span, access, sums in zip(self.spans, self.inputs, sums_of_spans, strict=True):
-            x = access.descriptor.base
-            if access.way == TRANSPOSED_INPUT.value:
+            x = access.tiles.base
+            if access.mode == TRANSPOSED_INPUT.value:
                 source = tiled(x, _COPIED_COLUMNS, _COPIED_ROWS)
             else:
                 source = tiled(x, _COPIED_ROWS, _COPIED_COLUMNS)
             normalize_tiles[n_tiles, span.count](
                 inputs=source,
-                iterate=tiled(iterate, _COPIED_ROWS, _COPIED_COLUMNS),
+                iterate=tiled(x16, _COPIED_ROWS, _COPIED_COLUMNS),
                 sums=sums,
-                factors=self.factors,
+                factors=self.norm_factors,
                 first_matrix=first_matrix,
                 order=self.order,
                 width=self.width,
-                READ=access.way,
+                READ=access.mode,
                 SHARES=sums.shape[1],
                 T=_COPIED_ROWS,
                 N=_COPIED_COLUMNS,
@@ -495,30 +483,31 @@ class _Iteration:
 
     # ----- products ------------------------------------------------------------------------------
 
-    def multiply(self, step: int, product: Product) -> None:
-        """Start launch number `step`, a symmetric product."""
+    def multiply(self, number: int, product: Product) -> None:
+        """Start product `number`, a symmetric one."""
         target = self.symmetric[product.target]
         tile = self.tiles.symmetric
-        programs = self.symmetric_programs
+        n_tile_rows = self.order // tile.rows
+        programs = n_tile_rows * (n_tile_rows + 1) // 2
         if product.left == "X":
             kind = GRAM.value
             depth = self.width
             left_operand = right_operand = target  # dummies: X Xᵀ adds nothing
-            left_factor = right_factor = self.current.gram_factor
-            deep = 0
-            if tile.rows == _DEEP_SYMMETRIC.rows:
-                deep = deep_programs(self.order, depth, self.count)
-            if deep:
-                tile = _DEEP_SYMMETRIC
-                programs = deep
+            left_factor = right_factor = self.x16.gram_factor
+            wide_programs = 0
+            if tile.rows == _WIDE_GRAM.rows:
+                wide_programs = wide_gram_programs(self.order, depth, self.count)
+            if wide_programs:
+                programs = wide_programs
+                tile = _WIDE_GRAM
                 right_factor = tiled(right_factor.base, tile.columns, DEPTH)
         else:
             kind = (ONE_MATRIX if product.left == product.right else TWO_MATRICES).value
             depth = self.order
             left_operand = self.symmetric[product.left]
             right_operand = self.symmetric[product.right]
-            left_factor = left_operand.factor
-            right_factor = right_operand.factor
+            left_factor = left_operand.product_factor
+            right_factor = right_operand.product_factor
         symmetric_product[programs, self.count](
             left=left_factor,
             right=right_factor,
@@ -526,13 +515,13 @@ class _Iteration:
             **right_operand.as_operand("right"),
             **target.as_target(),
             weights=self.weights,
-            step=step,
+            weights_row=number,
             order=self.order,
             depth=depth,
             KIND=kind,
             LEFT_FINE=product.left in product.fine,  # X is never fine
             RIGHT_FINE=product.right in product.fine and kind == TWO_MATRICES.value,
-            FINE=product.target in product.fine,
+            TARGET_FINE=product.target in product.fine,
             T=tile.rows,
             N=tile.columns,
             K=DEPTH,
@@ -540,38 +529,35 @@ class _Iteration:
             num_stages=tile.stages,
         )
 
-    def update(self, step: int, product: Product, *, last: bool) -> None:
-        """Start launch number `step`, an update of X.
-
-        The last one writes or applies the results.
-        """
+    def update(self, number: int, product: Product, *, last: bool) -> None:
+        """Start product `number`, an update of X; the last one writes or applies the results."""
         tile = self.tiles.update
-        lift = self.lifts[step]
-        keep = lift > _MASTER_LIFT
+        lift = self.lifts[number]
+        writes_x32 = lift > _X32_LIFT
         exact = self.rows >= _LARGE_ROWS and lift > _EXACT_LIFT
         polynomial = self.symmetric[product.left]
         programs = self.order // tile.rows * (self.width // tile.columns)
         for launch in self._update_launches(last=last):
-            strided = launch.write.way == ANYWHERE.value
+            strided = launch.write.mode == ANYWHERE.value
             update[programs, launch.matrices](
-                polynomial=polynomial.polynomial,
+                polynomial=polynomial.update_factor,
                 diagonal=polynomial.diagonal,
-                current=self.current.update_factor,
-                present=launch.read.descriptor,
-                factors=self.factors,
-                master=launch.write.descriptor,
-                following=self.following.tiles,
+                x_factor=self.x16.update_factor,
+                x_tiles=launch.read.tiles,
+                norm_factors=self.norm_factors,
+                x32_out=launch.write.tiles,
+                x16_out=self.next_x16.tiles,
                 table=self.table,
                 out=self.out,
                 weights=self.weights,
-                step=step,
+                weights_row=number,
                 first_matrix=launch.first_matrix,
                 order=self.order,
                 width=self.width,
                 **(self._application_to(launch.span) if last else NO_APPLICATION),
-                READ=launch.read.way,
-                WRITE=launch.write.way,
-                KEEP=keep,
+                READ=launch.read.mode,
+                WRITE=launch.write.mode,
+                KEEP=writes_x32,
                 CHUNK=_EXACT_CHUNK if exact else 0,
                 T=tile.rows,
                 N=tile.columns,
@@ -579,14 +565,14 @@ class _Iteration:
                 num_warps=_STRIDED_WARPS if strided else tile.warps,
                 num_stages=tile.stages,
             )
-        self.has_master = keep
-        self.inputs = []  # later updates read the workspace
-        self.current, self.following = self.following, self.current
+        self.inputs = []
+        self.reads_x32 = writes_x32
+        self.x16, self.next_x16 = self.next_x16, self.x16
 
     def _update_launches(self, *, last: bool) -> list[_UpdateLaunch]:
         """Divide the batch of an update into launches: one per span if it uses tiles of tensors."""
-        read = _TiledAccess(PRESENT.value, self.master if self.has_master else self.current.tiles)
-        write = _TiledAccess((ANYWHERE if last else NEXT).value, self.master)
+        read = _Access(WORKSPACE.value, self.x32 if self.reads_x32 else self.x16.tiles)
+        write = _Access((ANYWHERE if last else NEXT).value, self.x32)
         results = self._results_in_tiles() if last else []
         if not self.inputs and not results:
             return [
@@ -622,10 +608,6 @@ class _Iteration:
             "numbers": application.numbers,
             "TYPE": _TYPES[application.dtype],
         }
-
-
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _shares(count: int) -> int:

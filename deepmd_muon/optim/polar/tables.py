@@ -96,10 +96,11 @@ class MatrixLocation:
     out_row: int
     out_column: int
 
-    def row(self, tile: int = 0, half: int = 0) -> list[int]:
+    def row(self, tile: int = 0, workspace_offset: int = 0) -> list[int]:
         """Return the table row that the kernels read, in the order of the constants in `whole`.
 
-        `half` is the offset in the fp16 workspace of matrices that several programs share.
+        `tile` is the number of the tile that holds the matrix, or its kind for `strips`, and
+        `workspace_offset` its place in the fp16 workspace of the launch.
         """
         return [
             tile,
@@ -112,7 +113,7 @@ class MatrixLocation:
             self.out,
             self.out_row,
             self.out_column,
-            half,
+            workspace_offset,
         ]
 
 
@@ -155,8 +156,8 @@ class Launch:
         (grid, 3); None if each matrix has one program.
     constants
         Arguments for which the kernel is compiled.
-    half
-        Elements of the workspace in fp16.
+    workspace
+        Elements of the fp16 workspace.
     shapes
         The sizes of equal matrices, for `symmetric_launch` only.
     """
@@ -166,7 +167,7 @@ class Launch:
     grid: int = 0
     programs: Tensor | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-    half: int = 0
+    workspace: int = 0
     shapes: EqualShapes | None = None
 
 
@@ -248,8 +249,8 @@ class Application(NamedTuple):
     numbers: Tensor
 
 
-# Starts one launch: name, launch, inputs, coefficients, result.
-StartLaunch = Callable[[str, Launch, Inputs, Coefficients, Tensor], None]
+# Starts one launch: launch, inputs, coefficients, results.
+StartLaunch = Callable[[Launch, Inputs, Coefficients, Tensor], None]
 
 
 @dataclasses.dataclass(eq=False)  # hashed by identity

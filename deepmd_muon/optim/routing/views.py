@@ -17,7 +17,7 @@ from deepmd_muon.optim.errors import InvalidShapeError
 Axis = Literal["rows", "columns"]
 Shape = tuple[int, ...]
 
-_REST = -1
+_REST = -1  # the size of the part 'rest' of a split
 _VIEW_FORM = re.compile(
     r"(?P<batch>\d+)x(?P<rows>\d+)x(?P<columns>\d+)"
     r"(?: (?P<axis>rows|columns) (?P<sizes>\d+(?:\+\d+)*)(?: in (?P<groups>[1-9]\d*) groups)?)?"
@@ -34,14 +34,23 @@ class MatrixView:
 
     Blocks may be interleaved: ``1x768x512 rows 512+128+128 in 4 groups`` has four groups of rows,
     each with 128 rows of the first block, then 32 of the second and 32 of the third.
+
+    Attributes
+    ----------
+    axis
+        Axis along which each matrix is split; None without a split.
+    sizes
+        Sizes of the blocks along this axis.
+    groups
+        Number of groups that interleave the blocks; each has an equal share of every block.
     """
 
     batch: int
     rows: int
     columns: int
-    axis: Axis | None = None  # along which each matrix of a fused weight is split
-    sizes: tuple[int, ...] = ()  # of the blocks along this axis
-    groups: int = 1  # each of which has an equal share of every block
+    axis: Axis | None = None
+    sizes: tuple[int, ...] = ()
+    groups: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -104,10 +113,11 @@ class MatrixView:
         return 1 if self.axis == "rows" else 2
 
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
-        """Return the number of each element's block, or of its row or column within its block.
+        """Return where each element finds the state of its block, row or column.
 
-        The result is int64 (batch·rows·columns,), in storage order. Numbers are indices into a flat
-        state tensor of this extent, which has the rows of one block next to each other.
+        The result is int64 (batch·rows·columns,), in storage order: indices into a flat state
+        tensor with an entry for each block, or for each row or column of each block. A row that
+        crosses several blocks has adjacent entries. Rows of interleaved blocks are sorted by block.
         """
         blocks_per_matrix = max(1, len(self.sizes))
         numbered_blocks = [
@@ -121,9 +131,9 @@ class MatrixView:
         lines = torch.arange(n_lines, device="cpu").view((1, -1, 1) if of == "rows" else (1, 1, -1))
         if self.axis == of:
             lines = self.join(lines.split(self.sizes, self._split_dim))
-        line = batch * n_lines + lines
-        number = line * self.repeats(of)
-        if self.repeats(of) > 1:
+        repeats = self.repeats(of)
+        number = (batch * n_lines + lines) * repeats
+        if repeats > 1:
             number = number + block
         return number.expand(self.shape).reshape(-1)
 
@@ -182,7 +192,7 @@ class FusedSplit:
 
     pattern: str  # shell pattern on full names
     axis: Axis
-    sizes: tuple[int, ...]  # of the parts; −1 stands for the rest; empty for equal parts
+    sizes: tuple[int, ...]  # of the parts, or _REST; empty for equal parts
     count: int  # number of parts
     words: str  # the sizes as written in the setting
     groups: int  # that interleave the parts

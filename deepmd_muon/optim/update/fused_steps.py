@@ -20,7 +20,7 @@ from deepmd_muon.optim.config import DEEPMD_KIT, HybridMuonConfig
 from deepmd_muon.optim.cuda import launch_in_threads
 from deepmd_muon.optim.polar import dispatch
 from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, geometry_of
-from deepmd_muon.optim.polar.one_launch import launches_for, start_launch
+from deepmd_muon.optim.polar.launches import launches_for, start_launch
 from deepmd_muon.optim.polar.orthogonalization import check, choices
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
 from deepmd_muon.optim.polar.tables import AddressTable, Inputs, captured_addresses

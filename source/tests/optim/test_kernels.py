@@ -33,7 +33,7 @@ from polar_oracle import error_inside, matrices, noise_fraction
 from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices, symmetric_program
 from deepmd_muon.optim.polar.dispatch import counts
 from deepmd_muon.optim.polar.kernels.symmetric import symmetric_product
-from deepmd_muon.optim.polar.one_launch import launches_for
+from deepmd_muon.optim.polar.launches import launches_for
 from deepmd_muon.optim.polar.symmetric_launch import SymmetricMatrix, Tile, Tiles, tiled
 
 HERE = Path(__file__)
@@ -124,13 +124,13 @@ def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, t
             **operands[1].as_operand("right"),
             **SymmetricMatrix(target, diagonal, own_rest, tiles).as_target(),
             weights=weights,
-            step=0,
+            weights_row=0,
             order=order,
             depth=depth,
             KIND=kind,
             LEFT_FINE=fine and kind > 0,
             RIGHT_FINE=fine and kind > 1,
-            FINE=fine,
+            TARGET_FINE=fine,
             T=rows,
             N=columns,
             K=64,

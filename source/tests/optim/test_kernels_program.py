@@ -13,7 +13,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from deepmd_muon.optim.polar import SCHEDULES, one_launch, symmetric_launch
+from deepmd_muon.optim.polar import SCHEDULES, launches, symmetric_launch
 from deepmd_muon.optim.polar.symmetric_program import Product, amplification, program, segments
 
 WIDE = [(256, 768), (511, 2000), (512, 768), (2048, 8192)]
@@ -161,17 +161,17 @@ def test_tables_of_graphs_outlive_the_caches(monkeypatch):
     """A captured graph may be replayed when its shapes have long been forgotten."""
     read = []
 
-    def start(name, launch, inputs, coefficients, out):
+    def start(launch, inputs, coefficients, out):
         read.extend(
-            weakref.ref(x) for x in (launch.table, one_launch.on_device(coefficients, out.device))
+            weakref.ref(x) for x in (launch.table, launches.on_device(coefficients, out.device))
         )
 
     def run(shape, coefficients, *, capturing):
-        monkeypatch.setattr(one_launch, "is_capturing", lambda: capturing)
-        one_launch.run_launches("whole", start, [torch.ones(shape)], coefficients)
+        monkeypatch.setattr(launches, "is_capturing", lambda: capturing)
+        launches.run_launches("whole", start, [torch.ones(shape)], coefficients)
         return read[-2:]
 
-    monkeypatch.setattr(one_launch, "captured_addresses", lambda tensors: torch.zeros(len(tensors)))
+    monkeypatch.setattr(launches, "captured_addresses", lambda tensors: torch.zeros(len(tensors)))
     captured = run((1, 7, 9), ((1.5, -0.5, 0.0),), capturing=True)
     eager = run((1, 6, 9), ((1.5, -0.5, 0.0),), capturing=False)
     for k in range(200):

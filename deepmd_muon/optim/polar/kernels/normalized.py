@@ -21,7 +21,7 @@ from deepmd_muon.optim.polar.kernels.whole import COLUMNS, ROW, ROWS, load_matri
 
 # Where an update reads X: its workspace, or in the first step the input or the transposed input, in
 # tiles.
-PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
+WORKSPACE, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit

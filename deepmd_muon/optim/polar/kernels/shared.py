@@ -23,9 +23,9 @@ import triton.language as tl
 
 from deepmd_muon.optim.polar.kernels.whole import (
     COLUMNS,
-    HALF,
     ROW,
     TILE,
+    WORKSPACE_OFFSET,
     load_matrix,
     store_result,
 )
@@ -143,7 +143,7 @@ def strip(
     addresses,
     coefficients,
     out,
-    half,
+    workspace,
     sums,
     team,
     MP: tl.constexpr,
@@ -161,7 +161,7 @@ def strip(
     r = tl.arange(0, MP)
     c = rank * NS + tl.arange(0, NS)
     width = tl.multiple_of(tl.cdiv(tl.load(row + COLUMNS), NS).to(tl.int32) * NS, NS)
-    iterate = half + tl.multiple_of(tl.load(row + HALF), 64)  # (MP, width)
+    iterate = workspace + tl.multiple_of(tl.load(row + WORKSPACE_OFFSET), 64)  # (MP, width)
     gram = iterate + tl.multiple_of(MP * width, 64)  # (MP, MP)
     has_columns = rank * NS < width
     wide = load_matrix(row, addresses, r, c).to(tl.float64)
@@ -200,7 +200,7 @@ def strips(
     addresses,
     coefficients,  # fp32 (STEPS, 3)
     out,
-    half,  # fp16 workspace of each matrix: X and R
+    workspace,  # fp16: X and R of each matrix
     sums,  # float64 (programs,), see `inverse_norm`
     counters,  # int32 (matrices,), zero
     MASK: tl.constexpr,
@@ -223,7 +223,7 @@ def strips(
                     addresses,
                     coefficients,
                     out,
-                    half=half,
+                    workspace=workspace,
                     sums=sums,
                     team=team,
                     MP=64 << i,

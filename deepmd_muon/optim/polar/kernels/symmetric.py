@@ -1,24 +1,24 @@
 """Large matrices: products of whole batches of matrices.
 
-One step is R = X Xᵀ, a polynomial P in R, and X ← a X + P X. R and all polynomials in it are
+One step is R = X Xᵀ, a polynomial P in R, and X ← w₀ X + P X. R and all polynomials in it are
 symmetric, so `symmetric_product` computes one half of each. `update` computes the new X.
 `symmetric_program` lists the products of a schedule, `symmetric_launch` starts them.
 
 How matrices are stored
 -----------------------
-| matrix           | stored as                                                               |
-|------------------|-------------------------------------------------------------------------|
-| X                | fp16 (matrices · order, width), if need be also fp32                    |
-| symmetric, D + E | diagonal D, fp32 (matrices · order,); others E, fp16 (…, order)         |
+| matrix           | stored as                                                             |
+|------------------|-----------------------------------------------------------------------|
+| X                | x16: fp16 (matrices · order, width), if need be also x32: fp32        |
+| symmetric, D + E | diagonal D, fp32 (matrices · order,); others E, fp16 (…, order)       |
 | residual of E    | what rounding E lost, times ENLARGED, fp16, on and below the diagonal |
 
-X is kept in fp32 while later steps would amplify its rounding errors.
+x32 exists while later steps would amplify the rounding errors of x16.
 A *fine* matrix has a residual. Residuals enter sums, but not products of matrices.
 Sizes are padded with zeros to whole tiles, which changes nothing.
 
-Tensor descriptors let the copy engine fetch tiles of one matrix in several shapes:
-T × K and N × K tiles as factors of a product (K = SQUARE), SQUARE × SQUARE *squares*, and
-T × SQUARE *strips*.
+Arguments that are tiles, squares or strips are tensor descriptors: the copy engine fetches one
+matrix in several shapes. Tiles of T × K and N × K are factors of a product (K = SQUARE). A *square*
+has SQUARE × SQUARE entries, a *strip* T × SQUARE, and a *turned strip* is its transpose.
 
 `test_products_are_the_steps` and the gates of `kernel_cases` compare the kernels with torch's.
 """
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.optim.polar.kernels.application import ParameterUpdate, apply_tile
-from deepmd_muon.optim.polar.kernels.normalized import INPUT, PRESENT, TRANSPOSED_INPUT
+from deepmd_muon.optim.polar.kernels.normalized import INPUT, TRANSPOSED_INPUT, WORKSPACE
 from deepmd_muon.optim.polar.kernels.whole import ROW, store_result
 
 # Rounding residuals are scaled by this, so that they do not underflow in fp16.
@@ -50,62 +50,62 @@ GRAM, ONE_MATRIX, TWO_MATRICES = (tl.constexpr(i) for i in range(3))
 
 
 class Operand(NamedTuple):
-    """Descriptors of L or S; see the table above."""
+    """A symmetric factor, L = D + E or S = D′ + E′."""
 
-    tiles: Any  # as factor of the product; T × SQUARE for L and, if N = T, for S
-    squares: Any
+    tiles: Any  # of E: a factor of the product; also its strips (of S only if N = T)
+    squares: Any  # of E
     residual_squares: Any
     residual_strips: Any
-    diagonal: Any  # pointer
+    diagonal: Any  # pointer to D
     fine: Any  # whether the residual is added
 
 
 class Target(NamedTuple):
-    """Descriptors of the result, written; see the table above."""
+    """The symmetric result, written."""
 
     squares: Any
     strips: Any
-    turned_strips: Any  # SQUARE × T
+    turned_strips: Any
     residual_squares: Any
     residual_strips: Any
     diagonal: Any  # pointer
     fine: Any  # whether the residual is stored
 
 
-class Tile(NamedTuple):
-    """The entry of the result where a tile, strip or square begins."""
+class Corner(NamedTuple):
+    """Where a tile, strip or square begins."""
 
-    r: Any
-    c: Any
+    r: Any  # row of the matrix
+    c: Any  # column
     top: Any  # row of the descriptors where the matrix begins
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["weights_row"])
 def symmetric_product(
     left,  # L, or X, in T × K tiles
-    left_squares,
-    left_residual,
+    left_squares,  # from here on: the fields of `Operand` and `Target`
+    left_residual_squares,
     left_residual_strips,
     left_diagonal,
     right,  # S, or X, in N × K tiles
     right_squares,
-    right_residual,
+    right_residual_squares,
     right_residual_strips,
     right_diagonal,
     target_squares,
     target_strips,
     target_turned_strips,
-    target_residual,
+    target_residual_squares,
     target_residual_strips,
     target_diagonal,
-    weights,  # fp32 (steps, 3)
-    step,  # row of `weights`
+    weights,  # fp32 (products, 3)
+    weights_row,  # number of the product
     order,
     depth,  # columns of the factors
     KIND: tl.constexpr,
     LEFT_FINE: tl.constexpr,
     RIGHT_FINE: tl.constexpr,
-    FINE: tl.constexpr,
+    TARGET_FINE: tl.constexpr,
     T: tl.constexpr,  # SQUARE, or twice that
     N: tl.constexpr,  # T, or for GRAM twice that
     K: tl.constexpr,
@@ -135,7 +135,7 @@ def symmetric_product(
     left_operand = Operand(
         tiles=left,
         squares=left_squares,
-        residual_squares=left_residual,
+        residual_squares=left_residual_squares,
         residual_strips=left_residual_strips,
         diagonal=left_diagonal,
         fine=LEFT_FINE,
@@ -143,7 +143,7 @@ def symmetric_product(
     right_operand = Operand(
         tiles=right,
         squares=right_squares,
-        residual_squares=right_residual,
+        residual_squares=right_residual_squares,
         residual_strips=right_residual_strips,
         diagonal=right_diagonal,
         fine=RIGHT_FINE,
@@ -152,148 +152,147 @@ def symmetric_product(
         squares=target_squares,
         strips=target_strips,
         turned_strips=target_turned_strips,
-        residual_squares=target_residual,
+        residual_squares=target_residual_squares,
         residual_strips=target_residual_strips,
         diagonal=target_diagonal,
-        fine=FINE,
+        fine=TARGET_FINE,
     )
-    step_weights = weights + 3 * step
-    if T == SQUARE:
-        tile = Tile(r=r, c=c, top=top)
-        finish_square(
-            product,
-            tile,
-            left=left_operand,
-            right=right_operand,
-            target=target,
-            weights=step_weights,
-            KIND=KIND,
-        )
-    elif N == T:
-        tile = Tile(r=r, c=c, top=top)
+    product_weights = weights + 3 * weights_row
+    if N == T:
         finish_tile(
             product,
-            tile,
+            Corner(r=r, c=c, top=top),
             left=left_operand,
             right=right_operand,
             target=target,
-            weights=step_weights,
+            weights=product_weights,
             KIND=KIND,
         )
     else:
-        halves = product.reshape(T, 2, T).permute(0, 2, 1).split()
+        halves = product.reshape(T, 2, T).permute(0, 2, 1).split()  # columns 0 … T − 1, and others
         for side in tl.static_range(2):
-            tile = Tile(r=r, c=c + side * T, top=top)
             finish_tile(
                 halves[side],
-                tile,
+                Corner(r=r, c=c + side * T, top=top),
                 left=left_operand,
                 right=right_operand,
                 target=target,
-                weights=step_weights,
+                weights=product_weights,
                 KIND=KIND,
             )
 
 
 @triton.jit
-def finish_tile(product, tile, left, right, target, weights, KIND: tl.constexpr):
+def finish_tile(product, corner, left, right, target, weights, KIND: tl.constexpr):
     """Finish a T × T tile of the product part by part, to save registers.
 
-    A tile below the diagonal has two strips; on the diagonal, or if S is fine, it has four squares.
-    Tiles and squares above the diagonal are skipped.
+    A tile of more than one square has two strips if it is below the diagonal. On the diagonal, or
+    if S is fine, it has four squares. Tiles and squares above the diagonal are skipped.
     """
     T: tl.constexpr = product.shape[0]
-    in_strips = tile.c < tile.r
-    if right.fine:
-        in_strips = False
-    if in_strips:
-        halves = product.reshape(T, 2, SQUARE).permute(0, 2, 1).split()
-        for across in tl.static_range(2):
-            strip = Tile(r=tile.r, c=tile.c + across * SQUARE, top=tile.top)
-            finish_strip(
-                halves[across],
-                strip,
-                left=left,
-                right=right,
-                target=target,
-                weights=weights,
-                KIND=KIND,
-            )
-    elif tile.c <= tile.r:
-        quarters = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
-        for across in tl.static_range(2):
-            column = quarters[across].split()
-            for down in tl.static_range(2):
-                r = tile.r + down * SQUARE
-                c = tile.c + across * SQUARE
-                if r >= c:
-                    square = Tile(r=r, c=c, top=tile.top)
-                    finish_square(
-                        column[down],
-                        square,
-                        left=left,
-                        right=right,
-                        target=target,
-                        weights=weights,
-                        KIND=KIND,
-                    )
+    if T == SQUARE:
+        finish_square(
+            product,
+            corner,
+            left=left,
+            right=right,
+            target=target,
+            weights=weights,
+            KIND=KIND,
+        )
+    else:
+        in_strips = corner.c < corner.r
+        if right.fine:
+            in_strips = False
+        if in_strips:
+            halves = product.reshape(T, 2, SQUARE).permute(0, 2, 1).split()
+            for across in tl.static_range(2):
+                finish_strip(
+                    halves[across],
+                    Corner(r=corner.r, c=corner.c + across * SQUARE, top=corner.top),
+                    left=left,
+                    right=right,
+                    target=target,
+                    weights=weights,
+                    KIND=KIND,
+                )
+        elif corner.c <= corner.r:
+            quarters = product.reshape(2, SQUARE, 2, SQUARE).permute(1, 3, 0, 2).split()
+            for across in tl.static_range(2):
+                column = quarters[across].split()
+                for down in tl.static_range(2):
+                    r = corner.r + down * SQUARE
+                    c = corner.c + across * SQUARE
+                    if r >= c:
+                        finish_square(
+                            column[down],
+                            Corner(r=r, c=c, top=corner.top),
+                            left=left,
+                            right=right,
+                            target=target,
+                            weights=weights,
+                            KIND=KIND,
+                        )
 
 
 @triton.jit
-def finish_strip(product, tile, left, right, target, weights, KIND: tl.constexpr):
-    """Turn a T × SQUARE strip of L Sᵀ below the diagonal into one of the result.
+def finish_strip(product, corner, left, right, target, weights, KIND: tl.constexpr):
+    """Turn a strip of E E′ below the diagonal into one of the result, and mirror it.
 
     `finish_square` explains the terms.
     """
-    r = tile.r
-    c = tile.c
-    top = tile.top
+    r = corner.r
+    c = corner.c
+    top = corner.top
     if KIND != GRAM:
         w0 = tl.load(weights)
         w1 = tl.load(weights + 1)
         w2 = tl.load(weights + 2)
-        down = tl.load(left.diagonal + top + r + tl.arange(0, product.shape[0]))[:, None]
-        across = tl.load(right.diagonal + top + c + tl.arange(0, SQUARE))[None, :]
-        x = load_fine(left.tiles, left.residual_strips, top + r, c, left.fine)
+        d_left = tl.load(left.diagonal + top + r + tl.arange(0, product.shape[0]))[:, None]
+        d_right = tl.load(right.diagonal + top + c + tl.arange(0, SQUARE))[None, :]
+        e_left = load_fine(left.tiles, left.residual_strips, top + r, c, left.fine)
         if KIND == ONE_MATRIX:
-            product = tl.fma(w0 + w2 * (down + across), x, w2 * product)
+            product = tl.fma(w0 + w2 * (d_left + d_right), e_left, w2 * product)
         else:
-            product = tl.fma(w0 + w2 * across, x, w2 * product)
-            s = load_fine(right.tiles, right.residual_strips, top + r, c, right.fine)
-            product = tl.fma(w1 + w2 * down, s, product)
-    narrow = product.to(tl.float16)
-    target.strips.store([top + r, c], narrow)
-    target.turned_strips.store([top + c, r], narrow.T)
+            product = tl.fma(w0 + w2 * d_right, e_left, w2 * product)
+            e_right = load_fine(right.tiles, right.residual_strips, top + r, c, right.fine)
+            product = tl.fma(w1 + w2 * d_left, e_right, product)
+    rounded = product.to(tl.float16)
+    target.strips.store([top + r, c], rounded)
+    target.turned_strips.store([top + c, r], rounded.T)
     if target.fine:
-        target.residual_strips.store([top + r, c], rounding_residual(product, narrow))
+        target.residual_strips.store([top + r, c], rounding_residual(product, rounded))
 
 
 @triton.jit
-def finish_square(product, tile, left, right, target, weights, KIND: tl.constexpr):
-    """Turn a square of L Sᵀ into one of the result, and write it and its mirror image.
+def finish_square(product, corner, left, right, target, weights, KIND: tl.constexpr):
+    """Turn a square of E E′ into one of the result, and mirror it.
 
-    The factors had no diagonals. With L = D + E and S = D′ + E′,
-    L S = D D′ + D E′ + E D′ + E E′, and only the last term is a product of matrices.
+    With L = D + E and S = D′ + E′, the result w₀ L + w₁ S + w₂ L S has
+
+    - the diagonal w₀ D + (w₁ + w₂ D) D′ + w₂ diag(E E′), and
+    - the others (w₀ + w₂ D′) E + (w₁ + w₂ D) E′ + w₂ E E′, where D scales rows and D′ columns.
     """
-    r = tile.r
-    c = tile.c
-    top = tile.top
+    r = corner.r
+    c = corner.c
+    top = corner.top
     t = tl.arange(0, SQUARE)
     on_diagonal = (t[:, None] == t[None, :]) & (r == c)
     if KIND != GRAM:
         w0 = tl.load(weights)
         w1 = tl.load(weights + 1)
         w2 = tl.load(weights + 2)
-        down = tl.load(left.diagonal + top + r + t)[:, None]
-        across = tl.load(right.diagonal + top + c + t)[None, :]
-        x = load_fine(left.squares, left.residual_squares, top + r, c, left.fine)
-        product = w2 * product + tl.where(on_diagonal, w0 * down + (w1 + w2 * down) * across, 0.0)
+        d_left = tl.load(left.diagonal + top + r + t)[:, None]
+        d_right = tl.load(right.diagonal + top + c + t)[None, :]
+        e_left = load_fine(left.squares, left.residual_squares, top + r, c, left.fine)
+        of_diagonals = w0 * d_left + (w1 + w2 * d_left) * d_right
+        product = w2 * product + tl.where(on_diagonal, of_diagonals, 0.0)
         if KIND == ONE_MATRIX:
-            product += (w0 + w2 * (down + across)) * x
+            product += (w0 + w2 * (d_left + d_right)) * e_left
         else:
-            product += (w0 + w2 * across) * x
-            s = load_fine(right.squares, right.residual_squares, top + r, c, right.fine)
-            product += (w1 + w2 * down) * s
+            product += (w0 + w2 * d_right) * e_left
+            e_right = load_fine(right.squares, right.residual_squares, top + r, c, right.fine)
+            product += (w1 + w2 * d_left) * e_right
         if r == c:
             # Results are multiplied again, and an antisymmetric rounding error would grow.
             product = 0.5 * (product + product.T)
@@ -301,27 +300,27 @@ def finish_square(product, tile, left, right, target, weights, KIND: tl.constexp
         diagonal = tl.sum(tl.where(on_diagonal, product, 0.0), axis=1)
         tl.store(target.diagonal + top + r + t, diagonal)
     product = tl.where(on_diagonal, 0.0, product)
-    narrow = product.to(tl.float16)
-    target.squares.store([top + r, c], narrow)
+    rounded = product.to(tl.float16)
+    target.squares.store([top + r, c], rounded)
     if r != c:
-        target.squares.store([top + c, r], narrow.T)
+        target.squares.store([top + c, r], rounded.T)
     if target.fine:
-        target.residual_squares.store([top + r, c], rounding_residual(product, narrow))
+        target.residual_squares.store([top + r, c], rounding_residual(product, rounded))
 
 
 @triton.jit
 def load_fine(tiles, residuals, r, c, FINE: tl.constexpr):
     """Load a tile of E in fp32, with its residuals if FINE."""
-    x = tiles.load([r, c]).to(tl.float32)
+    e = tiles.load([r, c]).to(tl.float32)
     if FINE:
-        x += residuals.load([r, c]).to(tl.float32) / ENLARGED
-    return x
+        e += residuals.load([r, c]).to(tl.float32) / ENLARGED
+    return e
 
 
 @triton.jit
-def rounding_residual(x, narrow):
-    """Return what rounding x to fp16 lost, as residuals store it."""
-    return ((x - narrow.to(tl.float32)) * ENLARGED).to(tl.float16)
+def rounding_residual(e, rounded):
+    """Return the residual of E as it is stored."""
+    return ((e - rounded.to(tl.float32)) * ENLARGED).to(tl.float16)
 
 
 # ----- updates of X ------------------------------------------------------------------------------
@@ -336,61 +335,59 @@ _TOGETHER = tl.constexpr(8)
 
 
 class Iterate(NamedTuple):
-    """Where an update reads X and writes the next one; see `update`."""
+    """Where an update reads X and writes the next one: arguments of `update`."""
 
-    present: Any
-    factors: Any
-    master: Any
-    following: Any
+    x_tiles: Any
+    norm_factors: Any
+    x32_out: Any
+    x16_out: Any
     table: Any
     out: Any
 
 
 class Place(NamedTuple):
-    """The place of a program's work."""
+    """The half tile that a program finishes."""
 
     matrix: Any  # number of the matrix in the batch
-    member: Any  # number of the matrix in this launch
+    launched: Any  # number of the matrix in this launch
     order: Any
     width: Any
-    r: Any  # first row of the tile
+    r: Any  # first row
     c: Any  # first column
 
 
-@triton.jit(do_not_specialize=["step", "first_matrix"])
+@triton.jit(do_not_specialize=["weights_row", "first_matrix"])
 def update(
     polynomial,  # E of the polynomial D + E in T × K tiles
     diagonal,  # D
-    current,  # fp16 X in K × N tiles
-    present,  # X in T × N/2 tiles: fp32, or the same fp16 X, or in the first step an input
-    factors,  # (matrices, 2), which normalise inputs
-    master,  # the next X in fp32 or the results, in T × N/2 tiles; N/2 × T if transposed; written
-    following,  # the next X in fp16 in T × N/2 tiles, written
-    table,  # locations of the results of the last step, if these have any strides
-    out,  # results of the last step
-    weights,  # fp32 (steps, 3)
-    step,  # row of `weights`
+    x_factor,  # x16 in K × N tiles
+    x_tiles,  # X of w₀ X + D X in T × N/2 tiles: x32, or x16, or in the first update an input
+    norm_factors,  # (matrices, 2), which normalise inputs
+    x32_out,  # the next x32 or the results, in T × N/2 tiles; N/2 × T if transposed; written
+    x16_out,  # the next x16 in T × N/2 tiles, written
+    table,  # locations of the results, if these have any strides
+    out,  # the results
+    weights,  # fp32 (products, 3)
+    weights_row,  # number of the product
     first_matrix,  # of this launch
     order,
     width,
     targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
     damping,
     numbers,
-    READ: tl.constexpr,  # PRESENT, INPUT or TRANSPOSED_INPUT
+    READ: tl.constexpr,  # WORKSPACE, INPUT or TRANSPOSED_INPUT
     WRITE: tl.constexpr,  # one of the constants above
-    KEEP: tl.constexpr,  # whether the next X is also written in fp32
+    KEEP: tl.constexpr,  # whether the next x32 is written
     CHUNK: tl.constexpr,  # terms that tensor cores accumulate; 0 for all
     TYPE: tl.constexpr,  # dtype of the parameters, or None
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Do X ← w₀ X + (D + E) X, one T × N tile per program.
+    """Do X ← w₀ X + (D + E) X, one T × N tile per program; the last one writes or applies results.
 
-    The last step writes or applies the result.
-
-    D and E both multiply the fp16 copy, because outside the range of X only the sum of both
-    vanishes. The grid's second axis numbers the matrices, starting at `first_matrix`.
+    D and E both multiply x16, because outside the range of X only the sum of both vanishes. The
+    grid's second axis numbers the matrices, starting at `first_matrix`.
 
     Tensor cores truncate partial sums. The error grows with the number of terms, and later steps
     amplify its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time
@@ -398,22 +395,22 @@ def update(
     """
     parameters = ParameterUpdate(targets=targets, factors=damping, numbers=numbers)
     iterate = Iterate(
-        present=present,
-        factors=factors,
-        master=master,
-        following=following,
+        x_tiles=x_tiles,
+        norm_factors=norm_factors,
+        x32_out=x32_out,
+        x16_out=x16_out,
         table=table,
         out=out,
     )
     number = tl.program_id(0)
     matrix = first_matrix + tl.program_id(1)
-    down = order // T
-    along = width // N
+    tile_rows = order // T
+    tile_columns = width // N
     # Programs that run at the same time share rows and columns in the cache.
-    group = number // (_TOGETHER * along)
-    rows = tl.minimum(down - group * _TOGETHER, _TOGETHER)
-    i = group * _TOGETHER + number % (_TOGETHER * along) % rows
-    j = number % (_TOGETHER * along) // rows
+    group = number // (_TOGETHER * tile_columns)
+    group_rows = tl.minimum(tile_rows - group * _TOGETHER, _TOGETHER)
+    i = group * _TOGETHER + number % (_TOGETHER * tile_columns) % group_rows
+    j = number % (_TOGETHER * tile_columns) // group_rows
     top = matrix * order
     product = tl.zeros((T, N), tl.float32)
     if CHUNK > 0:
@@ -421,20 +418,20 @@ def update(
             chunk = tl.zeros((T, N), tl.float32)
             for k in range(start, tl.minimum(start + CHUNK, order), K):
                 e = polynomial.load([top + i * T, k])
-                chunk = tl.dot(e, current.load([top + k, j * N]), chunk)
+                chunk = tl.dot(e, x_factor.load([top + k, j * N]), chunk)
             product += chunk
     else:
         for k in range(0, order, K):
             e = polynomial.load([top + i * T, k])
-            product = tl.dot(e, current.load([top + k, j * N]), product)
-    # a X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
-    a = tl.load(weights + 3 * step)
+            product = tl.dot(e, x_factor.load([top + k, j * N]), product)
+    # w₀ X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
+    w0 = tl.load(weights + 3 * weights_row)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
     halves = product.reshape(T, 2, N // 2).permute(0, 2, 1).split()
     for side in tl.static_range(2):
         place = Place(
             matrix=matrix,
-            member=tl.program_id(1),
+            launched=tl.program_id(1),
             order=order,
             width=width,
             r=i * T,
@@ -442,7 +439,7 @@ def update(
         )
         finish_update(
             halves[side],
-            a,
+            w0,
             d,
             place=place,
             iterate=iterate,
@@ -457,7 +454,7 @@ def update(
 @triton.jit
 def finish_update(
     product,  # half a tile of E X, T × N/2
-    a,  # w₀
+    w0,
     d,  # D (T, 1)
     place,  # Place
     iterate,  # Iterate
@@ -467,38 +464,39 @@ def finish_update(
     KEEP: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Add a X + D X to half a tile of the product, and write or apply it."""
+    """Add w₀ X + D X to half a tile of the product, and write or apply it."""
     r = place.r
     c = place.c
-    # Rows of the batch's descriptors, and of the inputs' and results', which have only this launch.
+    # First row of the matrix in the workspaces. Tiled inputs and results have only this launch's.
     top = place.matrix * place.order
-    launch_top = place.member * place.order
+    launch_top = place.launched * place.order
+    launch_top_transposed = place.launched * place.width
     if READ == TRANSPOSED_INPUT:
-        x = iterate.present.load([place.member * place.width + c, r]).T
+        x = iterate.x_tiles.load([launch_top_transposed + c, r]).T
     elif READ == INPUT:
-        x = iterate.present.load([launch_top + r, c])
+        x = iterate.x_tiles.load([launch_top + r, c])
     else:
-        x = iterate.present.load([top + r, c]).to(tl.float32)
-    if READ != PRESENT:
-        power = tl.load(iterate.factors + 2 * place.matrix)
-        x = x * power * tl.load(iterate.factors + 2 * place.matrix + 1)
+        x = iterate.x_tiles.load([top + r, c]).to(tl.float32)
+    if READ != WORKSPACE:
+        power = tl.load(iterate.norm_factors + 2 * place.matrix)
+        x = x * power * tl.load(iterate.norm_factors + 2 * place.matrix + 1)
     # fma: all variants of the kernel round identically.
-    x = tl.fma(x, a, tl.fma(x.to(tl.float16).to(tl.float32), d, product))
+    x = tl.fma(x, w0, tl.fma(x.to(tl.float16).to(tl.float32), d, product))
     if WRITE == IN_TILES:
-        iterate.master.store([launch_top + r, c], x)
+        iterate.x32_out.store([launch_top + r, c], x)
     elif WRITE == IN_TRANSPOSED_TILES:
-        iterate.master.store([place.member * place.width + c, r], x.T)
+        iterate.x32_out.store([launch_top_transposed + c, r], x.T)
     elif WRITE == NEXT:
         if KEEP:
-            iterate.master.store([top + r, c], x)
-        iterate.following.store([top + r, c], x.to(tl.float16))
+            iterate.x32_out.store([top + r, c], x)
+        iterate.x16_out.store([top + r, c], x.to(tl.float16))
     else:
-        down = r + tl.arange(0, product.shape[0])
-        across = c + tl.arange(0, product.shape[1])
+        rows = r + tl.arange(0, product.shape[0])
+        columns = c + tl.arange(0, product.shape[1])
         if WRITE == APPLIED:
-            apply_tile(x, parameters, down * place.width, across, TYPE)
+            apply_tile(x, parameters, rows * place.width, columns, TYPE)
         elif WRITE == APPLIED_TRANSPOSED:
-            apply_tile(x.T, parameters, across * place.order, down, TYPE)
+            apply_tile(x.T, parameters, columns * place.order, rows, TYPE)
         else:
             row = iterate.table + place.matrix.to(tl.int64) * ROW
-            store_result(row, iterate.out, x, down, across)
+            store_result(row, iterate.out, x, rows, columns)

@@ -28,7 +28,7 @@ TILE, TENSOR, OFFSET, ROWS, COLUMNS, STRIDE, TRANSPOSED, OUT, OUT_ROW, OUT_COLUM
     tl.constexpr(i) for i in range(10)
 )
 # Offset in the fp16 workspace of a matrix that several programs share, in elements.
-HALF = tl.constexpr(10)
+WORKSPACE_OFFSET = tl.constexpr(10)
 
 # Tiles (rows, columns) that hold a matrix, by number; the mask of a launch selects those that it
 # needs.

@@ -1,12 +1,18 @@
-"""Launches of the kernels that perform whole iterations.
+"""Tables and launches of the kernels; the results of a call share one tensor.
 
-Tables are created once per set of shapes.
+| implementation | launches                                                                |
+|----------------|-------------------------------------------------------------------------|
+| `whole`        | one program per matrix                                                  |
+| `strips`       | cooperative: several programs share a matrix, each has a strip of it    |
+| `symmetric`    | one per product for all matrices of a shape; `symmetric_launch` does it |
+
+The tables of a set of shapes are created once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,9 +49,10 @@ def run_launches(
     *,
     with_results: bool = True,
 ) -> list[Tensor]:
-    """Orthogonalize batches (b, m, n) of any strides in as few launches as the device allows.
+    """Orthogonalize batches (b, m, n) of any strides by the launches of the implementation `name`.
 
-    The float32 results (b, m, n) are parts of one new tensor.
+    `start` starts one of them. The float32 results (b, m, n) are parts of one new tensor; without
+    `with_results`, `start` consumes them and the list is empty.
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
@@ -56,7 +63,7 @@ def run_launches(
     out_size = plan.out_size if with_results else 0
     out = torch.empty(out_size, dtype=torch.float32, device=device)
     for launch in plan.launches:
-        start(name, launch, inputs, coefficients, out)
+        start(launch, inputs, coefficients, out)
     return plan.results(out, matrices) if with_results else []
 
 
@@ -71,7 +78,7 @@ def readable(x: Tensor) -> Tensor:
 def start_launch(
     name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor
 ) -> None:
-    """Start one launch of the implementation `name`; see `StartLaunch`."""
+    """Start one launch of `whole` or `strips`; see `StartLaunch`."""
     device = out.device
     arguments: dict[str, Any] = {
         "table": launch.table,
@@ -86,7 +93,7 @@ def start_launch(
         return
     strips[(launch.grid,)](
         programs=launch.programs,
-        half=torch.empty(launch.half, dtype=torch.float16, device=device),
+        workspace=torch.empty(launch.workspace, dtype=torch.float16, device=device),
         sums=torch.empty(launch.grid, dtype=torch.float64, device=device),
         counters=torch.zeros(launch.matrices, dtype=torch.int32, device=device),
         # Programs wait for each other, so all must run at the same time.
@@ -112,59 +119,58 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
     out_size = 0
     for tensor, (shape, strides, _) in enumerate(geometry):
         out_places.append(out_size)
-        batch = shape[0]
+        count = shape[0]
         tall = shape[1] > shape[2]
-        # Dimensions of the smaller and the larger size.
-        small, large = (2, 1) if tall else (1, 2)
-        rows = shape[small]
-        columns = shape[large]
-        transposed = strides[large] != 1 and columns > 1
+        row_axis, column_axis = (2, 1) if tall else (1, 2)  # rows are the smaller dimension
+        rows = shape[row_axis]
+        columns = shape[column_axis]
+        transposed = strides[column_axis] != 1 and columns > 1
         locations += [
             MatrixLocation(
                 tensor=tensor,
                 offset=i * strides[0],
                 rows=rows,
                 columns=columns,
-                stride=strides[large] if transposed else strides[small],
+                stride=strides[column_axis if transposed else row_axis],
                 transposed=transposed,
                 out=out_size + i * rows * columns,
                 out_row=1 if tall else columns,
                 out_column=rows if tall else 1,
             )
-            for i in range(batch)
+            for i in range(count)
         ]
-        out_size += _round_up(batch * rows * columns, 4)  # results start at multiples of 16 bytes
-    make = {
+        out_size += round_up(count * rows * columns, 4)  # results start at multiples of 16 bytes
+    make_launches = {
         "whole": _whole_launches,
         "strips": _strips_launches,
-        "symmetric": _launches_by_shape,
+        "symmetric": _symmetric_launches,
     }[name]
-    return LaunchSet(name, make(locations, device), out_size, out_places)
+    return LaunchSet(name, make_launches(locations, device), out_size, out_places)
 
 
-def _round_up(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
+    """Return the next multiple of `step`."""
     return -(-size // step) * step
 
 
-def _launches_by_shape(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
+def _symmetric_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Create one launch per shape."""
     by_shape: dict[tuple[int, int], list[MatrixLocation]] = {}
     for location in locations:
         by_shape.setdefault((location.rows, location.columns), []).append(location)
     launches = []
     for (rows, columns), members in by_shape.items():
-        counts = Counter(location.tensor for location in members)
-        # By tensor; the first of several locations is kept, because it comes last here.
-        location_of = {location.tensor: location for location in reversed(members)}
-        spans = [
-            Span(
-                tensor=tensor,
-                count=count,
-                place=location_of[tensor].out,
-                transposed=location_of[tensor].out_row == 1,
+        spans = []
+        for tensor, group in itertools.groupby(members, key=lambda location: location.tensor):
+            first, *others = group
+            spans.append(
+                Span(
+                    tensor=tensor,
+                    count=1 + len(others),
+                    place=first.out,
+                    transposed=first.out_row == 1,
+                )
             )
-            for tensor, count in counts.items()
-        ]
         table = [location.row() for location in members]
         launches.append(
             Launch(
@@ -176,13 +182,6 @@ def _launches_by_shape(locations: Sequence[MatrixLocation], device: torch.device
     return launches
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 1 for Triton's interpreter."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Put few matrices in one launch, and many in one launch per tile size.
 
@@ -192,26 +191,32 @@ def _whole_launches(locations: Sequence[MatrixLocation], device: torch.device) -
     for location in locations:
         by_tile.setdefault(_smallest_tile(location), []).append(location)
     if len(locations) > 2 * multiprocessors(device):
-        launches_of_tiles = [[tile] for tile in sorted(by_tile)]
+        tiles_of_launches = [[tile] for tile in sorted(by_tile)]
     else:
-        launches_of_tiles = [sorted(by_tile, reverse=True)]  # programs that take longer start first
+        tiles_of_launches = [sorted(by_tile, reverse=True)]  # programs that take longer start first
     launches = []
-    for launch_tiles in launches_of_tiles:
-        members = [location for tile in launch_tiles for location in by_tile[tile]]
-        table = [location.row(tile) for tile in launch_tiles for location in by_tile[tile]]
+    for tiles in tiles_of_launches:
+        table = [location.row(tile) for tile in tiles for location in by_tile[tile]]
         launches.append(
             Launch(
-                grid=len(members),
-                matrices=len(members),
+                grid=len(table),
+                matrices=len(table),
                 table=torch.tensor(table, dtype=torch.int64, device=device),
                 constants={
-                    "MASK": sum(1 << tile for tile in launch_tiles),
+                    "MASK": sum(1 << tile for tile in tiles),
                     # The same for every tile size: results do not depend on the other matrices.
                     "num_warps": 8,
                 },
             )
         )
     return launches
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 1 for Triton's interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _smallest_tile(location: MatrixLocation) -> int:
@@ -226,23 +231,21 @@ def _smallest_tile(location: MatrixLocation) -> int:
 
 # ----- launches whose programs share matrices ----------------------------------------------------
 
-_HEIGHTS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
+# Most rows of each kind of matrices; `shared` has the same kinds.
+_HEIGHTS = (64, 128, 256)
 
 
-class _Shared(NamedTuple):
+class _SharedMatrix(NamedTuple):
     """A matrix that several programs share."""
 
     location: MatrixLocation
     programs: int
-    half: int  # elements of its workspace
+    workspace: int  # elements of its fp16 workspace
     kind: int  # number in _HEIGHTS
 
 
 def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Give each matrix one program per strip of columns.
-
-    Narrow strips if all their programs run at once.
-    """
+    """Give each matrix one program per strip of columns, of narrow ones if all run at once."""
     capacity = multiprocessors(device)  # 256 threads with 255 registers each fill one
     if device.type == "cuda":
         widths: tuple[int, ...] = (32, 64)
@@ -250,15 +253,15 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
         # Triton's interpreter runs programs one after the other, without barriers: one strip takes
         # all columns.
         widths = (1 << max(location.columns for location in locations).bit_length() + 1,)
-    for wide in widths:
-        matrices = [_in_strips(location, wide) for location in locations]
+    for width in widths:
+        matrices = [_in_strips(location, width) for location in locations]
         if sum(matrix.programs for matrix in matrices) <= capacity:
             break
     launches = []
     for members in _split_into_launches(matrices, capacity):
         constants = {
             "MASK": sum(1 << kind for kind in {matrix.kind for matrix in members}),
-            "WIDE": wide,
+            "WIDE": width,
             "num_warps": 8,
             "num_stages": 4,
         }
@@ -268,22 +271,22 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
     return launches
 
 
-def _in_strips(location: MatrixLocation, wide: int) -> _Shared:
-    """Divide a matrix into strips of `wide` columns, or half as many for the tallest kind."""
+def _in_strips(location: MatrixLocation, width: int) -> _SharedMatrix:
+    """Divide a matrix into strips of `width` columns, or half as many for the tallest kind."""
     kind = next(i for i, height in enumerate(_HEIGHTS) if location.rows <= height)
     height = _HEIGHTS[kind]
-    strip = wide // 2 if height == 256 else wide
+    strip = width // 2 if height == _HEIGHTS[-1] else width
     programs = -(-location.columns // strip)
-    return _Shared(
+    return _SharedMatrix(
         location=location,
         programs=programs,
-        half=height * (programs * strip + height),  # X and R
+        workspace=height * (programs * strip + height),  # X and R
         kind=kind,
     )
 
 
-def _with_helpers(matrices: Sequence[_Shared], capacity: int) -> list[_Shared]:
-    """Add programs that only compute tiles of X Xᵀ if each tile then has its own.
+def _with_helpers(matrices: Sequence[_SharedMatrix], capacity: int) -> list[_SharedMatrix]:
+    """Add programs without a strip where each tile of X Xᵀ can then have its own program.
 
     The tallest matrices come first.
     """
@@ -293,22 +296,24 @@ def _with_helpers(matrices: Sequence[_Shared], capacity: int) -> list[_Shared]:
         for tile in (64, 32):
             side = _HEIGHTS[kind] // tile
             n_tiles = side * (side + 1) // 2
-            members = [
+            helped = [
                 i
                 for i, matrix in enumerate(matrices)
                 if matrix.kind == kind and programs[i] < n_tiles
             ]
-            if sum(programs) + sum(n_tiles - programs[i] for i in members) <= capacity:
-                for i in members:
+            if sum(programs) + sum(n_tiles - programs[i] for i in helped) <= capacity:
+                for i in helped:
                     programs[i] = n_tiles
     return [
         matrix._replace(programs=count) for matrix, count in zip(matrices, programs, strict=True)
     ]
 
 
-def _split_into_launches(matrices: Sequence[_Shared], capacity: int) -> list[list[_Shared]]:
+def _split_into_launches(
+    matrices: Sequence[_SharedMatrix], capacity: int
+) -> list[list[_SharedMatrix]]:
     """Distribute matrices over launches whose programs all run at once."""
-    launches: list[list[_Shared]] = []
+    launches: list[list[_SharedMatrix]] = []
     programs = 0
     for matrix in matrices:
         if not launches or programs + matrix.programs > capacity:
@@ -320,21 +325,21 @@ def _split_into_launches(matrices: Sequence[_Shared], capacity: int) -> list[lis
 
 
 def _cooperative(
-    matrices: Sequence[_Shared], constants: dict[str, Any], device: torch.device
+    matrices: Sequence[_SharedMatrix], constants: dict[str, Any], device: torch.device
 ) -> Launch:
-    """Create a launch whose programs share matrices."""
+    """Create a launch whose programs share matrices; all of them run at once."""
     table = []
     programs = []
-    half = 0
+    workspace_size = 0
     for i, matrix in enumerate(matrices):
-        table.append(matrix.location.row(matrix.kind, half))
+        table.append(matrix.location.row(matrix.kind, workspace_size))
         programs += [(i, rank, matrix.programs) for rank in range(matrix.programs)]
-        half += matrix.half
+        workspace_size += matrix.workspace
     return Launch(
         grid=len(programs),
         matrices=len(matrices),
         table=torch.tensor(table, dtype=torch.int64, device=device),
         programs=torch.tensor(programs, dtype=torch.int32, device=device),
         constants=constants,
-        half=half,
+        workspace=workspace_size,
     )
