@@ -30,8 +30,8 @@ number.
 Contraction
 -----------
 D = Aᵀ·A_axis with A_axis = A[:, :axis]. The bilinear form behind D, Aᵀ·B_axis + Bᵀ·A_axis, is
-symmetric. Therefore one function, `pull`, is its adjoint in either argument: it returns Ā from A
-and D̄, and in the backward pass of that the cotangent of A.
+symmetric. Therefore one function, `pull`, is its adjoint in either argument. It maps A and D̄ to Ā;
+in its own backward pass, it maps the cotangent of Ā, and D̄, to the cotangent of A.
 """
 
 from __future__ import annotations
