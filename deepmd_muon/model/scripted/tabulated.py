@@ -342,18 +342,7 @@ class Tabulated(torch.nn.Module):
 
         basis = self._basis(geometry.s)
         terms = 6 if basis.cell.numel() == 0 else int(basis.cell.max()) + 6
-        # B has a block of all centres for each type that is among the neighbours.
-        kinds: list[int] = []
-        block_of_kind = torch.zeros([self.request.ntypes], dtype=torch.int64, device=rows.device)
-        n_edges: list[int] = (
-            torch.bincount(neighbor_kind[real], minlength=self.request.ntypes).cpu().tolist()
-        )
-        for kind in range(len(n_edges)):
-            if n_edges[kind] > 0:
-                block_of_kind[kind] = len(kinds)
-                kinds.append(kind)
-        centre = torch.arange(ncentre, device=rows.device).unsqueeze(1)
-        group = block_of_kind[neighbor_kind] * ncentre + centre
+        kinds, group = self._groups(neighbor_kind, real)
         offset = (group * (4 * self.channels * terms)).view(-1) + basis.cell
         b = self._spread(
             rows, basis.values, switch, offset, groups=len(kinds) * ncentre, terms=terms
@@ -442,6 +431,24 @@ class Tabulated(torch.nn.Module):
                 stacklevel=2,
             )
 
+    def _groups(self, neighbor_kind: Tensor, real: Tensor) -> tuple[list[int], Tensor]:
+        """Return the types among the neighbours, and the group in B of each edge `(ncentre, nnei)`.
+
+        A group is one centre and one of these types: a block of all centres for each type.
+        """
+        kinds: list[int] = []
+        block = torch.zeros([self.request.ntypes], dtype=torch.int64, device=real.device)
+        n_edges: list[int] = (
+            torch.bincount(neighbor_kind[real], minlength=self.request.ntypes).cpu().tolist()
+        )
+        for kind in range(len(n_edges)):
+            if n_edges[kind] > 0:
+                block[kind] = len(kinds)
+                kinds.append(kind)
+        ncentre = real.shape[0]
+        centre = torch.arange(ncentre, device=real.device).unsqueeze(1)
+        return kinds, block[neighbor_kind] * ncentre + centre
+
     def _spread(
         self,
         rows: Tensor,
@@ -451,10 +458,7 @@ class Tabulated(torch.nn.Module):
         groups: int,
         terms: int,
     ) -> Tensor:
-        """Return B `(groups, 4, channels·terms)`: sums of R_e[c]·b_k, and times the switch.
-
-        A group has the neighbours of one type of one centre.
-        """
+        """Return B `(groups, 4, channels·terms)`: sums of R_e[c]·b_k, and times the switch."""
         out = torch.zeros(
             [groups * 4 * self.channels * terms], dtype=rows.dtype, device=rows.device
         )
