@@ -521,7 +521,7 @@ def _multiply_by_jacobian(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _row_jacobian_kernel(
-    out,  # (n_rows, width), written; may be the memory of u
+    out,  # (n_rows, width), written; may be the memory of u, which is read before
     along,  # (n_rows,), written unless None
     u,  # (n_rows, width); None for 0
     gamma,  # (width,): factor of u; None for 1
