@@ -5,6 +5,10 @@ The plugin asks for `get_rcut`, `get_ntypes`, `get_type_map`, `get_dim_fparam`, 
 `forward_common_lower` where it finds neighbours itself, else `forward`. Our predictor runs
 `forward_lower`.
 
+All of them end in `Program._evaluate`, which takes some local atoms at a time, the centres: find
+their neighbours (`_near`), describe them, apply the fitting net, and pull the slope of the energy
+back to the edges, whose sums are forces and virial (`_add_centres`).
+
 TorchScript compiles this file. It forbids some idioms: methods of a module cannot call each other
 with default arguments, and comprehensions have no condition.
 """
@@ -93,7 +97,7 @@ class _WithoutParameters(torch.nn.Module):
         return results
 
 
-# ----- what an evaluation passes on ---------------------------------------------------------------
+# ----- input and results of an evaluation ---------------------------------------------------------
 
 
 class Frames(NamedTuple):
@@ -106,9 +110,9 @@ class Frames(NamedTuple):
     types
         Types `(nframes·nall,)`, −1 for padding.
     centre
-        Number of every local atom in this row `(nframes·nloc,)`.
+        Number of every local atom among all atoms `(nframes·nloc,)`.
     listed
-        Numbers of the atoms near each local atom `(nframes·nloc, n)`, −1 for an empty entry.
+        `nlist`: atoms near each local atom `(nframes·nloc, n)`, −1 for an empty entry.
     nall, nloc
         Atoms, and local atoms, of a frame.
     """
@@ -121,25 +125,8 @@ class Frames(NamedTuple):
     nloc: int
 
 
-def _in_a_row(coord: Tensor, types: Tensor, nlist: Tensor) -> Frames:
-    """Return the frames from `(nframes, nall, 3)`, `(nframes, nall)` and `(nframes, nloc, n)`."""
-    nframes, nall = types.shape
-    nloc = nlist.shape[1]
-    offset = torch.arange(nframes, device=coord.device) * nall
-    local = torch.arange(nloc, device=coord.device)
-    listed = torch.where(nlist >= 0, nlist + offset.view(-1, 1, 1), -1)
-    return Frames(
-        coord=coord.reshape(nframes * nall, 3).to(torch.float64),
-        types=types.reshape(-1),
-        centre=(offset.unsqueeze(1) + local).view(-1),
-        listed=listed.view(nframes * nloc, -1),
-        nall=nall,
-        nloc=nloc,
-    )
-
-
 class Sums(NamedTuple):
-    """The sums over centres.
+    """Results, to which each chunk of centres adds in place.
 
     Attributes
     ----------
@@ -157,63 +144,6 @@ class Sums(NamedTuple):
     force: Tensor
     virial: Tensor
     atom_virial: Tensor
-
-
-def _zero_sums(frames: Frames, nframes: int, do_atomic_virial: bool) -> Sums:
-    """Return the sums before the first centre."""
-    coord = frames.coord
-    return Sums(
-        energy=coord.new_zeros([nframes * frames.nloc]),
-        force=torch.zeros_like(coord),
-        virial=coord.new_zeros([nframes, 9]),
-        atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
-    )
-
-
-def add_edges(near: Near, slope: Tensor, frame: Tensor, sums: Sums) -> None:
-    """Add the contributions of edges to forces and virials; the neighbour gets the virial.
-
-    `slope` is dE/dr_ij `(ncentre, nnei, 3)`, and `frame` the frame of each centre.
-    """
-    # F_i = Σ_j dE/dr_ij, F_j = −Σ_i dE/dr_ij; the slopes of empty slots are 0.
-    sums.force.index_add_(0, near.centre, slope.sum(1))
-    atoms = near.neighbor.clamp(min=0).view(-1)
-    sums.force.index_add_(0, atoms, slope.reshape(-1, 3), alpha=-1)
-    if sums.atom_virial.shape[0] > 0:
-        products = slope.unsqueeze(3) * near.vectors.unsqueeze(2)
-        sums.atom_virial.index_add_(0, atoms, products.reshape(-1, 9), alpha=-1)
-    virials = torch.bmm(slope.transpose(1, 2), near.vectors)
-    sums.virial.index_add_(0, frame, virials.reshape(-1, 9), alpha=-1)
-
-
-def _originals(order: Tensor, frames: Frames, mapping: Tensor | None) -> Tensor:
-    """Return the row of every atom's original among the sorted centres `(nframes·nall,)`."""
-    if mapping is None:
-        raise ValueError(
-            "this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or "
-            "comm_dict"
-        )
-    # The inverse of the permutation `order`; padding keeps 0.
-    place = torch.zeros([frames.centre.shape[0]], dtype=torch.int64, device=order.device)
-    place = place.index_copy(0, order, torch.arange(order.shape[0], device=order.device))
-    frame = torch.arange(mapping.shape[0], device=order.device).unsqueeze(1)
-    return place[(mapping.to(torch.int64) + frame * frames.nloc).view(-1)]
-
-
-def _outputs(
-    sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return the results of `forward_lower`, with forces and virials in `dtype`."""
-    per_atom = sums.energy.view(nframes, -1)
-    out = {
-        "energy": per_atom.sum(1, keepdim=True),
-        "atom_energy": per_atom.unsqueeze(2),
-        "extended_force": sums.force.view(nframes, -1, 3).to(dtype),
-        "virial": sums.virial.to(dtype),
-    }
-    if do_atomic_virial:
-        out["extended_virial"] = sums.atom_virial.view(nframes, -1, 9).to(dtype)
-    return out
 
 
 # ----- the program --------------------------------------------------------------------------------
@@ -237,15 +167,15 @@ class Program(torch.nn.Module):
         When a part of the model has no scripted form.
     """
 
-    # Centres that are evaluated together: bounds memory, and the data that a cache has to hold.
+    # Centres of a chunk: bounds memory, and the data that a cache has to hold.
     centres_cpu: Final[int]
     centres_gpu: Final[int] = 8192
     type_map: list[str]
     sel: list[int]
-    bias: Tensor
-    has_table: Final[bool]
-    excluded: Tensor
-    counted: Tensor
+    bias: Tensor  # (ntypes,) [eV]
+    has_table: Final[bool]  # whether `short_range` blends the energy with that of a table
+    excluded: Tensor  # negative marks for pairs of types that ignore each other (ntypes, ntypes)
+    counted: Tensor  # 1, or 0 for types without energy (ntypes,)
     if TYPE_CHECKING:  # TorchScript finds the types of submodules itself
         descriptor: Any
         fitting_net: Any
@@ -268,11 +198,13 @@ class Program(torch.nn.Module):
         self.fitting_net = net if hasattr(net, "numb_fparam") else _WithoutParameters(net)
 
         self.excludes = model.excluded is not None
-        no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.int64)
-        excluded = no_pairs if model.excluded is None else model.excluded.clone()
+        excluded = torch.zeros(model.ntypes, model.ntypes, dtype=torch.int64)
+        if model.excluded is not None:
+            excluded = model.excluded.clone()
         self.register_buffer("excluded", excluded)
-        all_types = torch.ones(model.ntypes, dtype=torch.float64)
-        counted = all_types if model.counted is None else model.counted.clone()
+        counted = torch.ones(model.ntypes, dtype=torch.float64)
+        if model.counted is not None:
+            counted = model.counted.clone()
         self.register_buffer("counted", counted)
         self.has_table = model.short_range is not None
         self.short_range = (
@@ -285,96 +217,6 @@ class Program(torch.nn.Module):
         self.section = json.dumps(section)
         self.min_distance = min_distance
         self.register_buffer("bias", atomic_model.out_bias.detach()[0, :, 0].clone())
-
-    @torch.jit.export
-    def get_rcut(self) -> float:
-        """Return the cut-off [Å]."""
-        return self.rcut
-
-    @torch.jit.export
-    def get_ntypes(self) -> int:
-        """Return the number of types."""
-        return self.ntypes
-
-    @torch.jit.export
-    def get_type_map(self) -> list[str]:
-        """Return the element symbol of every type."""
-        return self.type_map
-
-    @torch.jit.export
-    def get_sel(self) -> list[int]:
-        """Return the neighbour slots: for each type, or one number for all."""
-        return self.sel
-
-    @torch.jit.export
-    def get_dim_fparam(self) -> int:
-        """Return how many frame parameters there are."""
-        number: int = self.fitting_net.numb_fparam
-        return number
-
-    @torch.jit.export
-    def get_dim_aparam(self) -> int:
-        """Return how many atomic parameters there are."""
-        number: int = self.fitting_net.numb_aparam
-        return number
-
-    @torch.jit.export
-    def has_default_fparam(self) -> bool:
-        """Return whether frame parameters may be left out."""
-        has_default: bool = self.fitting_net.default_fparam.shape[0] > 0
-        return has_default
-
-    @torch.jit.export
-    def get_default_fparam(self) -> Tensor | None:
-        """Return the frame parameters of calls without any `(numb_fparam,)`."""
-        default: Tensor = self.fitting_net.default_fparam
-        return default if default.shape[0] > 0 else None
-
-    @torch.jit.export
-    def is_aparam_nall(self) -> bool:
-        """Return whether ghosts have atomic parameters."""
-        return False
-
-    @torch.jit.export
-    def get_sel_type(self) -> list[int]:
-        """Return the types that have an energy; empty for all."""
-        counted: list[int] = []
-        if float(self.counted.min()) == 0.0:
-            for kind in range(self.ntypes):
-                if float(self.counted[kind]) > 0.0:
-                    counted.append(kind)  # noqa: PERF401 (no comprehension with a condition)
-        return counted
-
-    @torch.jit.export
-    def has_message_passing(self) -> bool:
-        """Return whether features of ghosts have to be exchanged between ranks."""
-        needed: bool = self.descriptor.message_passing
-        return needed
-
-    @torch.jit.export
-    def model_output_type(self) -> list[str]:
-        """Return the prediction of the fitting net."""
-        return ["energy"]
-
-    @torch.jit.export
-    def get_model_def_script(self) -> str:
-        """Return the model section as JSON."""
-        return self.section
-
-    @torch.jit.export
-    def get_min_nbor_dist(self) -> float:
-        """Return the smallest distance in the training data [Å], negative when unknown."""
-        return self.min_distance
-
-    @torch.jit.export
-    def get_observed_type_list(self) -> list[str]:
-        """Return the types of the training data: with a bias above deepmd-kit's bound [eV]."""
-        names: list[str] = []
-        for kind in range(self.ntypes):
-            if abs(float(self.bias[kind])) > 1e-6:
-                name = self.type_map[kind]
-                names.append(name)
-        return names
 
     @torch.jit.export
     def forward_lower(  # noqa: PLR0913 - the signature that LAMMPS calls
@@ -426,8 +268,8 @@ class Program(torch.nn.Module):
             extended_coord,
             extended_atype,
             nlist,
-            mapping,
-            parameters,
+            mapping=mapping,
+            parameters=parameters,
             do_atomic_virial=do_atomic_virial,
             comm_dict=comm_dict,
         )
@@ -467,26 +309,26 @@ class Program(torch.nn.Module):
     ) -> dict[str, Tensor]:
         """Implement `forward_lower`, with the result of `_parameter_rows`."""
         nframes = extended_atype.shape[0]
-        frames = _in_a_row(extended_coord, extended_atype, nlist)
+        frames = _flatten(extended_coord, extended_atype, nlist)
         sums = _zero_sums(frames, nframes, do_atomic_virial)
-        step = self.centres_gpu if extended_coord.is_cuda else self.centres_cpu
-        # Centres with similar numbers of neighbours share a step, if there are several.
-        crowd = torch.zeros_like(frames.centre)
-        if frames.centre.shape[0] > step:
-            crowd = (frames.listed >= 0).sum(1)
-        order = sort_by_type(frames.types[frames.centre], crowd)
+        chunk = self.centres_gpu if extended_coord.is_cuda else self.centres_cpu
+        # Centres with similar numbers of neighbours share a chunk, if there are several.
+        n_listed = torch.zeros_like(frames.centre)
+        if frames.centre.shape[0] > chunk:
+            n_listed = (frames.listed >= 0).sum(1)
+        order = sort_by_type(frames.types[frames.centre], n_listed)
 
         originals = torch.empty([0], dtype=torch.int64, device=order.device)
         comm: dict[str, Tensor] = {}
         if self.descriptor.message_passing:
-            step = max(1, order.shape[0])  # all at once: layers read the features of other centres
+            chunk = max(1, order.shape[0])  # all at once: layers read features of other centres
             if comm_dict is not None:
                 comm = comm_dict
             else:
                 originals = _originals(order, frames, mapping)
         # At least once: a rank without atoms still takes part in exchanges.
-        for begin in range(0, max(1, order.shape[0]), step):
-            rows = order[begin : begin + step]
+        for begin in range(0, max(1, order.shape[0]), chunk):
+            rows = order[begin : begin + chunk]
             near = self._near(frames, rows, originals, comm)
             self._add_centres(frames, near, rows, parameters[rows], sums)
         return _outputs(sums, nframes, do_atomic_virial, extended_coord.dtype)
@@ -502,7 +344,6 @@ class Program(torch.nn.Module):
         centre = frames.centre[rows]
         kind = frames.types[centre]
         counts: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
-        # Of the listed atoms within the cut-off, the ones that the descriptor reads.
         neighbor, sections, vectors = neighbors_within(
             frames.coord, frames.types, centre, frames.listed[rows], self.descriptor.request
         )
@@ -534,10 +375,10 @@ class Program(torch.nn.Module):
         parameters: Tensor,
         sums: Sums,
     ) -> None:
-        """Add energies, forces and virials of some centres to the sums."""
+        """Add energies, forces and virials of some centres, given by their rows, to the sums."""
         described, tape = self.descriptor.describe(near)
         energy, adjoint = self.fitting_net.energy_and_slope(described, near.counts, parameters)
-        weight = self.counted[near.kind]
+        counted = self.counted[near.kind]
         frame = torch.div(near.centre, frames.nall, rounding_mode="floor")
         if self.has_table:
             # E = (1 − w)·E_net + w·E_table, with a weight w that depends on distances, too.
@@ -545,12 +386,12 @@ class Program(torch.nn.Module):
             neighbor_types = torch.where(near.neighbor >= 0, neighbor_types, -1)
             blend = self.short_range(near.vectors, near.kind, neighbor_types)
             share = 1.0 - blend.weight
-            slope = weight.view(-1, 1, 1) * edge_slope(blend, energy, near.vectors)
+            slope = counted.view(-1, 1, 1) * edge_slope(blend, energy, near.vectors)
             add_edges(near, slope, frame, sums)
             energy = share * energy + blend.weight * blend.energy
             adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
-        sums.energy[rows] = (energy + self.bias[near.kind]) * weight
-        adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)  # types without energy: 0
+        sums.energy[rows] = (energy + self.bias[near.kind]) * counted
+        adjoint = adjoint * counted.unsqueeze(1).to(adjoint.dtype)
         add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)
 
     @torch.jit.export
@@ -575,8 +416,8 @@ class Program(torch.nn.Module):
             extended_coord,
             extended_atype,
             nlist,
-            mapping,
-            parameters,
+            mapping=mapping,
+            parameters=parameters,
             do_atomic_virial=do_atomic_virial,
             comm_dict=None,
         )
@@ -673,8 +514,8 @@ class Program(torch.nn.Module):
             extended[None],
             types[None],
             nlist,
-            owner[None],
-            parameters,
+            mapping=owner[None],
+            parameters=parameters,
             do_atomic_virial=do_atomic_virial,
             comm_dict=None,
         )
@@ -691,3 +532,173 @@ class Program(torch.nn.Module):
             out["atom_virial"] = atom_virial[None]
         out["mask"] = (atype[None] >= 0).to(torch.int32)
         return out
+
+    @torch.jit.export
+    def get_rcut(self) -> float:
+        """Return the cut-off [Å]."""
+        return self.rcut
+
+    @torch.jit.export
+    def get_ntypes(self) -> int:
+        """Return the number of types."""
+        return self.ntypes
+
+    @torch.jit.export
+    def get_type_map(self) -> list[str]:
+        """Return the element symbol of every type."""
+        return self.type_map
+
+    @torch.jit.export
+    def get_sel(self) -> list[int]:
+        """Return the neighbour slots: for each type, or one number for all."""
+        return self.sel
+
+    @torch.jit.export
+    def get_dim_fparam(self) -> int:
+        """Return how many frame parameters there are."""
+        number: int = self.fitting_net.numb_fparam
+        return number
+
+    @torch.jit.export
+    def get_dim_aparam(self) -> int:
+        """Return how many atomic parameters there are."""
+        number: int = self.fitting_net.numb_aparam
+        return number
+
+    @torch.jit.export
+    def has_default_fparam(self) -> bool:
+        """Return whether frame parameters may be left out."""
+        has_default: bool = self.fitting_net.default_fparam.shape[0] > 0
+        return has_default
+
+    @torch.jit.export
+    def get_default_fparam(self) -> Tensor | None:
+        """Return the frame parameters of calls without any `(numb_fparam,)`."""
+        default: Tensor = self.fitting_net.default_fparam
+        return default if default.shape[0] > 0 else None
+
+    @torch.jit.export
+    def is_aparam_nall(self) -> bool:
+        """Return whether ghosts have atomic parameters."""
+        return False
+
+    @torch.jit.export
+    def get_sel_type(self) -> list[int]:
+        """Return the types that have an energy; empty for all."""
+        counted: list[int] = []
+        if float(self.counted.min()) == 0.0:
+            for kind in range(self.ntypes):
+                if float(self.counted[kind]) > 0.0:
+                    counted.append(kind)  # noqa: PERF401 (no comprehension with a condition)
+        return counted
+
+    @torch.jit.export
+    def has_message_passing(self) -> bool:
+        """Return whether features of ghosts have to be exchanged between ranks."""
+        needed: bool = self.descriptor.message_passing
+        return needed
+
+    @torch.jit.export
+    def model_output_type(self) -> list[str]:
+        """Return the prediction of the fitting net."""
+        return ["energy"]
+
+    @torch.jit.export
+    def get_model_def_script(self) -> str:
+        """Return the model section as JSON."""
+        return self.section
+
+    @torch.jit.export
+    def get_min_nbor_dist(self) -> float:
+        """Return the smallest distance in the training data [Å], negative when unknown."""
+        return self.min_distance
+
+    @torch.jit.export
+    def get_observed_type_list(self) -> list[str]:
+        """Return the types of the training data: with a bias above deepmd-kit's bound [eV]."""
+        names: list[str] = []
+        for kind in range(self.ntypes):
+            if abs(float(self.bias[kind])) > 1e-6:
+                name = self.type_map[kind]
+                names.append(name)
+        return names
+
+
+# ----- steps of an evaluation ----------------------------------------------------------------------
+
+
+def _flatten(coord: Tensor, types: Tensor, nlist: Tensor) -> Frames:
+    """Return the frames from `(nframes, nall, 3)`, `(nframes, nall)` and `(nframes, nloc, n)`."""
+    nframes, nall = types.shape
+    nloc = nlist.shape[1]
+    offset = torch.arange(nframes, device=coord.device) * nall
+    local = torch.arange(nloc, device=coord.device)
+    listed = torch.where(nlist >= 0, nlist + offset.view(-1, 1, 1), -1)
+    return Frames(
+        coord=coord.reshape(nframes * nall, 3).to(torch.float64),
+        types=types.reshape(-1),
+        centre=(offset.unsqueeze(1) + local).view(-1),
+        listed=listed.view(nframes * nloc, -1),
+        nall=nall,
+        nloc=nloc,
+    )
+
+
+def _zero_sums(frames: Frames, nframes: int, do_atomic_virial: bool) -> Sums:
+    """Return the sums before the first centre."""
+    coord = frames.coord
+    return Sums(
+        energy=coord.new_zeros([nframes * frames.nloc]),
+        force=torch.zeros_like(coord),
+        virial=coord.new_zeros([nframes, 9]),
+        atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
+    )
+
+
+def add_edges(near: Near, slope: Tensor, frame: Tensor, sums: Sums) -> None:
+    """Add the contributions of edges to forces and virials; the neighbour gets the virial.
+
+    `slope` is dE/dr_ij `(ncentre, nnei, 3)`, and `frame` the frame of each centre.
+    """
+    # F_i = Σ_j dE/dr_ij, F_j = −Σ_i dE/dr_ij; the slopes of empty slots are 0.
+    sums.force.index_add_(0, near.centre, slope.sum(1))
+    atoms = near.neighbor.clamp(min=0).view(-1)
+    sums.force.index_add_(0, atoms, slope.reshape(-1, 3), alpha=-1)
+    if sums.atom_virial.shape[0] > 0:
+        products = slope.unsqueeze(3) * near.vectors.unsqueeze(2)
+        sums.atom_virial.index_add_(0, atoms, products.reshape(-1, 9), alpha=-1)
+    virials = torch.bmm(slope.transpose(1, 2), near.vectors)
+    sums.virial.index_add_(0, frame, virials.reshape(-1, 9), alpha=-1)
+
+
+def _originals(order: Tensor, frames: Frames, mapping: Tensor | None) -> Tensor:
+    """Return where `order` has every atom, or the local atom it is an image of `(nframes·nall,)`.
+
+    These are the rows of features that atoms and ghosts share.
+    """
+    if mapping is None:
+        raise ValueError(
+            "this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or "
+            "comm_dict"
+        )
+    # The inverse of the permutation `order`; padding keeps 0.
+    inverse = torch.zeros([frames.centre.shape[0]], dtype=torch.int64, device=order.device)
+    inverse = inverse.index_copy(0, order, torch.arange(order.shape[0], device=order.device))
+    frame = torch.arange(mapping.shape[0], device=order.device).unsqueeze(1)
+    return inverse[(mapping.to(torch.int64) + frame * frames.nloc).view(-1)]
+
+
+def _outputs(
+    sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the results of `forward_lower`; forces and virials in `dtype`."""
+    per_atom = sums.energy.view(nframes, -1)
+    out = {
+        "energy": per_atom.sum(1, keepdim=True),
+        "atom_energy": per_atom.unsqueeze(2),
+        "extended_force": sums.force.view(nframes, -1, 3).to(dtype),
+        "virial": sums.virial.to(dtype),
+    }
+    if do_atomic_virial:
+        out["extended_virial"] = sums.atom_virial.view(nframes, -1, 9).to(dtype)
+    return out

@@ -1,11 +1,11 @@
 """Triton kernels of edge vectors, environment rows and their derivative, and of forces.
 
-`environment.environment`, `environment.edge_derivative`, `energy_model.edge_vectors` and
-`energy_model.forces_of` define the results; `test_model_kernels` compares them.
+`environment.environment`, `environment.edge_derivative`, `edges.edge_vectors` and
+`edges.forces_of` define the results; `test_model_kernels` compares them.
 
-An edge is a pair of an atom i and a slot of its neighbour list; edge = i·nnei + slot. The vectors
-r_ij and everything computed from them are in float64. Rows, and what multiplies them, may be in
-single precision.
+An edge is a pair of an atom and a slot of its neighbour list: edge = i·nnei + slot, with the row i
+of the list, atom order[i], and neighbour j. r_ij and everything computed from it are in float64.
+Environment rows, their cotangents and their factors may be in single precision.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from deepmd_muon.model.nn.vector_kernels import (
     times,
 )
 
-BLOCK = 256
-WARPS_OF_BLOCK = 8  # a thread for each edge
-WARPS = 1  # of a program for the edges of an atom: one warp waits for no other
+BLOCK = 256  # edges of a program, at most
+WARPS_OF_ROWS = 8  # in kernels of environment rows: a thread for each edge
+WARPS_OF_ATOM = 1  # of a program for the edges of an atom: one warp waits for no other
 
 
 class Row(NamedTuple):
-    """A row of the environment, or what multiplies one."""
+    """Four numbers of an edge: an environment row, a cotangent or a factor of one."""
 
-    radial: Any
-    vector: Any  # Vector
+    radial: Any  # component 0
+    vector: Any  # Vector: components 1 to 3
 
 
 class Switched(NamedTuple):
@@ -51,8 +51,8 @@ class Switched(NamedTuple):
     slope: Any  # dw/dr
 
 
-class Curvature(NamedTuple):
-    """The factors of `environment.Jacobian`."""
+class RowJacobian(NamedTuple):
+    """∂row₀/∂x_k = radial·x_k and ∂row_i/∂x_k = isotropic·δ_ik + bend·x_i·x_k."""
 
     radial: Any
     isotropic: Any
@@ -64,23 +64,20 @@ class Curvature(NamedTuple):
 
 @triton.jit
 def edges_of_program(count, block: tl.constexpr):
-    """Return the edges of a program, int64, and which of them exist."""
+    """Return the edges of a program, int64, and which of them exist, empty slots included."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     return edge, edge < count
 
 
 @triton.jit
-def loaded_edges(edges, neighbor, edge, real, reach):
-    """Return r_ij of some edges.
-
-    Empty slots are at the cut-off, where everything vanishes.
-    """
-    none = tl.load(neighbor + edge, real, -1) < 0
-    r = load_vector(edges, edge, real, 1.0)
+def loaded_edges(edges, neighbor, edge, exists, reach):
+    """Return r_ij of some edges; those of empty slots are beyond the cut-off: rows vanish there."""
+    empty = tl.load(neighbor + edge, exists, -1) < 0
+    r = load_vector(edges, edge, exists, 1.0)
     return Vector(
-        tl.where(none, reach.rcut, r.x),
-        tl.where(none, reach.rcut, r.y),
-        tl.where(none, reach.rcut, r.z),
+        tl.where(empty, reach.rcut, r.x),
+        tl.where(empty, reach.rcut, r.y),
+        tl.where(empty, reach.rcut, r.z),
     )
 
 
@@ -103,13 +100,13 @@ def switched(r, reach):
 
 
 @triton.jit
-def curvature(r, reach):
-    """Return `Curvature`."""
+def row_jacobian(r, reach):
+    """Return the `RowJacobian` at r_ij."""
     f = switched(r, reach)
     per_distance = 1.0 / f.distance
     isotropic = f.switch * f.t * f.t
     slope_t = f.slope * f.t
-    return Curvature(
+    return RowJacobian(
         radial=(slope_t - isotropic) * per_distance,
         isotropic=isotropic,
         bend=(slope_t - 2.0 * isotropic) * f.t * per_distance,
@@ -119,11 +116,11 @@ def curvature(r, reach):
 @triton.jit
 def load_row(rows, number, mask):
     """Load rows of a tensor (…, 4), 0 where the mask is false."""
-    at = rows + number * 4
-    radial = tl.load(at, mask, 0.0)
-    x = tl.load(at + 1, mask, 0.0)
-    y = tl.load(at + 2, mask, 0.0)
-    z = tl.load(at + 3, mask, 0.0)
+    address = rows + number * 4
+    radial = tl.load(address, mask, 0.0)
+    x = tl.load(address + 1, mask, 0.0)
+    y = tl.load(address + 2, mask, 0.0)
+    z = tl.load(address + 3, mask, 0.0)
     return Row(radial, Vector(x, y, z))
 
 
@@ -133,7 +130,7 @@ def store_row(out, number, mask, row):
     pair = tl.arange(0, 2)[None, :, None]
     in_pair = tl.arange(0, 2)[None, None, :]
     vector = row.vector
-    # (edges, 2, 2): radial, x, y, z in memory
+    # `join` adds the last axis: (edges, 2, 2) with the pairs (radial, x) and (y, z).
     values = tl.join(tl.join(row.radial, vector.y), tl.join(vector.x, vector.z))
     tl.store(
         out + number[:, None, None] * 4 + pair * 2 + in_pair,
@@ -170,7 +167,8 @@ def edge_vectors(
     return out
 
 
-@triton.jit(do_not_specialize=["nnei"])  # `count` is in the mask of a vectorized load
+# Unlike `nnei`, `count` is specialized: known multiples of 16 let masked loads be vectorized.
+@triton.jit(do_not_specialize=["nnei"])
 def _edge_vectors_kernel(
     out,  # (nreal, nnei, 3), written
     coord,  # (atoms, 3)
@@ -184,21 +182,21 @@ def _edge_vectors_kernel(
     block: tl.constexpr,
 ):
     """Write r_ij = coord[j] + S·box − coord[i]; arbitrary in empty slots."""
-    edge, real = edges_of_program(count, block)
+    edge, exists = edges_of_program(count, block)
     i = edge // nnei
-    atom_i = tl.load(order + i, real, 0)
-    atom_j = tl.maximum(tl.load(neighbor + edge, real, 0), 0)
+    atom_i = tl.load(order + i, exists, 0)
+    atom_j = tl.maximum(tl.load(neighbor + edge, exists, 0), 0)
     if box is not None:
-        cell = tl.load(frame + i, real, 0) * 9
-        s = cast(load_vector(shift, edge, real, 0), tl.float64)
+        cell = tl.load(frame + i, exists, 0) * 9
+        s = cast(load_vector(shift, edge, exists, 0), tl.float64)
     for k in tl.static_range(3):
-        x_j = tl.load(coord + atom_j * 3 + k, real, 0.0)
-        x = x_j - tl.load(coord + atom_i * 3 + k, real, 0.0)
+        x_j = tl.load(coord + atom_j * 3 + k, exists, 0.0)
+        x = x_j - tl.load(coord + atom_i * 3 + k, exists, 0.0)
         if box is not None:
-            x += s.x * tl.load(box + cell + k, real, 0.0)
-            x += s.y * tl.load(box + cell + 3 + k, real, 0.0)
-            x += s.z * tl.load(box + cell + 6 + k, real, 0.0)
-        tl.store(out + edge * 3 + k, x, real)
+            x += s.x * tl.load(box + cell + k, exists, 0.0)
+            x += s.y * tl.load(box + cell + 3 + k, exists, 0.0)
+            x += s.z * tl.load(box + cell + 6 + k, exists, 0.0)
+        tl.store(out + edge * 3 + k, x, exists)
 
 
 # ----- environment rows and their derivative -----------------------------------------------------
@@ -207,7 +205,7 @@ def _edge_vectors_kernel(
 def launch_on_edges(
     kernel: triton.JITFunction, edges: Tensor, neighbor: Tensor, reach: Reach, **others: Tensor
 ) -> None:
-    """Launch a kernel on all edges; `others` are its other tensors."""
+    """Launch a kernel of environment rows on all edges; `others` are its other tensors."""
     count = neighbor.numel()
     if not count:
         return
@@ -218,7 +216,7 @@ def launch_on_edges(
         nnei=neighbor.shape[1],
         reach=Reach(*map(tl.constexpr, reach)),
         block=BLOCK,
-        num_warps=WARPS_OF_BLOCK,
+        num_warps=WARPS_OF_ROWS,
         **others,
     )
 
@@ -241,21 +239,25 @@ def _environment_kernel(
     block: tl.constexpr,
 ):
     """Write row = w·(t, x·t², y·t², z·t²)."""
-    edge, real = edges_of_program(count, block)
-    r = loaded_edges(edges, neighbor, edge, real, reach)
+    edge, exists = edges_of_program(count, block)
+    r = loaded_edges(edges, neighbor, edge, exists, reach)
     f = switched(r, reach)
     isotropic = f.switch * f.t * f.t
-    store_row(rows, edge, real, Row(f.switch * f.t, scaled(isotropic, r)))
+    store_row(rows, edge, exists, Row(f.switch * f.t, scaled(isotropic, r)))
 
 
 def pull(adjoint: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, reach: Reach) -> Tensor:
-    """Return dE/dr_ij (nreal, nnei, 3) from dE/dR (nreal, nnei, 4).
-
-    R is `factor` (nreal, 4) · row + constant.
-    """
+    """Return dE/dr_ij (nreal, nnei, 3) from dE/dR (nreal, nnei, 4), R = factor·row + constant."""
     out = torch.empty(edges.shape, dtype=edges.dtype, device=edges.device)
-    tensors = {"out": out, "adjoint": adjoint.contiguous(), "factor": factor.contiguous()}
-    launch_on_edges(_pull_kernel, edges, neighbor, reach, **tensors)
+    launch_on_edges(
+        _pull_kernel,
+        edges,
+        neighbor,
+        reach,
+        out=out,
+        adjoint=adjoint.contiguous(),
+        factor=factor.contiguous(),
+    )
     return out
 
 
@@ -263,7 +265,7 @@ def pull(adjoint: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, reach
 def _pull_kernel(
     out,  # (nreal, nnei, 3), written
     adjoint,  # (nreal, nnei, 4): dE/dR
-    factor,  # (nreal, 4)
+    factor,  # (nreal, 4): dR/drow
     edges,  # (nreal, nnei, 3)
     neighbor,  # (nreal, nnei)
     count,
@@ -271,27 +273,32 @@ def _pull_kernel(
     reach,
     block: tl.constexpr,
 ):
-    """Write dE/dr_ij = isotropic·(a₁, a₂, a₃) + (radial·a₀ + bend·(a₁x + a₂y + a₃z))·r_ij.
-
-    Here a = factor·dE/dR.
-    """
-    edge, real = edges_of_program(count, block)
-    r = loaded_edges(edges, neighbor, edge, real, reach)
-    j = curvature(r, reach)
-    row_bar = load_row(adjoint, edge, real)
-    f = load_row(factor, edge // nnei, real)
-    a = times(cast(row_bar.vector, tl.float64), f.vector)
-    scale = j.radial * (row_bar.radial.to(tl.float64) * f.radial) + j.bend * dot(a, r)
-    store_vector(out, edge, real, plus(scaled(j.isotropic, a), scaled(scale, r)))
+    """Write dE/dr_ij = isotropic·a + (radial·a₀ + bend·(a·r_ij))·r_ij with (a₀, a) = factor·dE/dR."""
+    edge, exists = edges_of_program(count, block)
+    r = loaded_edges(edges, neighbor, edge, exists, reach)
+    jacobian = row_jacobian(r, reach)
+    bar = load_row(adjoint, edge, exists)
+    f = load_row(factor, edge // nnei, exists)
+    a0 = bar.radial.to(tl.float64) * f.radial
+    a = times(cast(bar.vector, tl.float64), f.vector)
+    along = jacobian.radial * a0 + jacobian.bend * dot(a, r)
+    store_vector(out, edge, exists, plus(scaled(jacobian.isotropic, a), scaled(along, r)))
 
 
 def push(
     cotangent: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, reach: Reach
 ) -> Tensor:
-    """Apply the transpose of `pull` (nreal, nnei, 4), in the dtype of `factor`."""
+    """Apply the transpose of `pull` to (nreal, nnei, 3): (nreal, nnei, 4), in `factor`'s dtype."""
     out = factor.new_empty(*neighbor.shape, 4)
-    tensors = {"out": out, "cotangent": cotangent.contiguous(), "factor": factor.contiguous()}
-    launch_on_edges(_push_kernel, edges, neighbor, reach, **tensors)
+    launch_on_edges(
+        _push_kernel,
+        edges,
+        neighbor,
+        reach,
+        out=out,
+        cotangent=cotangent.contiguous(),
+        factor=factor.contiguous(),
+    )
     return out
 
 
@@ -299,7 +306,7 @@ def push(
 def _push_kernel(
     out,  # (nreal, nnei, 4), written
     cotangent,  # (nreal, nnei, 3): c
-    factor,  # (nreal, 4)
+    factor,  # (nreal, 4): dR/drow
     edges,  # (nreal, nnei, 3)
     neighbor,  # (nreal, nnei)
     count,
@@ -308,14 +315,15 @@ def _push_kernel(
     block: tl.constexpr,
 ):
     """Write out = factor·(radial·(c·r_ij), isotropic·c + bend·(c·r_ij)·r_ij)."""
-    edge, real = edges_of_program(count, block)
-    r = loaded_edges(edges, neighbor, edge, real, reach)
-    j = curvature(r, reach)
-    c = load_vector(cotangent, edge, real, 0.0)
+    edge, exists = edges_of_program(count, block)
+    r = loaded_edges(edges, neighbor, edge, exists, reach)
+    jacobian = row_jacobian(r, reach)
+    c = load_vector(cotangent, edge, exists, 0.0)
     along = dot(c, r)
-    f = load_row(factor, edge // nnei, real)
-    vector = plus(scaled(j.isotropic, c), scaled(j.bend * along, r))
-    store_row(out, edge, real, Row(j.radial * along * f.radial, times(vector, f.vector)))
+    f = load_row(factor, edge // nnei, exists)
+    radial = jacobian.radial * along * f.radial
+    vector = plus(scaled(jacobian.isotropic, c), scaled(jacobian.bend * along, r))
+    store_row(out, edge, exists, Row(radial, times(vector, f.vector)))
 
 
 # ----- forces and virial -------------------------------------------------------------------------
@@ -349,7 +357,7 @@ def _scatter_kernel(
     nnei,
     block: tl.constexpr,
 ):
-    """Add each dE/dr_ij to the force on atom i, and subtract it from that on atom j."""
+    """Add Σ_j dE/dr_ij of one row i to the force on its atom, −dE/dr_ij to that on atom j."""
     i = tl.program_id(0).to(tl.int64)
     force_i = force + tl.load(order + i) * 3
     for begin in range(0, nnei, block):
@@ -362,7 +370,7 @@ def _scatter_kernel(
 
 
 def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
-    """Apply the transpose of `scatter` (nreal, nnei, 3)."""
+    """Apply the transpose of `scatter` to (natoms, 3): return (nreal, nnei, 3)."""
     slope = force.new_empty(*neighbor.shape, 3)
     _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
         slope=slope,
@@ -376,7 +384,7 @@ def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
     return slope
 
 
-@triton.jit(do_not_specialize=["nnei"])  # `count` is in the mask of a vectorized load
+@triton.jit(do_not_specialize=["nnei"])  # as `_edge_vectors_kernel`
 def _gather_kernel(
     slope,  # (nreal, nnei, 3), written
     force,  # (natoms, 3)
@@ -387,14 +395,14 @@ def _gather_kernel(
     block: tl.constexpr,
 ):
     """Write slope_ij = force_i − force_j, with 0 for the neighbour of an empty slot."""
-    edge, real = edges_of_program(count, block)
-    atom_i = tl.load(order + edge // nnei, real, 0)
-    j = tl.load(neighbor + edge, real, -1)
+    edge, exists = edges_of_program(count, block)
+    atom_i = tl.load(order + edge // nnei, exists, 0)
+    j = tl.load(neighbor + edge, exists, -1)
     # Component by component: a vector at once takes 40 registers in place of 32.
     for k in tl.static_range(3):
-        force_i = tl.load(force + atom_i * 3 + k, real, 0.0)
+        force_i = tl.load(force + atom_i * 3 + k, exists, 0.0)
         force_j = tl.load(force + j * 3 + k, j >= 0, 0.0)
-        tl.store(slope + edge * 3 + k, force_i - force_j, real)
+        tl.store(slope + edge * 3 + k, force_i - force_j, exists)
 
 
 def force_and_virial(
@@ -402,9 +410,9 @@ def force_and_virial(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `scatter` (nframes·natoms, 3), and −Σ dE/dr_ij ⊗ r_ij (nframes, 9).
 
-    The kernel writes the virial atom by atom, so that the order of these additions does not vary.
+    The kernel writes the virial atom by atom, so that the order of its additions does not vary.
     """
-    zeros = slope.new_zeros(12, nframes * natoms)  # one launch clears both
+    zeros = slope.new_zeros(12, nframes * natoms)  # one launch clears both; padding stays 0
     force = zeros[:3].view(-1, 3)
     atom_virial = zeros[3:].view(nframes, 9, natoms)
     _force_and_virial_kernel[(neighbor.shape[0],)](
@@ -417,7 +425,7 @@ def force_and_virial(
         nnei=neighbor.shape[1],
         natoms=natoms,
         block=_block_of_atom(neighbor),
-        num_warps=WARPS,
+        num_warps=WARPS_OF_ATOM,
     )
     return force, atom_virial.sum(2)
 
@@ -434,7 +442,7 @@ def _force_and_virial_kernel(
     natoms,
     block: tl.constexpr,
 ):
-    """Add forces as `_scatter_kernel` does, and write −Σ_j dE/dr_ij ⊗ r_ij of one atom i."""
+    """Add forces as `_scatter_kernel` does, and write −Σ_j dE/dr_ij ⊗ r_ij of one row i."""
     i = tl.program_id(0).to(tl.int64)
     atom = tl.load(order + i)
     force_i = force + atom * 3
@@ -446,11 +454,11 @@ def _force_and_virial_kernel(
     virial_z = total
     for begin in range(0, nnei, block):
         column = begin + tl.arange(0, block)
-        real = column < nnei
+        exists = column < nnei
         edge = i * nnei + column
-        j = tl.load(neighbor + edge, real, -1)
-        slope_ij = load_vector(slope, edge, real, 0.0)
-        r = load_vector(edges, edge, real, 0.0)
+        j = tl.load(neighbor + edge, exists, -1)
+        slope_ij = load_vector(slope, edge, exists, 0.0)
+        r = load_vector(edges, edge, exists, 0.0)
         total = plus(total, slope_ij)
         virial_x = minus(virial_x, scaled(slope_ij.x, r))
         virial_y = minus(virial_y, scaled(slope_ij.y, r))

@@ -8,8 +8,8 @@ same structure:
     u = (x_j − x_i)·inverse            the vector without a translation, as fractions of the cell
 
 reach_a is the cut-off over the height of the cell, so that only these S can bring j within the
-cut-off. A program numbers its comparisons k = 0, 1, …: k // n_images is the number of atom j in its
-structure, and k % n_images stands for the three codes (n_images = Π_a images_a).
+cut-off. A program numbers the images k = 0, 1, …: k // images_per_atom is the number of atom j in
+its structure, and k % images_per_atom stands for its three codes; images_per_atom = Π_a images_a.
 
 | kernel              | reference in torch       | result                                         |
 |---------------------|--------------------------|------------------------------------------------|
@@ -22,9 +22,16 @@ structure, and k % n_images stands for the three codes (n_images = Π_a images_a
 
 `test_neighbor_search` compares all of them with the lists of the data room.
 
-Names of shapes: nframes structures of at most natoms atoms lie side by side, and atoms are numbered
-through all of them ("place", nframes·natoms); nrows atoms are searched for; a list has nnei columns
-in n_sections sections. Kernels know when they are compiled whether there are cells.
+| name     | meaning                                                                           |
+|----------|-----------------------------------------------------------------------------------|
+| nframes  | structures, side by side, each with natoms places, of which atoms fill the first  |
+| place    | number of an atom through all structures, below nframes·natoms                    |
+| nrows    | atoms whose neighbours are searched for, with a row of the list each              |
+| nnei     | columns of the list, in n_sections sections                                       |
+| room     | most candidates that are kept of an atom                                          |
+| capacity | most neighbours or candidates that a program sorts, a power of two                |
+
+Without cells, S is None when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -122,16 +129,16 @@ class Images(NamedTuple):
     s: Any  # Vector: S, float64
 
 
-class Compared(NamedTuple):
-    """Comparisons of atom i with images of atoms j, (block,) each."""
+class Comparison(NamedTuple):
+    """A block of images of atoms j, compared with atom i, (block,) each."""
 
     place: Any  # of atom j
     s: Any  # Vector: S, float64
     squared: Any  # |r|²
-    is_image: Any  # false for numbers k that do not exist, and for the atom itself
+    is_image: Any  # false for the atom itself, and beyond the last image
 
 
-# ----- the functions of this file ----------------------------------------------------------------
+# ----- launches ----------------------------------------------------------------------------------
 
 
 def find(
@@ -193,7 +200,7 @@ def mark_stale(
         coord=coord,
         reference=reference,
         natoms=natoms,
-        limit=limit,
+        limit_squared=limit,
         block=BLOCK,
     )
 
@@ -239,7 +246,7 @@ def lay_out(
     neighbor, shift = _empty_list(atoms, nrows, sections)
     if neighbor.numel() == 0:
         return neighbor, shift
-    inner_squared, inner_bounds = _inner_limits(tuple(inner), candidates.inner, order.device)
+    shorter_squared, shorter_bounds = _shorter_limits(tuple(inner), candidates.inner, order.device)
     lay_out_kernel[(nrows,)](
         neighbor=neighbor,
         shift=shift,
@@ -248,9 +255,9 @@ def lay_out(
         translation=candidates.shift,
         number=candidates.number,
         nearest_allowed=candidates.nearest,
-        inner_squared=inner_squared,
-        inner_bounds=inner_bounds,
-        n_inner=len(inner),
+        shorter_squared=shorter_squared,
+        shorter_bounds=shorter_bounds,
+        n_shorter=len(inner),
         **_atom_arguments(atoms, order, frame),
         form=_list_form(sections, order.device),
         room=room,
@@ -274,8 +281,8 @@ def _empty_list(atoms: Atoms, nrows: int, sections: Sections) -> tuple[Tensor, T
 def _atom_arguments(atoms: Atoms, order: Tensor, frame: Tensor) -> dict[str, Any]:
     """Return the arguments that name the structures and the atoms to search for.
 
-    Sizes that differ between batches are no part of tuples: Triton compiles a kernel again for sizes
-    that are 1 or that 16 divides, and can be told not to only for other arguments.
+    Triton compiles a kernel again for a size that is 1 or that 16 divides, unless an argument is in
+    `do_not_specialize`. Members of tuples cannot be: sizes of batches are arguments of their own.
     """
     cells = atoms.cells
     if cells is not None:
@@ -309,10 +316,10 @@ def _section_tensors(widths: tuple[int, ...], device: torch.device) -> tuple[Ten
 
 
 @cache  # recorded CUDA graphs read this memory
-def _inner_limits(
+def _shorter_limits(
     radii: tuple[float, ...], bounds: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the squares of shorter radii and the bounds of neighbours within them `(n_inner,)`."""
+    """Return the squares of shorter radii and the bounds of neighbours within them `(n_shorter,)`."""
     squared = torch.tensor(radii, dtype=torch.float64).square()
     return squared.to(device), torch.tensor(bounds, dtype=torch.int64).to(device)
 
@@ -337,10 +344,10 @@ def _program_atom(rows, coord, nframes):
 
 @triton.jit
 def _images_per_atom(cells, frame):
-    """Return n_images = Π_a images_a of a structure."""
+    """Return images_per_atom of a structure."""
     if cells is not None:
-        at = cells.images + frame * 3
-        return tl.load(at) * tl.load(at + 1) * tl.load(at + 2)
+        images = cells.images + frame * 3
+        return tl.load(images) * tl.load(images + 1) * tl.load(images + 2)
     return 1
 
 
@@ -356,11 +363,11 @@ def _translation(cells, frame, axis: tl.constexpr, r, code):
 @triton.jit
 def _translate(box, frame, r, s):
     """Return r + S·box."""
-    at = box + frame * 9
+    box = box + frame * 9
     return Vector(
-        r.x + (s.x * tl.load(at) + s.y * tl.load(at + 3) + s.z * tl.load(at + 6)),
-        r.y + (s.x * tl.load(at + 1) + s.y * tl.load(at + 4) + s.z * tl.load(at + 7)),
-        r.z + (s.x * tl.load(at + 2) + s.y * tl.load(at + 5) + s.z * tl.load(at + 8)),
+        r.x + (s.x * tl.load(box) + s.y * tl.load(box + 3) + s.z * tl.load(box + 6)),
+        r.y + (s.x * tl.load(box + 1) + s.y * tl.load(box + 4) + s.z * tl.load(box + 7)),
+        r.z + (s.x * tl.load(box + 2) + s.y * tl.load(box + 5) + s.z * tl.load(box + 8)),
     )
 
 
@@ -386,38 +393,38 @@ def _images_of(place, code, atom, coord, cells):
 
 
 @triton.jit
-def _n_comparisons(atoms, frame, n_images, searched):
-    """Return how many images atom i is compared with; 0 if it is not searched for."""
-    return tl.where(searched, tl.load(atoms.counts + frame).to(tl.int32) * n_images, 0)
+def _n_images(atoms, frame, images_per_atom, searched):
+    """Return how many images atom i is compared with, a scalar tensor; 0 if not searched for."""
+    return tl.where(searched, tl.load(atoms.counts + frame).to(tl.int32) * images_per_atom, 0)
 
 
 @triton.jit
-def _compare(k, n_comparisons, n_images, atom, atoms, natoms):
+def _compare(k, n_images, images_per_atom, atom, atoms, natoms):
     """Compare atom i with the images k (block,)."""
-    exists = k < n_comparisons
-    place = atom.frame * natoms + tl.where(exists, k // n_images, 0)
-    images = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
-    s = images.s
+    exists = k < n_images
+    place = atom.frame * natoms + tl.where(exists, k // images_per_atom, 0)
+    image = _images_of(place, k % images_per_atom, atom=atom, coord=atoms.coord, cells=atoms.cells)
+    s = image.s
     is_itself = (place == atom.place) & (s.x == 0.0) & (s.y == 0.0) & (s.z == 0.0)
-    squared = dot(images.r, images.r)
+    squared = dot(image.r, image.r)
     # A mask, not an infinite distance: that costs `search_kernel` 13 registers (sm_90).
     is_image = exists & (is_itself == 0)
-    return Compared(place, s, squared=squared, is_image=is_image)
+    return Comparison(place, s, squared=squared, is_image=is_image)
 
 
 @triton.jit
-def _sort_key(squared, number):
-    """Return int64 keys that sort by |r|² in single precision, then by a number below 2³².
+def _sort_key(squared, index):
+    """Return int64 keys that sort by |r|² in single precision, then by an index below 2³².
 
     The bits of floats that are not negative sort as integers do.
     """
     bits = squared.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
-    return (bits << 32) | number.to(tl.int64)
+    return (bits << 32) | index.to(tl.int64)
 
 
 @triton.jit
-def _number_of(key):
-    """Return the number in a key."""
+def _index_of(key):
+    """Return the index in a key."""
     return key & 0xFFFFFFFF
 
 
@@ -435,9 +442,9 @@ def _write_empty_row(
         tl.store(neighbor + row * nnei + column, tl.full((block,), -1, tl.int64), column < nnei)
     if shift is not None:
         for begin in range(0, nnei * 3, block):
-            column = begin + tl.arange(0, block)
-            at = row * nnei * 3 + column
-            tl.store(shift + at, tl.zeros((block,), tl.int32), column < nnei * 3)
+            element = begin + tl.arange(0, block)
+            offset = row * nnei * 3 + element
+            tl.store(shift + offset, tl.zeros((block,), tl.int32), element < nnei * 3)
 
 
 @triton.jit
@@ -468,10 +475,10 @@ def _write_sections(
             total = tl.sum(in_section.to(tl.int32))
             tl.atomic_max(needed_widths + section, total, total > width)
         fits = in_section & (column < width)
-        at = row * form.nnei + tl.load(form.starts + section) + column
-        tl.store(neighbor + at, place, fits)
+        offset = row * form.nnei + tl.load(form.starts + section) + column
+        tl.store(neighbor + offset, place, fits)
         if shift is not None:
-            store_vector(shift, at, fits, s)
+            store_vector(shift, offset, fits, s)
 
 
 # ----- lists from positions ----------------------------------------------------------------------
@@ -494,16 +501,16 @@ def search_kernel(
     """Write the neighbours of one atom, |r| < rcut, into their sections, the nearest first."""
     atom = _program_atom(rows, atoms.coord, nframes)
     row = atom.row
-    n_images = _images_per_atom(atoms.cells, atom.frame)
-    n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=atom.exists)
-    total = n_comparisons * 0
-    for begin in range(0, n_comparisons, block):
+    images_per_atom = _images_per_atom(atoms.cells, atom.frame)
+    n_images = _n_images(atoms, atom.frame, images_per_atom, searched=atom.exists)
+    total = n_images * 0  # a tensor, as the loop needs
+    for begin in range(0, n_images, block):
         k = begin + tl.arange(0, block)
-        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
-        near = compared.is_image & (compared.squared < form.rcut_squared)
+        images = _compare(k, n_images, images_per_atom, atom=atom, atoms=atoms, natoms=natoms)
+        near = images.is_image & (images.squared < form.rcut_squared)
         column = total + tl.cumsum(near.to(tl.int32), 0) - 1
         fits = near & (column < capacity)
-        tl.store(scratch + row * capacity + column, _sort_key(compared.squared, k), fits)
+        tl.store(scratch + row * capacity + column, _sort_key(images.squared, k), fits)
         total += tl.sum(near.to(tl.int32))
     _write_empty_row(neighbor, shift, row, form.nnei, block=block)
     # Other threads of this program read these keys, and write neighbours over empty slots.
@@ -513,17 +520,17 @@ def search_kernel(
     keys = tl.load(scratch + row * capacity + rank, rank < total, _LARGEST_KEY)
     keys = tl.sort(keys)
     is_neighbor = (rank < total) & (rank < form.n_nearest)
-    k = tl.where(is_neighbor, _number_of(keys), 0).to(tl.int32)
-    place = atom.frame * natoms + k // n_images
+    k = tl.where(is_neighbor, _index_of(keys), 0).to(tl.int32)
+    place = atom.frame * natoms + k // images_per_atom
     # Translations are computed again: this is cheaper than to keep them with the keys.
-    images = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
+    image = _images_of(place, k % images_per_atom, atom=atom, coord=atoms.coord, cells=atoms.cells)
     _write_sections(
         neighbor=neighbor,
         shift=shift,
         needed_widths=None,
         row=row,
         place=place,
-        s=images.s,
+        s=image.s,
         is_neighbor=is_neighbor,
         kind=tl.load(atoms.atype + place, is_neighbor, -1),
         form=form,
@@ -545,14 +552,14 @@ def count_kernel(
     ntypes,
     n_shorter,
     block: tl.constexpr,
-    type_tile: tl.constexpr,  # powers of two, at least `ntypes` and `n_shorter`
-    radius_tile: tl.constexpr,
+    type_tile: tl.constexpr,  # a power of two, at least `ntypes`
+    radius_tile: tl.constexpr,  # a power of two, at least `n_shorter`
 ) -> None:
     """Count the neighbours of one atom of each type, and those within each shorter radius."""
     atom = _program_atom(rows, atoms.coord, nframes)
     row = atom.row
-    n_images = _images_per_atom(atoms.cells, atom.frame)
-    n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=atom.exists)
+    images_per_atom = _images_per_atom(atoms.cells, atom.frame)
+    n_images = _n_images(atoms, atom.frame, images_per_atom, searched=atom.exists)
     kind = tl.arange(0, type_tile)
     radius = tl.arange(0, radius_tile)
     # Nothing is nearer than 0: lanes beyond the last radius count no neighbours.
@@ -561,13 +568,14 @@ def count_kernel(
     of_types = tl.zeros((type_tile,), tl.int32)
     within = tl.zeros((radius_tile,), tl.int32)
     nearest_squared = rcut_squared * 0.0 + float("inf")
-    for begin in range(0, n_comparisons, block):
+    for begin in range(0, n_images, block):
         k = begin + tl.arange(0, block)
-        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
-        squared = tl.where(compared.is_image, compared.squared, float("inf"))
+        images = _compare(k, n_images, images_per_atom, atom=atom, atoms=atoms, natoms=natoms)
+        squared = tl.where(images.is_image, images.squared, float("inf"))
         nearest_squared = tl.minimum(nearest_squared, tl.min(squared))
-        other_kind = tl.where(squared < rcut_squared, tl.load(atoms.atype + compared.place), -1)
-        of_types += tl.sum((other_kind[:, None] == kind[None, :]).to(tl.int32), 0)
+        # No mask: beyond the last image `place` is that of an atom.
+        kind_j = tl.where(squared < rcut_squared, tl.load(atoms.atype + images.place), -1)
+        of_types += tl.sum((kind_j[:, None] == kind[None, :]).to(tl.int32), 0)
         within += tl.sum((squared[:, None] < shorter_squared[None, :]).to(tl.int32), 0)
     tl.store(type_counts + row * ntypes + kind, of_types, kind < ntypes)
     tl.store(shorter_counts + row * n_shorter + radius, within, radius < n_shorter)
@@ -580,30 +588,30 @@ def count_kernel(
 @triton.jit(do_not_specialize=["natoms"])
 def mark_stale_kernel(
     stale,  # (nframes,) int32, set to 1
-    needed,  # (entries,) int32: NOT_FINITE is set to 1
+    needed,  # `Candidates.needed`: NOT_FINITE is set to 1
     coord,  # (nframes, natoms, 3) float64 [Å]
     reference,  # (nframes, natoms, 3) float64 [Å]
     natoms,
-    limit,  # [Å²]
+    limit_squared,  # [Å²]
     block: tl.constexpr,
 ) -> None:
-    """Mark a structure if |x − x_reference|² > limit for one of its atoms, or if one is not finite.
+    """Mark structures with |x − x_reference|² > limit_squared, or NaN or infinity, for an atom.
 
     A program compares `block` atoms of one structure.
     """
     frame = tl.program_id(0).to(tl.int64)
     atom = tl.program_id(1) * block + tl.arange(0, block)
     exists = atom < natoms
-    at = (frame * natoms + atom) * 3
+    offset = (frame * natoms + atom) * 3
     squared = tl.zeros((block,), tl.float64)
-    zero = tl.zeros((block,), tl.float64)
+    zero = tl.zeros((block,), tl.float64)  # NaN if a coordinate is not finite
     for axis in tl.static_range(3):
-        x = tl.load(coord + at + axis, exists, 0.0)
-        displacement = x - tl.load(reference + at + axis, exists, 0.0)
+        x = tl.load(coord + offset + axis, exists, 0.0)
+        displacement = x - tl.load(reference + offset + axis, exists, 0.0)
         squared += displacement * displacement
-        zero += x - x  # NaN if x is not finite
+        zero += x - x
     # Negated, since NaN compares as false: an atom that is not finite is far.
-    far = tl.sum((exists & ((squared <= limit) == 0)).to(tl.int32))
+    far = tl.sum((exists & ((squared <= limit_squared) == 0)).to(tl.int32))
     not_finite = tl.sum((exists & (zero != 0.0)).to(tl.int32))
     tl.atomic_max(stale + frame, 1, far > 0)
     tl.atomic_max(needed + _NOT_FINITE, 1, not_finite > 0)
@@ -620,14 +628,14 @@ def refer_kernel(
 ) -> None:
     """Keep the positions of a stale structure, and count its new list.
 
-    A program copies `block` numbers of one structure.
+    A program copies `block` coordinates of one structure.
     """
     frame = tl.program_id(0).to(tl.int64)
     is_stale = tl.load(stale + frame)
-    number = tl.program_id(1) * block + tl.arange(0, block)
-    mask = (number < natoms * 3) & (is_stale != 0)
-    at = frame * natoms * 3 + number
-    tl.store(reference + at, tl.load(coord + at, mask, 0.0), mask)
+    element = tl.program_id(1) * block + tl.arange(0, block)
+    mask = (element < natoms * 3) & (is_stale != 0)
+    offset = frame * natoms * 3 + element
+    tl.store(reference + offset, tl.load(coord + offset, mask, 0.0), mask)
     n_built = tl.load(built + frame)
     tl.store(built + frame, n_built + is_stale, tl.program_id(1) == 0)  # one program of the frame
 
@@ -637,7 +645,7 @@ def renew_kernel(
     place,  # (nrows, room) int32, written: places of candidates
     translation,  # (nrows, room, 3) int32, written: S; None without cells
     number,  # (nrows,) int32, written: candidates of each row, more than `room` if they do not fit
-    needed,  # (entries,) int32: ROOM is raised to the largest number that does not fit
+    needed,  # `Candidates.needed`: ROOM is raised to the largest number that does not fit
     stale,  # (nframes,) int32
     atoms,  # with cells for the reach of cut-off and skin
     rows,
@@ -649,20 +657,20 @@ def renew_kernel(
 ) -> None:
     """Write the candidates of one atom, |r| < cut-off + skin, if its structure is stale."""
     atom = _program_atom(rows, atoms.coord, nframes)
-    n_images = _images_per_atom(atoms.cells, atom.frame)
+    images_per_atom = _images_per_atom(atoms.cells, atom.frame)
     renewed = atom.exists & (tl.load(stale + atom.frame) != 0)
-    n_comparisons = _n_comparisons(atoms, atom.frame, n_images, searched=renewed)
-    total = n_comparisons * 0
-    for begin in range(0, n_comparisons, block):
+    n_images = _n_images(atoms, atom.frame, images_per_atom, searched=renewed)
+    total = n_images * 0  # a tensor, as the loop needs
+    for begin in range(0, n_images, block):
         k = begin + tl.arange(0, block)
-        compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms, natoms=natoms)
-        near = compared.is_image & (compared.squared < limit_squared)
+        images = _compare(k, n_images, images_per_atom, atom=atom, atoms=atoms, natoms=natoms)
+        near = images.is_image & (images.squared < limit_squared)
         column = total + tl.cumsum(near.to(tl.int32), 0) - 1
-        at = atom.row * room + column
+        offset = atom.row * room + column
         fits = near & (column < room)
-        tl.store(place + at, compared.place.to(tl.int32), fits)
+        tl.store(place + offset, images.place.to(tl.int32), fits)
         if translation is not None:
-            store_vector(translation, at, fits, compared.s)
+            store_vector(translation, offset, fits, images.s)
         total += tl.sum(near.to(tl.int32))
     tl.store(number + atom.row, total, renewed)
     tl.atomic_max(needed + _ROOM, total, renewed & (total > room))
@@ -672,14 +680,14 @@ def renew_kernel(
 def lay_out_kernel(
     neighbor,  # (nrows, nnei) int64, written: places; −1 for an empty slot
     shift,  # (nrows, nnei, 3) int32, written: S; None without cells
-    needed,  # (entries,) int32, raised; `atoms` names its entries
+    needed,  # `Candidates.needed`, raised
     place,  # (nrows, room) int32: places of candidates
     translation,  # (nrows, room, 3) int32: their S; None without cells
     number,  # (nrows,) int32: candidates of each row
     nearest_allowed,  # (1,) float64: |r|² below which atoms are too near [Å²]
-    inner_squared,  # (n_inner,) float64: squares of the shorter radii [Å²]
-    inner_bounds,  # (n_inner,) int64: bounds of the neighbours within them
-    n_inner,
+    shorter_squared,  # (n_shorter,) float64: squares of the shorter radii [Å²]
+    shorter_bounds,  # (n_shorter,) int64: bounds of the neighbours within them
+    n_shorter,
     atoms,
     rows,
     natoms,
@@ -698,40 +706,41 @@ def lay_out_kernel(
     row = atom.row
     lane = tl.arange(0, capacity)
     has_candidate = atom.exists & (lane < tl.minimum(tl.load(number + row), room))
-    at = row * room + lane
+    offset = row * room + lane
     # Empty lanes read the first atom.
-    candidate = tl.load(place + at, has_candidate, 0).to(tl.int64)
+    candidate = tl.load(place + offset, has_candidate, 0).to(tl.int64)
     r = minus(load_vector(atoms.coord, candidate), atom.position)
     if translation is not None:
-        s = cast(load_vector(translation, at, has_candidate, 0), tl.float64)
+        s = cast(load_vector(translation, offset, has_candidate, 0), tl.float64)
         r = _translate(atoms.cells.box, atom.frame, r, s)
     squared = dot(r, r)
     near = has_candidate & (squared < form.rcut_squared)
     total = tl.sum(near.to(tl.int32))
 
-    # What is wrong with these positions, and which bounds are too small.
+    # Report atoms too near, and too many neighbours within shorter radii.
     nearest_squared = tl.min(tl.where(near, squared, float("inf")))
     tl.atomic_max(needed + _AT_SAME_PLACE, 1, nearest_squared < _SAME_PLACE_SQUARED)
     distance = tl.sqrt(tl.maximum(nearest_squared, _SAME_PLACE_SQUARED))
     # A tensor: Triton's interpreter cannot divide a constexpr.
     scale = tl.full((), _NEARNESS, tl.float64)
-    nearness = (scale / distance + 1.0).to(tl.int32)  # rounded up
+    nearness = (scale / distance + 1.0).to(tl.int32)  # rounded up; a maximum is the least distance
     tl.atomic_max(needed + _TOO_NEAR, nearness, nearest_squared < tl.load(nearest_allowed))
-    for k in range(n_inner):
-        within = tl.sum((near & (squared < tl.load(inner_squared + k))).to(tl.int32))
-        too_many = within > tl.load(inner_bounds + k)
+    for k in range(n_shorter):
+        within = tl.sum((near & (squared < tl.load(shorter_squared + k))).to(tl.int32))
+        too_many = within > tl.load(shorter_bounds + k)
         tl.atomic_max(needed + _FIRST_WIDTH + form.n_sections + k, within, too_many)
 
     _write_empty_row(neighbor, shift, row, form.nnei, block=block)
     # Other threads of this program write neighbours over these empty slots.
     tl.debug_barrier()
     keys = tl.sort(tl.where(near, _sort_key(squared, lane), _LARGEST_KEY))
-    is_neighbor = (lane < total) & (lane < form.n_nearest)  # lanes are ranks from here on
-    at = row * room + tl.where(is_neighbor, _number_of(keys), 0)
-    neighbor_place = tl.load(place + at, is_neighbor, 0).to(tl.int64)
+    rank = lane
+    is_neighbor = (rank < total) & (rank < form.n_nearest)
+    sorted_offset = row * room + tl.where(is_neighbor, _index_of(keys), 0)
+    neighbor_place = tl.load(place + sorted_offset, is_neighbor, 0).to(tl.int64)
     neighbor_s = None
     if translation is not None:
-        neighbor_s = load_vector(translation, at, is_neighbor, 0)
+        neighbor_s = load_vector(translation, sorted_offset, is_neighbor, 0)
     _write_sections(
         neighbor=neighbor,
         shift=shift,

@@ -4,8 +4,9 @@ The features G of a pair of types are functions of s = switch(r)/r of an edge, a
 in DPA-1 without attention. If DPA-1 switches the influence of types off at the cut-off, G = G₀(s) +
 switch(r)·G₁(s), with a table for each channel. A table is a quintic B-spline on equal intervals,
 G(s) = Σ_k b_k(s) C_k, where b_k differs from 0 on six intervals (de Boor, A Practical Guide to
-Splines). The descriptor needs only sums over edges, so that no feature of an edge is formed, as in
-the `interpolation` of training steps:
+Splines). On interval number `cell`, these are the b_k from k = cell to cell + 5. The descriptor
+needs only sums over edges, so that no feature of an edge is formed, as in the `interpolation` of
+training steps:
 
     A_i = Σ_e R_e ⊗ G(s_e) = B_i·C,   B_i[c, k] = Σ_e R_e[c] b_k(s_e)
     dE/dR_e[c] = Σ_k b_k(s_e) P_i[c, k],   P_i = Ā_i·Cᵀ
@@ -38,7 +39,7 @@ from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import quintic, sums_pullback
 
 MARGIN = 40
-"""Samples on each side of a coefficient: their weights fall by 0.43 a sample, to 2e-15."""
+"""Samples on each side that a coefficient depends on: weights fall by 0.43 a sample, to 2e-15."""
 
 MOST_BYTES = 2**28
 """Size of the largest table."""
@@ -47,7 +48,7 @@ MOST_BYTES = 2**28
 
 
 def spline_matrix() -> Tensor:
-    """Return the coefficients of u⁰ … u⁵ of the six b on an interval, a row for each `(6, 6)`."""
+    """Return the six b on an interval as polynomials of u ∈ [0, 1): b_k = Σ_n matrix[k, n]·uⁿ."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     # b^n_k(u) = ((u + n − k) b^(n−1)_(k−1) + (k + 1 − u) b^(n−1)_k) / n
     for degree in range(1, 6):
@@ -121,14 +122,14 @@ class Geometry(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """The splines that differ from 0 at each edge.
+    """The six splines that differ from 0 at each edge.
 
     Attributes
     ----------
     values, slopes
-        b_k and b′_k of the six intervals `(6, nedges)`; 0 beyond the table.
+        b_k and b′_k `(6, nedges)`; 0 beyond the table.
     cell
-        The first of the six `(nedges,)`.
+        k of the first `(nedges,)`.
     beyond
         Whether the edge is beyond the table `(nedges,)`.
     """
@@ -147,16 +148,20 @@ class Tape(NamedTuple):
     geometry, basis
         See there.
     rows, scale
-        R and its factor `(4, nedges)`.
+        R, and dR/drow `(4, nedges)`.
     switch
         Factor of the second channel `(nedges,)`, in the dtype of the table; empty with one channel.
-    place
-        Index in the flat B of the first coefficient of every edge `(nedges,)`.
+    offset
+        Index in the flat B of the number of component 0, channel 0 and the first spline `(nedges,)`.
     beyond, exact
         Numbers of the edges beyond the table `(n,)`; their G, dG/dR₀ and, with two channels,
         dG/dswitch `(2 or 3, n, M)`.
-    kinds, counts, terms
-        Types among the neighbours, number of centres of each type, rows of each C that are used.
+    kinds
+        The types among the neighbours, for which B has blocks.
+    counts
+        Number of centres of each type.
+    terms
+        Coefficients of each table that edges reach; those of the shortest distances are unused.
     a
         A `(ncentre, 4, M)`.
     """
@@ -166,7 +171,7 @@ class Tape(NamedTuple):
     rows: Tensor
     scale: Tensor
     switch: Tensor
-    place: Tensor
+    offset: Tensor
     beyond: Tensor
     exact: Tensor
     kinds: list[int]
@@ -181,7 +186,7 @@ class Tape(NamedTuple):
 class Tabulated(torch.nn.Module):
     """Descriptor of a compressed file; see the module and `deepmd_muon.model.scripted.interface`.
 
-    A subclass defines the features of the nets.
+    A subclass defines the features of the nets, and replaces defaults of what they read.
 
     Parameters
     ----------
@@ -206,19 +211,19 @@ class Tabulated(torch.nn.Module):
     protection: float
     slots: int
     axis: int
-    width: int
-    step: float
-    pieces: int
-    channels: int
-    fills: bool
-    excludes: bool
+    width: int  # M
+    step: float  # length of an interval in units of s
+    pieces: int  # intervals
+    channels: int  # 1 or 2
+    fills: bool  # whether empty slots contribute to A
+    excludes: bool  # whether some pairs of types do not see each other
     warned: bool
-    scale: Tensor
-    empty_row: Tensor
-    seen: Tensor
-    table: Tensor
-    basis: Tensor
-    type_rows: Tensor
+    scale: Tensor  # 1/stddev (ntypes, 4)
+    empty_row: Tensor  # (ntypes, 4)
+    seen: Tensor  # false for excluded pairs (centre, neighbour)
+    table: Tensor  # C (centre·ntypes + neighbour, channels, pieces + 5, M)
+    basis: Tensor  # b and b′ as polynomials of u (12, 6)
+    type_rows: Tensor  # appended to D, for each type (ntypes, n)
 
     def __init__(self, scripted: Any, empty_row: Tensor, *, step: float, nearest: float) -> None:
         super().__init__()
@@ -238,9 +243,9 @@ class Tabulated(torch.nn.Module):
         ntypes = self.request.ntypes
         self.register_buffer("seen", torch.ones(ntypes, ntypes, dtype=torch.bool))
         self.register_buffer("type_rows", self.scale.new_zeros(ntypes, 0))
-        # From here `step` is in units of s, before standardisation.
+        # The argument is in units of R₀, which is s standardised.
         self.step = step / float(self.scale[:, 0].max())
-        # Rounded up; the largest s is that of a neighbour at `nearest`, 1/(nearest + protection).
+        # Rounded up; the largest s in the table is 1/(nearest + protection).
         self.pieces = max(1, int(-(-1.0 // ((nearest + self.protection) * self.step))))
         self._check_size()
         pairs = [
@@ -249,7 +254,6 @@ class Tabulated(torch.nn.Module):
             for neighbor_kind in range(ntypes)
         ]
         self.register_buffer("table", torch.stack(pairs).to(self.scale.dtype))
-        # Rows 0 to 5: the coefficients of b, rows 6 to 11: those of b′.
         matrix = spline_matrix()
         slope = torch.zeros_like(matrix)
         slope[:, :5] = matrix[:, 1:] * torch.arange(1, 6) / self.step
@@ -338,21 +342,10 @@ class Tabulated(torch.nn.Module):
 
         basis = self._basis(geometry.s)
         terms = 6 if basis.cell.numel() == 0 else int(basis.cell.max()) + 6
-        # B has a block for each type that is among the neighbours; `number` counts these types.
-        kinds: list[int] = []
-        number = torch.zeros([self.request.ntypes], dtype=torch.int64, device=rows.device)
-        counts: list[int] = (
-            torch.bincount(neighbor_kind[real], minlength=self.request.ntypes).cpu().tolist()
-        )
-        for kind in range(len(counts)):
-            if counts[kind] > 0:
-                number[kind] = len(kinds)
-                kinds.append(kind)
-        centre = torch.arange(ncentre, device=rows.device).unsqueeze(1)
-        group = number[neighbor_kind] * ncentre + centre
-        place = (group * (4 * self.channels * terms)).view(-1) + basis.cell
+        kinds, group = self._groups(neighbor_kind, real)
+        offset = (group * (4 * self.channels * terms)).view(-1) + basis.cell
         b = self._spread(
-            rows, basis.values, switch, place, groups=len(kinds) * ncentre, terms=terms
+            rows, basis.values, switch, offset, groups=len(kinds) * ncentre, terms=terms
         )
         a = self._contract(b, kinds, near)
 
@@ -379,7 +372,7 @@ class Tabulated(torch.nn.Module):
             rows=rows,
             scale=scale.view(4, -1),
             switch=switch,
-            place=place,
+            offset=offset,
             beyond=beyond,
             exact=exact,
             kinds=kinds,
@@ -411,9 +404,9 @@ class Tabulated(torch.nn.Module):
 
     def _basis(self, s: Tensor) -> Basis:
         """Return the splines at each s."""
-        place = (s / self.step).clamp_(max=float(self.pieces))
-        cell = place.floor().clamp_(0.0, float(self.pieces - 1))
-        u = (place - cell).to(self.table.dtype)
+        steps = (s / self.step).clamp_(max=float(self.pieces))
+        cell = steps.floor().clamp_(0.0, float(self.pieces - 1))
+        u = (steps - cell).to(self.table.dtype)
         square = u * u
         cube = square * u
         powers = torch.stack([torch.ones_like(u), u, square, cube, square * square, cube * square])
@@ -438,16 +431,34 @@ class Tabulated(torch.nn.Module):
                 stacklevel=2,
             )
 
+    def _groups(self, neighbor_kind: Tensor, real: Tensor) -> tuple[list[int], Tensor]:
+        """Return the types among the neighbours, and the group in B of each edge `(ncentre, nnei)`.
+
+        A group is one centre and one of these types: a block of all centres for each type.
+        """
+        kinds: list[int] = []
+        block = torch.zeros([self.request.ntypes], dtype=torch.int64, device=real.device)
+        n_edges: list[int] = (
+            torch.bincount(neighbor_kind[real], minlength=self.request.ntypes).cpu().tolist()
+        )
+        for kind in range(len(n_edges)):
+            if n_edges[kind] > 0:
+                block[kind] = len(kinds)
+                kinds.append(kind)
+        ncentre = real.shape[0]
+        centre = torch.arange(ncentre, device=real.device).unsqueeze(1)
+        return kinds, block[neighbor_kind] * ncentre + centre
+
     def _spread(
         self,
         rows: Tensor,
         values: Tensor,
         switch: Tensor,
-        place: Tensor,
+        offset: Tensor,
         groups: int,
         terms: int,
     ) -> Tensor:
-        """Return B `(groups, 4, channels·terms)`: Σ rows·values, and Σ switch·rows·values."""
+        """Return B `(groups, 4, channels·terms)`: sums of R_e[c]·b_k, and times the switch."""
         out = torch.zeros(
             [groups * 4 * self.channels * terms], dtype=rows.dtype, device=rows.device
         )
@@ -458,26 +469,26 @@ class Tabulated(torch.nn.Module):
                     products = products * switch
                 start = (c * self.channels + channel) * terms
                 for k in range(6):
-                    out.index_add_(0, place + (start + k), products[k])
+                    out.index_add_(0, offset + (start + k), products[k])
         return out.view(groups, 4, self.channels * terms)
 
     def _contract(self, b: Tensor, kinds: list[int], near: Near) -> Tensor:
-        """Return A `(ncentre, 4, M)`, without empty slots and edges beyond the table."""
+        """Return A = Σ B·C `(ncentre, 4, M)`, without empty slots and edges beyond the table."""
         ncentre = near.kind.shape[0]
-        width = b.shape[2]
+        n_terms = b.shape[2]
         a = torch.zeros([ncentre * 4, self.width], dtype=b.dtype, device=b.device)
-        for index in range(len(kinds)):
-            rows = b[index * ncentre : (index + 1) * ncentre].view(-1, width)
-            start = 0
+        for block in range(len(kinds)):
+            rows = b[block * ncentre : (block + 1) * ncentre].view(-1, n_terms)
+            start = 0  # centres are sorted by type
             for centre in range(len(near.counts)):
                 stop = start + 4 * near.counts[centre]
-                table = self._rows_of(centre, kinds[index], width // self.channels)
-                a[start:stop] += product(rows[start:stop], table)
+                c = self._pair_table(centre, kinds[block], n_terms // self.channels)
+                a[start:stop] += product(rows[start:stop], c)
                 start = stop
         return a.view(ncentre, 4, self.width)
 
-    def _rows_of(self, centre: int, neighbor_kind: int, terms: int) -> Tensor:
-        """Return the first rows of the tables of a pair of types `(channels·terms, M)`."""
+    def _pair_table(self, centre: int, neighbor_kind: int, terms: int) -> Tensor:
+        """Return C of a pair of types, its first `terms` coefficients `(channels·terms, M)`."""
         pair = centre * self.request.ntypes + neighbor_kind
         return self.table[pair, :, :terms].reshape(-1, self.width)
 
@@ -491,7 +502,7 @@ class Tabulated(torch.nn.Module):
         geometry = tape.geometry
         rows_bar = (rows_bar * tape.scale).to(geometry.s.dtype)
         along = (rows_bar[1:] * geometry.vectors).sum(0)
-        # s = row₀ depends on the distance alone, like the factor of the other rows.
+        # s is row₀: dE/ds has the same factor as dE/drow₀.
         radial = geometry.radial * (rows_bar[0] + s_bar) + geometry.bend * along
         if self.channels > 1:
             radial = radial + geometry.switch_slope * switch_bar
@@ -499,24 +510,27 @@ class Tabulated(torch.nn.Module):
         return out.t().reshape(tape.a.shape[0], -1, 3)
 
     def _products(self, a_bar: Tensor, tape: Tape) -> Tensor:
-        """Return P, flat, in the order of B."""
+        """Return P = Ā·Cᵀ, flat, in the order of B."""
         flat = a_bar.view(-1, self.width)
         out = torch.empty(
             [len(tape.kinds), flat.shape[0], self.channels * tape.terms],
             dtype=flat.dtype,
             device=flat.device,
         )
-        for index in range(len(tape.kinds)):
+        for block in range(len(tape.kinds)):
             start = 0
             for centre in range(len(tape.counts)):
                 stop = start + 4 * tape.counts[centre]
-                table = self._rows_of(centre, tape.kinds[index], tape.terms)
-                out[index, start:stop] = product(flat[start:stop], table.t())
+                c = self._pair_table(centre, tape.kinds[block], tape.terms)
+                out[block, start:stop] = product(flat[start:stop], c.t())
                 start = stop
         return out.view(-1)
 
     def _evaluate(self, p: Tensor, tape: Tape) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dE/dR `(4, nedges)`, dE/ds through b `(nedges,)`, and dE/dswitch."""
+        """Return dE/dR `(4, nedges)`, dE/ds through b `(nedges,)`, and dE/dswitch, 0 beyond.
+
+        `p` is flat, in the order of B.
+        """
         rows_bar = torch.zeros_like(tape.rows)
         s_bar = torch.zeros_like(tape.rows[0])
         switch_bar = torch.zeros_like(tape.switch)
@@ -526,7 +540,7 @@ class Tabulated(torch.nn.Module):
                 slope = torch.zeros_like(s_bar)
                 start = (c * self.channels + channel) * tape.terms
                 for k in range(6):
-                    coefficients = p.index_select(0, tape.place + (start + k))
+                    coefficients = p.index_select(0, tape.offset + (start + k))
                     value.addcmul_(coefficients, tape.basis.values[k])
                     slope.addcmul_(coefficients, tape.basis.slopes[k])
                 if channel > 0:
@@ -541,7 +555,7 @@ class Tabulated(torch.nn.Module):
         self, a_bar: Tensor, tape: Tape, rows_bar: Tensor, switch_bar: Tensor
     ) -> None:
         """Write dE/dR, and dE/dswitch, of the edges beyond the table from the net's values."""
-        nnei = tape.place.shape[0] // a_bar.shape[0]
+        nnei = tape.offset.shape[0] // a_bar.shape[0]
         products = torch.bmm(a_bar[tape.beyond // nnei], tape.exact.permute(1, 2, 0))
         products = products.permute(2, 1, 0)  # (2 or 3, 4, n)
         rows = tape.rows[:, tape.beyond]

@@ -1,11 +1,13 @@
 """Triton kernels of an attention layer's passes, for the parts that work row by row.
 
-`attention_rows` has the same functions with their formulas, and defines the results;
-`attention_passes` has the symbols. `test_attention_kernels` compares the results.
+`attention_rows` documents the same functions and defines their results;
+`test_attention_kernels` compares them. `attention_passes` has the symbols of attention, and
+`four_passes` the bars (pass 2), dots (pass 3) and hats (pass 4).
 
-A program takes whole rows and moves each number once. Q, K and V of a neighbour are side by side in
-memory, (nreal, ncolumns, 3, attn), so that one product makes all three, and one product takes their
-cotangents. Tensors are contiguous unless they come with strides.
+A kernel takes a tensor as n_rows rows of `width` numbers, contiguous unless it comes with strides.
+A program takes `block_rows` whole rows, padded to `block_width` columns, and moves each number
+once. Q, K and V of a neighbour are side by side in memory, (nreal, ncolumns, 3, attn), so that one
+matrix product computes all three, and one takes their cotangents.
 """
 
 from __future__ import annotations
@@ -19,57 +21,57 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa1.attention_rows import Adjoints, Tangents, Values
 
-TILE = 512  # elements of a program, at least a row
+TILE = 512  # elements that a program takes, but at least a row
 
 
 class Tile(NamedTuple):
-    """The rows of a program. `block` is a power of two that holds `width` columns."""
+    """The rows of a program."""
 
-    row: Any  # (rows,), int64
-    exists: Any  # (rows,): row < count
-    column: Any  # (block,)
-    inside: Any  # (block,): column < width
-    at: Any  # (rows, block): where the elements are
-    mask: Any  # (rows, block)
+    row: Any  # (block_rows,), int64
+    row_exists: Any  # (block_rows,): row < n_rows
+    column: Any  # (block_width,)
+    column_exists: Any  # (block_width,): column < width
+    offset: Any  # (block_rows, block_width): of the elements in memory
+    mask: Any  # (block_rows, block_width)
 
 
 @triton.jit
-def _tile(count, width, rows: tl.constexpr, block: tl.constexpr):
+def _tile(n_rows, width, block_rows: tl.constexpr, block_width: tl.constexpr):
     """Return the `Tile` of a program."""
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    column = tl.arange(0, block)
-    exists = row < count
-    inside = column < width
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = tl.arange(0, block_width)
+    row_exists = row < n_rows
+    column_exists = column < width
     return Tile(
         row=row,
-        exists=exists,
+        row_exists=row_exists,
         column=column,
-        inside=inside,
-        at=row[:, None] * width + column[None, :],
-        mask=exists[:, None] & inside[None, :],
+        column_exists=column_exists,
+        offset=row[:, None] * width + column[None, :],
+        mask=row_exists[:, None] & column_exists[None, :],
     )
 
 
 @triton.jit
 def _load(tensor, tile):
-    """Load a tensor's rows (rows, block)."""
-    return tl.load(tensor + tile.at, tile.mask, 0.0)
+    """Load whole rows (block_rows, block_width)."""
+    return tl.load(tensor + tile.offset, tile.mask, 0.0)
 
 
 @triton.jit
-def _load_by_row(tensor, tile):
-    """Load one number for each row (rows, 1)."""
-    return tl.load(tensor + tile.row, tile.exists, 0.0)[:, None]
+def _load_per_row(tensor, tile):
+    """Load one number for each row (block_rows, 1)."""
+    return tl.load(tensor + tile.row, tile.row_exists, 0.0)[:, None]
 
 
 @triton.jit
-def _load_by_column(tensor, tile):
-    """Load one number for each column (1, block)."""
-    return tl.load(tensor + tile.column, tile.inside, 0.0)[None, :]
+def _load_per_column(tensor, tile):
+    """Load one number for each column (1, block_width)."""
+    return tl.load(tensor + tile.column, tile.column_exists, 0.0)[None, :]
 
 
 class Gate(NamedTuple):
-    """A gate (nreal, ncolumns, ncolumns) with its strides, which may be 0."""
+    """A gate, broadcast to (nreal, ncolumns, ncolumns) by strides of 0."""
 
     tensor: Any
     atom_stride: Any
@@ -78,7 +80,7 @@ class Gate(NamedTuple):
 
     @classmethod
     def of(cls, gate: Tensor, like: Tensor) -> Gate:
-        """Return a gate that broadcasts to the shape of `like`."""
+        """Return a gate in the shape of `like`."""
         return cls(gate, *gate.expand_as(like).stride())
 
 
@@ -92,13 +94,13 @@ def _load_gate(gate, tile, width):
 
 
 def _launch(kernel: triton.JITFunction, like: Tensor, **arguments: Any) -> None:
-    """Launch a kernel on the rows of all tensors, which have the shape of `like`."""
+    """Launch a kernel on the rows of `like`, a tensor in the shape of those it reads and writes."""
     width = like.shape[-1]
-    count = like.numel() // width
-    block = max(16, int(triton.next_power_of_2(width)))
-    rows = max(1, TILE // block)
-    kernel[(triton.cdiv(count, rows),)](
-        count=count, width=width, rows=rows, block=block, **arguments
+    n_rows = like.numel() // width
+    block_width = max(16, int(triton.next_power_of_2(width)))
+    block_rows = max(1, TILE // block_width)
+    kernel[(triton.cdiv(n_rows, block_rows),)](
+        n_rows=n_rows, width=width, block_rows=block_rows, block_width=block_width, **arguments
     )
 
 
@@ -116,104 +118,87 @@ def project_and_rescale(
     """See `attention_rows`; cuBLAS takes twice as long for a product with a bias in float64."""
     qkv = project(x, matrix)
     if shortest is None:
-        _in_memory(qkv).add_(bias.view(3, -1))
+        _as_stored(qkv).add_(bias.view(3, -1))
         return qkv, None
-    inverse_length = _number_by_row(qkv)
+    inverse_length = _new_per_row(qkv)
     _launch(
         _rescale_kernel, qkv, x=qkv, inverse_length=inverse_length, bias=bias, shortest=shortest
     )
     return qkv, inverse_length
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _rescale_kernel(
-    x,  # (count, width), in place: X·W, then Q, K and V; a row for each of them in turn
-    inverse_length,  # (count,), written
+    x,  # (n_rows, width), in place: X·W, then Q, K, V; of each neighbour the rows of Q, K and V
+    inverse_length,  # (n_rows,), written
     bias,  # (3, width)
-    count,
+    n_rows,
     width,
     shortest: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
 ):
-    """Write y = (x + b)·r with r = 1/max(|x + b|, shortest)."""
-    tile = _tile(count, width, rows, block)
-    at_bias = (tile.row % 3)[:, None] * width + tile.column[None, :]
-    value = _load(x, tile) + tl.load(bias + at_bias, tile.mask, 0.0)
-    factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), shortest)
-    tl.store(inverse_length + tile.row, factor, tile.exists)
-    tl.store(x + tile.at, value * factor[:, None], tile.mask)
+    """Write y = r·(x + b) with r = 1/max(|x + b|, shortest)."""
+    tile = _tile(n_rows, width, block_rows, block_width)
+    bias_offset = (tile.row % 3)[:, None] * width + tile.column[None, :]
+    biased = _load(x, tile) + tl.load(bias + bias_offset, tile.mask, 0.0)
+    r = 1.0 / tl.maximum(tl.sqrt(tl.sum(biased * biased, 1)), shortest)
+    tl.store(inverse_length + tile.row, r, tile.row_exists)
+    tl.store(x + tile.offset, biased * r[:, None], tile.mask)
 
 
 def project_adjoint(projected_bar: Tensor, matrix: Tensor, start: Tensor) -> Tensor:
     """See `attention_rows`."""
-    rows = _neighbor_rows(projected_bar)
+    rows = _side_by_side(projected_bar)
     return torch.addmm(start.flatten(0, 1), rows, matrix.mT).view_as(start)
 
 
 def project_gradient(x: Tensor, projected_bar: Tensor) -> Tensor:
     """See `attention_rows`."""
-    return torch.mm(x.flatten(0, 1).mT, _neighbor_rows(projected_bar))
+    return torch.mm(x.flatten(0, 1).mT, _side_by_side(projected_bar))
 
 
 def rescale_derivative_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """See `attention_rows`."""
     if v.inverse_length is None:
         return x, None
-    along = _number_by_row(x)
-    _launch(
-        _pull_rows_kernel,
-        x,
-        out=x,
-        along=along,
-        y_hat=x,
-        gamma=None,
-        y=v.qkv,
-        inverse=v.inverse_length,
-        adjoints=None,
-        eps=0.0,
-        centred=False,
-    )
+    along = _new_per_row(x)
+    _multiply_by_jacobian(x, out=x, along=along, y=v.qkv, inverse=v.inverse_length, centred=False)
     return x, along
 
 
 def rescale_gradient_(v: Values, a: Adjoints, t: Tangents, qkv_hat: Tensor) -> Tensor:
     """See `attention_rows`."""
     if v.inverse_length is not None:
-        _launch(
-            _pull_rows_kernel,
+        _multiply_by_jacobian(
             qkv_hat,
             out=qkv_hat,
-            along=None,
-            y_hat=qkv_hat,
-            gamma=None,
             y=v.qkv,
             inverse=v.inverse_length,
-            adjoints=RowAdjoints(
+            second_order=RowSecondOrder(
                 x_bar=a.projected,
                 bar_along=a.length_along,
                 y_dot=t.qkv,
                 dot_along=t.length_along,
             ),
-            eps=0.0,
             centred=False,
         )
     return qkv_hat
 
 
-def _in_memory(qkv: Tensor) -> Tensor:
-    """Return Q, K and V in the order of memory (nreal, ncolumns, 3, attn)."""
+def _as_stored(qkv: Tensor) -> Tensor:
+    """Return Q, K and V in memory order (nreal, ncolumns, 3, attn)."""
     return qkv.permute(1, 2, 0, 3)
 
 
-def _neighbor_rows(qkv: Tensor) -> Tensor:
-    """Return Q, K and V of a neighbour in one row (nreal·ncolumns, 3·attn)."""
-    return _in_memory(qkv).flatten(2).flatten(0, 1)
+def _side_by_side(qkv: Tensor) -> Tensor:
+    """Return a row with Q, K and V for each neighbour (nreal·ncolumns, 3·attn)."""
+    return _as_stored(qkv).flatten(2).flatten(0, 1)
 
 
-def _number_by_row(qkv: Tensor) -> Tensor:
-    """Allocate a number for each row of Q, K and V (3, nreal, ncolumns, 1), in memory order."""
-    return qkv.new_empty(*_in_memory(qkv).shape[:3], 1).permute(2, 0, 1, 3)
+def _new_per_row(qkv: Tensor) -> Tensor:
+    """Allocate one number per row of Q, K and V (3, nreal, ncolumns, 1), stored as they are."""
+    return qkv.new_empty(*_as_stored(qkv).shape[:3], 1).permute(2, 0, 1, 3)
 
 
 # ----- P = softmax(scale·QKᵀ + mask), A = P∘E ----------------------------------------------------
@@ -237,29 +222,29 @@ def attend(
     return soft, gated
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _attend_kernel(
-    gated,  # (count, width), written: A; count = nreal·ncolumns, width = ncolumns
-    soft,  # (count, width), in place: QKᵀ, then P
+    gated,  # (n_rows, width), written: A; n_rows = nreal·ncolumns, width = ncolumns
+    soft,  # (n_rows, width), in place: QKᵀ, then P
     mask,  # (nreal, width)
     gate,  # Gate: E
-    count,
+    n_rows,
     width,
     scale: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
 ):
     """Write P = softmax(scale·QKᵀ + mask) and A = P∘E."""
-    tile = _tile(count, width, rows, block)
+    tile = _tile(n_rows, width, block_rows, block_width)
     atom = tile.row // width
     addend = tl.load(mask + atom[:, None] * width + tile.column[None, :], tile.mask, 0.0)
     score = _load(soft, tile) * scale + addend
-    score = tl.where(tile.inside[None, :], score, float("-inf"))
+    score = tl.where(tile.column_exists[None, :], score, float("-inf"))
     power = tl.exp(score - tl.max(score, 1)[:, None])
-    weight = power / tl.sum(power, 1)[:, None]
+    p = power / tl.sum(power, 1)[:, None]
     e = _load_gate(gate, tile, width)
-    tl.store(soft + tile.at, weight, tile.mask)
-    tl.store(gated + tile.at, weight * e, tile.mask)
+    tl.store(soft + tile.offset, p, tile.mask)
+    tl.store(gated + tile.offset, p * e, tile.mask)
 
 
 def attend_adjoint(v: Values, gated_bar: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,7 +253,7 @@ def attend_adjoint(v: Values, gated_bar: Tensor, scale: float) -> tuple[Tensor, 
     gate_bar = torch.empty_like(gated_bar)
     along = gated_bar.new_empty(*gated_bar.shape[:2], 1)
     _launch(
-        _pull_softmax_kernel,
+        _softmax_gradient_kernel,
         gated_bar,
         scores_hat=scores_bar,
         along=along,
@@ -276,7 +261,7 @@ def attend_adjoint(v: Values, gated_bar: Tensor, scale: float) -> tuple[Tensor, 
         gated_hat=gated_bar,
         gated=v.gated,
         soft=v.soft,
-        adjoints=None,
+        second_order=None,
         scale=scale,
     )
     return scores_bar, along, gate_bar
@@ -300,28 +285,28 @@ def attend_tangent(
     return scores_dot, gated_dot
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _attend_tangent_kernel(
-    gated_dot,  # (count, width), written: Ȧ
-    scores_dot,  # (count, width), in place: the tangent of QKᵀ, then Ṗ
-    soft,  # (count, width): P
+    gated_dot,  # (n_rows, width), written: Ȧ
+    scores_dot,  # (n_rows, width), in place: the tangent of QKᵀ, then Ṗ
+    soft,  # (n_rows, width): P
     gate,  # Gate: E
     gate_dot,  # Gate: Ė
-    count,
+    n_rows,
     width,
     scale: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
 ):
     """Write Ṗ = P∘(σ − Σ P∘σ) with σ = scale·(QKᵀ)˙, and Ȧ = Ṗ∘E + P∘Ė."""
-    tile = _tile(count, width, rows, block)
-    score_dot = _load(scores_dot, tile) * scale
-    weight = _load(soft, tile)
-    weight_dot = (score_dot - tl.sum(weight * score_dot, 1)[:, None]) * weight
+    tile = _tile(n_rows, width, block_rows, block_width)
+    sigma = _load(scores_dot, tile) * scale
+    p = _load(soft, tile)
+    p_dot = (sigma - tl.sum(p * sigma, 1)[:, None]) * p
     e = _load_gate(gate, tile, width)
     e_dot = _load_gate(gate_dot, tile, width)
-    tl.store(scores_dot + tile.at, weight_dot, tile.mask)
-    tl.store(gated_dot + tile.at, weight_dot * e + weight * e_dot, tile.mask)
+    tl.store(scores_dot + tile.offset, p_dot, tile.mask)
+    tl.store(gated_dot + tile.offset, p_dot * e + p * e_dot, tile.mask)
 
 
 def attend_gradient(
@@ -330,7 +315,7 @@ def attend_gradient(
     """See `attention_rows`; `gated_hat` becomes the first result."""
     gate_hat = torch.empty_like(gated_hat)
     _launch(
-        _pull_softmax_kernel,
+        _softmax_gradient_kernel,
         gated_hat,
         scores_hat=gated_hat,
         along=None,
@@ -338,7 +323,7 @@ def attend_gradient(
         gated_hat=gated_hat,
         gated=v.gated,
         soft=v.soft,
-        adjoints=SoftmaxAdjoints(
+        second_order=SoftmaxSecondOrder(
             gated_bar=a.gated, soft_along=a.soft_along, gated_dot=t.gated, soft_dot=t.soft
         ),
         scale=scale,
@@ -346,52 +331,52 @@ def attend_gradient(
     return gated_hat, gate_hat
 
 
-class SoftmaxAdjoints(NamedTuple):
-    """The adjoints of the softmax, on which a loss on forces depends, and their tangents."""
+class SoftmaxSecondOrder(NamedTuple):
+    """What passes 2 and 3 add to the gradient: the loss depends on Ā, too."""
 
-    gated_bar: Any  # (count, width): Ā
-    soft_along: Any  # (count,)
-    gated_dot: Any  # (count, width): Ȧ
-    soft_dot: Any  # (count, width): Ṗ
+    gated_bar: Any  # (n_rows, width): Ā
+    soft_along: Any  # (n_rows,): Σ P∘P̄
+    gated_dot: Any  # (n_rows, width): Ȧ
+    soft_dot: Any  # (n_rows, width): Ṗ
 
 
-@triton.jit(do_not_specialize=["count"])
-def _pull_softmax_kernel(
-    scores_hat,  # (count, width), written: the cotangent of QKᵀ; may be Â
-    along,  # (count,), written unless None
-    gate_hat,  # (count, width), written
-    gated_hat,  # (count, width): Â; in pass 2 Ā, and all hats are bars
-    gated,  # (count, width): A
-    soft,  # (count, width): P
-    adjoints,  # SoftmaxAdjoints; None without
-    count,
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_gradient_kernel(
+    scores_hat,  # (n_rows, width), written: the cotangent of QKᵀ; may be the memory of Â
+    along,  # (n_rows,), written unless None: Σ B
+    gate_hat,  # (n_rows, width), written: Ê
+    gated_hat,  # (n_rows, width): Â
+    gated,  # (n_rows, width): A
+    soft,  # (n_rows, width): P
+    second_order,  # SoftmaxSecondOrder in pass 4; None in pass 2, which reads Ā for Â
+    n_rows,
     width,
     scale: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
 ):
-    """Write scale·(B − P·along) with B = A∘Â and along = Σ B, and P∘Â.
+    """Write scale·(B − P·Σ B) with B = A∘Â, and Ê = P∘Â.
 
-    With adjoints B = Ȧ∘Ā + A∘Â, scale·(B − Ṗ·soft_along − P·along), and Ṗ∘Ā + P∘Â.
+    In pass 4, B = A∘Â + Ȧ∘Ā; scale·(B − P·Σ B − Ṗ·soft_along), and Ê = P∘Â + Ṗ∘Ā.
     """
-    tile = _tile(count, width, rows, block)
-    hat = _load(gated_hat, tile)
-    weight = _load(soft, tile)
-    b = _load(gated, tile) * hat
-    gate = weight * hat
-    if adjoints is not None:
-        bar = _load(adjoints.gated_bar, tile)
-        weight_dot = _load(adjoints.soft_dot, tile)
-        b += _load(adjoints.gated_dot, tile) * bar
-        gate += weight_dot * bar
+    tile = _tile(n_rows, width, block_rows, block_width)
+    a_hat = _load(gated_hat, tile)
+    p = _load(soft, tile)
+    b = _load(gated, tile) * a_hat
+    e_hat = p * a_hat
+    if second_order is not None:
+        a_bar = _load(second_order.gated_bar, tile)
+        p_dot = _load(second_order.soft_dot, tile)
+        b += _load(second_order.gated_dot, tile) * a_bar
+        e_hat += p_dot * a_bar
     total = tl.sum(b, 1)
-    score = b - weight * total[:, None]
-    if adjoints is not None:
-        score -= weight_dot * _load_by_row(adjoints.soft_along, tile)
+    score_hat = b - p * total[:, None]
+    if second_order is not None:
+        score_hat -= p_dot * _load_per_row(second_order.soft_along, tile)
     if along is not None:
-        tl.store(along + tile.row, total, tile.exists)
-    tl.store(scores_hat + tile.at, score * scale, tile.mask)
-    tl.store(gate_hat + tile.at, gate, tile.mask)
+        tl.store(along + tile.row, total, tile.row_exists)
+    tl.store(scores_hat + tile.offset, score_hat * scale, tile.mask)
+    tl.store(gate_hat + tile.offset, e_hat, tile.mask)
 
 
 # ----- Z = γ∘N + β, N = (S − mean)/deviation -----------------------------------------------------
@@ -425,32 +410,32 @@ def normalise(
     return z, normed, inverse_deviation
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _normalise_kernel(
-    z,  # (count, width), written; count = nreal·ncolumns
-    normed,  # (count, width), in place: O·Wₒ, then N
-    inverse_deviation,  # (count,), written
-    x,  # (count, width)
+    z,  # (n_rows, width), written: Z; n_rows = nreal·ncolumns
+    normed,  # (n_rows, width), in place: O·Wₒ, then N
+    inverse_deviation,  # (n_rows,), written
+    x,  # (n_rows, width)
     bias,  # (width,): bₒ
     gamma,  # (width,)
     beta,  # (width,)
-    count,
+    n_rows,
     width,
     eps: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
 ):
     """Write N = (S − mean)/deviation of S = O·Wₒ + X + bₒ, and Z = γ∘N + β."""
-    tile = _tile(count, width, rows, block)
-    summed = _load(normed, tile) + _load(x, tile) + _load_by_column(bias, tile)
+    tile = _tile(n_rows, width, block_rows, block_width)
+    summed = _load(normed, tile) + _load(x, tile) + _load_per_column(bias, tile)
     centred = summed - (tl.sum(summed, 1) / width)[:, None]
-    centred = tl.where(tile.inside[None, :], centred, 0.0)
+    centred = tl.where(tile.column_exists[None, :], centred, 0.0)
     r = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
     n = centred * r[:, None]
-    tl.store(inverse_deviation + tile.row, r, tile.exists)
-    tl.store(normed + tile.at, n, tile.mask)
-    scaled = n * _load_by_column(gamma, tile)
-    tl.store(z + tile.at, scaled + _load_by_column(beta, tile), tile.mask)
+    tl.store(inverse_deviation + tile.row, r, tile.row_exists)
+    tl.store(normed + tile.offset, n, tile.mask)
+    n_gamma = n * _load_per_column(gamma, tile)
+    tl.store(z + tile.offset, n_gamma + _load_per_column(beta, tile), tile.mask)
 
 
 def normalise_derivative(
@@ -459,17 +444,13 @@ def normalise_derivative(
     """See `attention_rows`."""
     out = torch.empty_like(v.normed)
     along = torch.empty_like(v.inverse_deviation)
-    _launch(
-        _pull_rows_kernel,
-        out,
+    _multiply_by_jacobian(
+        x.contiguous(),
         out=out,
         along=along,
-        y_hat=x.contiguous(),
         gamma=gamma,
         y=v.normed,
         inverse=v.inverse_deviation,
-        adjoints=None,
-        eps=0.0,
         centred=True,
     )
     return out, along
@@ -480,16 +461,13 @@ def normalise_gradient(
 ) -> Tensor:
     """See `attention_rows`."""
     out = torch.empty_like(v.normed)
-    _launch(
-        _pull_rows_kernel,
-        out,
+    _multiply_by_jacobian(
+        z_hat,
         out=out,
-        along=None,
-        y_hat=z_hat,
         gamma=gamma,
         y=v.normed,
         inverse=v.inverse_deviation,
-        adjoints=RowAdjoints(
+        second_order=RowSecondOrder(
             x_bar=a.summed, bar_along=a.norm_along, y_dot=t.normed, dot_along=t.norm_along
         ),
         eps=eps,
@@ -499,71 +477,101 @@ def normalise_gradient(
 
 
 # ----- derivatives of rescaled and of normalised rows --------------------------------------------
-# Rescaled, y = r·x with r = 1/|x|; centred, y = r·(x − mean) with r = 1/deviation, and sums over a
-# row become means.
+# Rescaled rows are y = r·x with r = 1/|x|; centred rows y = r·(x − mean) with r = 1/deviation. The
+# Jacobian J = dy/dx is symmetric: the same product J·u takes cotangents of y to those of x, and
+# tangents of x to those of y.
 
 
-class RowAdjoints(NamedTuple):
-    """The adjoints of rows, on which a loss on forces depends, and their tangents."""
+class RowSecondOrder(NamedTuple):
+    """What passes 2 and 3 add to the gradient: the loss depends on x̄ = J·ȳ, too."""
 
-    x_bar: Any  # (count, width)
-    bar_along: Any  # (count,)
-    y_dot: Any  # (count, width)
-    dot_along: Any  # (count,)
+    x_bar: Any  # (n_rows, width)
+    bar_along: Any  # (n_rows,): `along` of ȳ
+    y_dot: Any  # (n_rows, width)
+    dot_along: Any  # (n_rows,): `along` of ẋ
+
+
+def _multiply_by_jacobian(
+    u: Tensor | None,
+    *,
+    out: Tensor,
+    along: Tensor | None = None,
+    gamma: Tensor | None = None,
+    y: Tensor,
+    inverse: Tensor,
+    second_order: RowSecondOrder | None = None,
+    eps: float = 0.0,
+    centred: bool,
+) -> None:
+    """Launch `_row_jacobian_kernel`."""
+    _launch(
+        _row_jacobian_kernel,
+        out,
+        out=out,
+        along=along,
+        u=u,
+        gamma=gamma,
+        y=y,
+        inverse=inverse,
+        second_order=second_order,
+        eps=eps,
+        centred=centred,
+    )
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _row_jacobian_kernel(
+    out,  # (n_rows, width), written; may be the memory of u, which is read before
+    along,  # (n_rows,), written unless None
+    u,  # (n_rows, width); None for 0
+    gamma,  # (width,): factor of u; None for 1
+    y,  # (n_rows, width)
+    inverse,  # (n_rows,): r
+    second_order,  # RowSecondOrder; None without
+    n_rows,
+    width,
+    eps: tl.constexpr,  # of the deviation; read if centred
+    centred: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
+):
+    """Write J·(γ∘u) = r·(γ∘u − y·along) with along = Σ γ∘u∘y; Σ is the sum over a row.
+
+    For centred rows Σ is the mean, and the mean of γ∘u is subtracted, too. With second order, also
+    subtract y·Σ ẏ∘x̄ + r·(ẏ·bar_along + x̄·dot_along), and y·eps·r⁴·bar_along·dot_along if centred.
+    """
+    tile = _tile(n_rows, width, block_rows, block_width)
+    y_tile = _load(y, tile)
+    result = tl.zeros_like(y_tile)
+    if second_order is not None:
+        y_dot = _load(second_order.y_dot, tile)
+        x_bar = _load(second_order.x_bar, tile)
+        r = tl.load(inverse + tile.row, tile.row_exists, 0.0)
+        bar_along = tl.load(second_order.bar_along + tile.row, tile.row_exists, 0.0)
+        dot_along = tl.load(second_order.dot_along + tile.row, tile.row_exists, 0.0)
+        along_y = _sum_of_row(y_dot * x_bar, width, centred)
+        if centred:
+            along_y += bar_along * dot_along * (r * r * r * r) * eps
+        result -= y_tile * along_y[:, None] + y_dot * (bar_along * r)[:, None]
+        result -= x_bar * (dot_along * r)[:, None]
+    if u is not None:
+        value = _load(u, tile)
+        if gamma is not None:
+            value *= _load_per_column(gamma, tile)
+        if centred:
+            mean = tl.sum(value, 1) / width
+        u_along = _sum_of_row(value * y_tile, width, centred)
+        if along is not None:
+            tl.store(along + tile.row, u_along, tile.row_exists)
+        value -= y_tile * u_along[:, None]
+        if centred:
+            value -= mean[:, None]
+        result += value * _load_per_row(inverse, tile)
+    tl.store(out + tile.offset, result, tile.mask)
 
 
 @triton.jit
 def _sum_of_row(values, width, centred: tl.constexpr):
-    """Return the sum (rows,) of each row, or the mean."""
+    """Return Σ (block_rows,): the mean of each row if centred, else its sum."""
     total = tl.sum(values, 1)
     return total / width if centred else total
-
-
-@triton.jit(do_not_specialize=["count"])
-def _pull_rows_kernel(
-    out,  # (count, width), written; may be ŷ
-    along,  # (count,), written unless None
-    y_hat,  # (count, width): the cotangent of y, or the tangent of x; None for 0
-    gamma,  # (width,): factor of ŷ; None for 1
-    y,  # (count, width)
-    inverse,  # (count,): r
-    adjoints,  # RowAdjoints; None without
-    count,
-    width,
-    eps: tl.constexpr,
-    centred: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write (γ∘ŷ − y·along)·r, centred less the mean of γ∘ŷ, with along = Σ γ∘ŷ∘y.
-
-    With adjoints, subtract y·(Σ ẏ·x̄ + eps·r⁴·bar_along·dot_along) + ẏ·r·bar_along + x̄·r·dot_along.
-    """
-    tile = _tile(count, width, rows, block)
-    unit = _load(y, tile)
-    result = tl.zeros_like(unit)
-    if adjoints is not None:
-        unit_dot = _load(adjoints.y_dot, tile)
-        bar = _load(adjoints.x_bar, tile)
-        r = tl.load(inverse + tile.row, tile.exists, 0.0)
-        by_bar = tl.load(adjoints.bar_along + tile.row, tile.exists, 0.0)
-        by_dot = tl.load(adjoints.dot_along + tile.row, tile.exists, 0.0)
-        by_unit = _sum_of_row(unit_dot * bar, width, centred)
-        if centred:
-            by_unit += by_bar * by_dot * (r * r * r * r) * eps
-        result -= unit * by_unit[:, None] + unit_dot * (by_bar * r)[:, None]
-        result -= bar * (by_dot * r)[:, None]
-    if y_hat is not None:
-        value = _load(y_hat, tile)
-        if gamma is not None:
-            value *= _load_by_column(gamma, tile)
-        if centred:
-            mean = tl.sum(value, 1) / width
-        product = _sum_of_row(value * unit, width, centred)
-        if along is not None:
-            tl.store(along + tile.row, product, tile.exists)
-        value -= unit * product[:, None]
-        if centred:
-            value -= mean[:, None]
-        result += value * _load_by_row(inverse, tile)
-    tl.store(out + tile.at, result, tile.mask)

@@ -15,11 +15,11 @@ from torch import Tensor
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS
 from deepmd_muon.model.descriptor.environment_kernels import (
     Row,
-    curvature,
     edges_of_program,
     launch_on_edges,
     load_row,
     loaded_edges,
+    row_jacobian,
     store_row,
     switched,
 )
@@ -166,7 +166,7 @@ def _pull_kernel(
     row_bar = _to_float64(load_row(rows_bar, edge, real))
     inverse_ij = rows_ij.inverse
     a = times(plus(row_bar.vector, scaled(length_bar, e)), inverse_ij.vector)
-    j = curvature(r, reach)
+    j = row_jacobian(r, reach)
     scale = j.radial * (row_bar.radial * inverse_ij.radial) + j.bend * dot(a, r)
     through_row = plus(scaled(j.isotropic, a), scaled(scale, r))
     through_direction = scaled(rows_ij.per_distance, across(e_bar, e))
@@ -202,7 +202,7 @@ def _push_kernel(
     rows_ij = _rows(r, f, mean, inverse, atom=edge // nnei, real=real)
     has_neighbor = real & (tl.load(neighbor + edge, real, -1) >= 0)
     c = load_vector(edges_dot, edge, has_neighbor, 0.0)
-    j = curvature(r, reach)
+    j = row_jacobian(r, reach)
     along = dot(c, r)
     inverse_ij = rows_ij.inverse
     vector = plus(scaled(j.isotropic, c), scaled(j.bend * along, r))

@@ -5,6 +5,14 @@ attention weights have hundreds of numbers for each edge; their derivatives are 
 
 A bar marks derivatives of the energy: `x_bar` is dE/dx. The symbols of attention are those of
 `attention_passes`. With a switch w (smooth attention) its scores are (scale·QKᵀ + shift)·w − shift.
+
+A layer is folded if features are narrower than Q, K and V: products of its matrices are computed
+once. With x̃, the features with a 1 behind them, and W̃, a matrix with its bias as the last row,
+
+    scale·QKᵀ = x̃·M·x̃ᵀ,  M = scale·W̃_q·W̃_kᵀ      V·Wₒ = x̃·F,  F = W̃_v·Wₒ.
+
+Normalised rows of Q, K and V are divided by their lengths l, which follow from Gram matrices,
+l² = x̃·G·x̃ᵀ with G = W̃·W̃ᵀ. Scores and A are divided by the lengths, instead of the rows.
 """
 
 from typing import Final, NamedTuple
@@ -77,13 +85,14 @@ class AttentionWeights(NamedTuple):
     Attributes
     ----------
     inner
-        The linear layers of Q, K and V.
+        The linear layers of Q, K and V, from width to attn.
     outer
-        The linear layer behind attention.
+        The linear layer behind attention, from attn to width.
     folded
-        Products of these layers, or no rows if the layer is not folded; see `_fold_weights`.
+        M, Gram matrices if Q, K and V are normalised, and F, side by side (width + 1, …); no rows
+        if the layer is not folded.
     gamma, beta, eps
-        Of the normalisation.
+        Of the normalisation; (width,), (width,).
     scale
         Factor of the scores.
     """
@@ -100,12 +109,12 @@ class AttentionWeights(NamedTuple):
 class Columns(NamedTuple):
     """The environment column by column; see `module.Neighborhood`."""
 
-    rows: Tensor
-    weight: Tensor
-    real: Tensor
+    rows: Tensor  # (ncentre, ncolumns, 4), like the others
+    weight: Tensor  # slots of a column
+    real: Tensor  # whether it has a neighbour
     kind: Tensor
     switch: Tensor
-    direction: Tensor
+    direction: Tensor  # (ncentre, ncolumns, 3)
 
 
 class Gates(NamedTuple):
@@ -115,8 +124,12 @@ class Gates(NamedTuple):
     ----------
     hidden
         Columns that no row attends to (ncentre, 1, ncolumns).
-    factor, switch, unlisted
-        As in `attention.Gates`; `switch` has no elements unless attention is smooth.
+    factor
+        Factor of the softmax (ncentre, ncolumns, ncolumns).
+    switch
+        Product of both neighbours' switches, like `factor`; no elements unless attention is smooth.
+    unlisted
+        In smooth attention, the number of empty slots without a column; else 0.
     """
 
     hidden: Tensor
@@ -132,12 +145,11 @@ class Projected(NamedTuple):
     ----------
     query, key, value
         Q, K and V (ncentre, ncolumns, attn). Of a folded layer x̃·M, x̃
-        (ncentre, ncolumns, width + 1) and x̃·F (ncentre, ncolumns, width).
+        (ncentre, ncolumns, width + 1) and x̃·F (ncentre, ncolumns, width), not normalised.
     inverse
-        The inverse lengths of Q, K and V (ncentre·ncolumns, 1), if these are normalised. A folded
-        layer does not scale `query`, `key` and `value` by them.
+        1/l of Q, K and V (ncentre·ncolumns, 1); no members if they are not normalised.
     gram_products
-        x̃ times the Gram matrices of a folded layer (ncentre·ncolumns, width + 1), if normalised.
+        x̃·G of Q, K and V (ncentre·ncolumns, width + 1); no members unless folded and normalised.
     """
 
     query: Tensor
@@ -155,16 +167,16 @@ class AttentionSaved(NamedTuple):
     projected
         Queries, keys and values.
     scores
-        Scores (ncentre, ncolumns, ncolumns), −1e30 where hidden. If attention is smooth, what the
-        switch multiplies.
+        Scores (ncentre, ncolumns, ncolumns), −1e30 where hidden; in smooth attention
+        scale·QKᵀ + shift, which the switch multiplies.
     soft
-        Softmax of the scores, P.
+        P, the softmax of the scores.
     gated
-        P·`Gates.factor`, of a folded layer also times the inverse lengths of the values.
+        P∘`Gates.factor`; of a folded layer also divided by the lengths of the values.
     normed
-        Features before γ and β (ncentre·ncolumns, width).
+        N (ncentre·ncolumns, width).
     inverse_deviation
-        1/deviation, by which these were normalised (ncentre·ncolumns, 1).
+        (ncentre·ncolumns, 1).
     """
 
     projected: Projected
@@ -181,10 +193,9 @@ class Tape(NamedTuple):
     Attributes
     ----------
     vectors, columns, gates
-        The graph of the geometry.
+        The geometry, with autograd's graph from `vectors` to the others.
     embedded
-        Features before attention and their derivatives by R₀ and, with a smooth gate, by the switch
-        (2 or 3, ncentre·ncolumns, width).
+        Features before attention; see `embed_edges`.
     layers
         Of attention.
     features
@@ -214,12 +225,12 @@ class ScriptedDPA1(torch.nn.Module):
     shift: Final[float] = SHIFT
     request: Request
     act: Act
-    layers: list[Dense]
+    layers: list[Dense]  # of the embedding net
     attention: list[AttentionWeights]
-    mean: Tensor
-    scale: Tensor
-    table: Tensor
-    gate: Tensor
+    mean: Tensor  # of environment rows, for each type (ntypes, 4)
+    scale: Tensor  # 1/stddev (ntypes, 4)
+    table: Tensor  # embedding of each type (ntypes, tebd_dim)
+    gate: Tensor  # `gate` of `embed_edges`; `Gates` belong to attention
 
     def __init__(self, module: DPA1) -> None:
         super().__init__()
@@ -273,7 +284,7 @@ class ScriptedDPA1(torch.nn.Module):
         columns = self._columns(near, vectors)
         ncentre, ncolumns = columns.kind.shape
         rows = columns.rows.detach()
-        none = columns.rows.new_zeros([0])
+        no_elements = columns.rows.new_zeros([0])
         pair = near.kind.unsqueeze(1) * self.table.shape[0] + columns.kind
         embedded = embed_edges(
             self.act,
@@ -282,11 +293,11 @@ class ScriptedDPA1(torch.nn.Module):
             pair=pair.view(-1),
             types=self.table,
             gate=self.gate,
-            switch=columns.switch.detach().view(-1) if self.strip and self.smooth else none,
+            switch=columns.switch.detach().view(-1) if self.strip and self.smooth else no_elements,
             one_side=self.one_side,
         )
         features = embedded[0].view(ncentre, ncolumns, self.width)
-        gates = Gates(none, none, none, 0)
+        gates = Gates(no_elements, no_elements, no_elements, 0)
         layers = torch.jit.annotate(list[AttentionSaved], [])
         if len(self.attention) > 0:
             gates = self._gates(columns, near.neighbor.shape[1])
@@ -313,7 +324,7 @@ class ScriptedDPA1(torch.nn.Module):
         return descriptor, tape
 
     def _columns(self, near: Near, vectors: Tensor) -> Columns:
-        """Return the environment in the precision of the weights."""
+        """Return the standardised environment in the precision of the weights."""
         real = near.neighbor >= 0
         rows, switch, direction = smooth_rows(
             vectors, real, self.rcut, self.rcut_smth, self.protection
@@ -346,7 +357,7 @@ class ScriptedDPA1(torch.nn.Module):
         )
 
     def _gates(self, columns: Columns, listed: int) -> Gates:
-        """Return the mask and the factors; the first `listed` columns take one slot each."""
+        """Return the gates; the first `listed` columns are slots of the list, one each."""
         real = columns.real
         ncolumns = real.shape[1]
         switch = columns.rows.new_zeros([0])
@@ -435,10 +446,10 @@ def embed_edges(
     types
         Embedding of every type (ntypes, tebd_dim).
     gate
-        In strip mode the output of the net of the types for every pair (ntypes², width), else
-        without rows.
+        In strip mode g, the output of the net of the types for every pair (ntypes², width):
+        features are multiplied by 1 + g, or by 1 + g·switch. Else without rows.
     switch
-        Factor of the gate (n,); no elements if it has none.
+        Of the edges (n,); no elements if g has no such factor.
     one_side
         Whether features depend on the type of the neighbour alone.
 
@@ -454,14 +465,14 @@ def embed_edges(
         inputs.append(types[pair % ntypes])
         if not one_side:
             inputs.append(types[torch.div(pair, ntypes, rounding_mode="floor")])
-    radial = embed_rows(act, layers, torch.cat(inputs, dim=1))
+    radial = embed_rows(act, layers, torch.cat(inputs, dim=1))  # values, derivatives by R₀
     if not strip:
         return radial
-    factor = gate[pair]
+    pair_gate = gate[pair]
     if switch.shape[0] == 0:
-        return radial * (1.0 + factor)
-    gated = radial * (1.0 + factor * switch.unsqueeze(1))
-    by_switch = radial[0] * factor
+        return radial * (1.0 + pair_gate)
+    gated = radial * (1.0 + pair_gate * switch.unsqueeze(1))
+    by_switch = radial[0] * pair_gate
     return torch.cat([gated, by_switch.unsqueeze(0)])
 
 
@@ -471,7 +482,7 @@ def embed_edges(
 def attend(
     weights: AttentionWeights, x: Tensor, gates: Gates, normalize: bool, shift: float
 ) -> AttentionSaved:
-    """Return the values of an attention layer for features (ncentre, ncolumns, width)."""
+    """Apply an attention layer to features (ncentre, ncolumns, width), without γ and β."""
     ncentre, ncolumns, width = x.shape
     flat = x.view(-1, width)
     folded = weights.folded.shape[0] > 0
@@ -484,28 +495,23 @@ def attend(
         scores.mul_(weights.scale)
     elif normalize:
         _scale_pairs(scores, projected.inverse)
-    # Without a switch both names are one tensor, in which hidden scores become −1e30 below.
-    scores_before_switch = scores
+    saved_scores = scores
     if gates.switch.shape[0] > 0:
-        scores_before_switch = scores.add_(shift)
-        scores = (scores_before_switch * gates.switch).sub_(shift)
+        saved_scores = scores.add_(shift)
+        scores = (saved_scores * gates.switch).sub_(shift)
+    # In place: `saved_scores` is the same tensor unless there is a switch.
     scores = scores.masked_fill_(gates.hidden, -1e30)
     if gates.unlisted > 0 and ncolumns > 0:
-        # Slots without a column have the score −shift.
-        top = scores.amax(-1, keepdim=True).clamp_(min=-shift)
-        powers = (scores - top).exp()
-        of_unlisted = float(gates.unlisted) * (-shift - top).exp()
-        soft = powers.div_(powers.sum(-1, keepdim=True) + of_unlisted)
+        soft = _softmax_with_unlisted(scores, gates.unlisted, shift)
     else:
         soft = scores.softmax(-1)
     gated = soft * gates.factor
     if folded:
         if normalize:
-            # `value` of a folded layer is not divided by its length; the weights are, instead.
-            gated.mul_(projected.inverse[2].view(ncentre, 1, ncolumns))
-        mixed = x + weights.outer.bias  # the layer's input is added here
-        torch.baddbmm(mixed, gated, projected.value, out=mixed)
-        summed = mixed.view(-1, width)
+            gated.mul_(projected.inverse[2].view(ncentre, 1, ncolumns))  # 1/l of the values
+        summed = x + weights.outer.bias
+        torch.baddbmm(summed, gated, projected.value, out=summed)
+        summed = summed.view(-1, width)
     else:
         mixed = torch.bmm(gated, projected.value).view(-1, projected.value.shape[2])
         summed = add_product(weights.outer.bias, mixed, weights.outer.matrix).add_(flat)
@@ -515,12 +521,20 @@ def attend(
     inverse_deviation = (variance + weights.eps).rsqrt()
     return AttentionSaved(
         projected=projected,
-        scores=scores_before_switch,
+        scores=saved_scores,
         soft=soft,
         gated=gated,
         normed=centred.mul_(inverse_deviation),
         inverse_deviation=inverse_deviation,
     )
+
+
+def _softmax_with_unlisted(scores: Tensor, unlisted: int, shift: float) -> Tensor:
+    """Return the softmax of scores and of `unlisted` more, of slots without a column: −shift."""
+    top = scores.amax(-1, keepdim=True).clamp_(min=-shift)
+    powers = (scores - top).exp()
+    of_unlisted = float(unlisted) * (-shift - top).exp()
+    return powers.div_(powers.sum(-1, keepdim=True) + of_unlisted)
 
 
 def _project(weights: AttentionWeights, x: Tensor, normalize: bool) -> Projected:
@@ -541,7 +555,7 @@ def _project(weights: AttentionWeights, x: Tensor, normalize: bool) -> Projected
 
 
 def _project_folded(weights: AttentionWeights, x: Tensor, normalize: bool) -> Projected:
-    """Return x̃·M, x̃ and x̃·F of features (ncentre, ncolumns, width); see `_fold_weights`."""
+    """Return x̃·M, x̃ and x̃·F of features (ncentre, ncolumns, width)."""
     ncentre, ncolumns, width = x.shape
     wide = width + 1
     flat = x.view(-1, width)
@@ -566,12 +580,15 @@ def _project_folded(weights: AttentionWeights, x: Tensor, normalize: bool) -> Pr
 
 
 def _scale_pairs(pairs: Tensor, inverse: list[Tensor]) -> None:
-    """Multiply pairs (ncentre, ncolumns, ncolumns) by the inverse lengths of query and key.
+    """Divide pairs (ncentre, ncolumns, ncolumns) by the lengths of query and key.
 
     This touches less memory than scaling the features: a row has fewer pairs than features.
     """
     ncentre, ncolumns, _ = pairs.shape
-    pairs.mul_(inverse[0].view(ncentre, ncolumns, 1)).mul_(inverse[1].view(ncentre, 1, ncolumns))
+    query_inverse, key_inverse, _ = inverse
+    pairs.mul_(query_inverse.view(ncentre, ncolumns, 1)).mul_(
+        key_inverse.view(ncentre, 1, ncolumns)
+    )
 
 
 def attend_pullback(
@@ -583,15 +600,15 @@ def attend_pullback(
     switch_bar: Tensor,
     shift: float,
 ) -> Tensor:
-    """Return dE/dx (ncentre·ncolumns, width) from that of the layer's output.
+    """Return dE/dx (ncentre·ncolumns, width) from that of the layer's output, `z_bar`.
 
-    The layer's part of dE/dfactor and dE/dswitch is added to `factor_bar` and `switch_bar`.
+    Add the layer's part of dE/dfactor and dE/dswitch to `factor_bar` and `switch_bar`.
     """
     projected = saved.projected
     value = projected.value
     folded = weights.folded.shape[0] > 0
     normalize = len(projected.inverse) > 0
-    # The normalisation: s̄ = (n̄ − mean(n̄) − n·mean(n̄·n))/deviation.
+    # S̄ = (N̄ − mean(N̄) − N·mean(N̄∘N))/deviation
     normed_bar = z_bar * weights.gamma
     along = (normed_bar * saved.normed).mean(-1, keepdim=True)
     centred_bar = normed_bar.sub_(normed_bar.mean(-1, keepdim=True))
@@ -599,13 +616,14 @@ def attend_pullback(
     mixed_bar = summed_bar if folded else product(summed_bar, weights.outer.matrix.t())
     mixed_bar = mixed_bar.view(value.shape)
     value_bar = torch.bmm(saved.gated.transpose(1, 2), mixed_bar)
-    # The softmax: dE/dscore = p·(dE/dp − Σ p·dE/dp), also with a constant in its denominator.
+    # One after another P∘Ā, the cotangent of the factor; P∘P̄ = A∘Ā; and that of the scores,
+    # P∘P̄ − P·Σ P∘P̄, also with a constant in the denominator of the softmax.
     scores_bar = torch.bmm(mixed_bar, value.transpose(1, 2)).mul_(saved.soft)
     if folded and normalize:
         scores_bar.mul_(projected.inverse[2].view(value.shape[0], 1, value.shape[1]))
     factor_bar.add_(scores_bar)
     scores_bar.mul_(gates.factor)
-    lengths_bar: list[Tensor] = []  # −dE/dlog(length) of queries, keys and values
+    lengths_bar: list[Tensor] = []  # −dE/dlog(l) of queries, keys and values, if folded
     if folded and normalize:
         lengths_bar.append(scores_bar.sum(1))  # of values
     scores_bar.addcmul_(saved.soft, scores_bar.sum(-1, keepdim=True), value=-1.0)
@@ -617,8 +635,8 @@ def attend_pullback(
     if folded:
         if normalize:
             products = scores_bar * scores
-            lengths_bar.insert(0, products.sum(1))  # of keys
-            lengths_bar.insert(0, products.sum(2))  # of queries
+            of_queries_and_keys = [products.sum(2), products.sum(1)]
+            lengths_bar = of_queries_and_keys + lengths_bar
             _scale_pairs(scores_bar, projected.inverse)
         return _pull_folded(
             weights,
@@ -639,7 +657,7 @@ def _pull_projections(
     scores_bar: Tensor,
     value_bar: Tensor,
 ) -> Tensor:
-    """Return `summed_bar` plus what dE/dx gets through Q, K and V."""
+    """Return dE/dx: `summed_bar` and the parts through Q, K and V."""
     projections = [projected.query, projected.key, projected.value]
     adjoints = [
         torch.bmm(scores_bar, projected.key),
@@ -666,17 +684,17 @@ def _pull_folded(
     value_bar: Tensor,
     lengths_bar: list[Tensor],
 ) -> Tensor:
-    """Return `summed_bar`, overwritten, plus what dE/dx gets through a folded layer's products.
+    """Return dE/dx: `summed_bar`, overwritten, and the parts through x̃·M, x̃, x̃·F and lengths.
 
-    `lengths_bar` are −dE/dlog(length) of queries, keys and values (ncentre, ncolumns), if
-    normalised. A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass computed.
+    `lengths_bar` are −dE/dlog(l) of queries, keys and values (ncentre, ncolumns), if normalised;
+    dlog(l)/dx̃ = x̃·G/l².
     """
     x_bar = summed_bar
     width = x_bar.shape[1]
     wide = width + 1
     by_centre = x_bar.view(value_bar.shape)  # the same memory
-    through_key = projected.query[:, :, :width]
-    torch.baddbmm(by_centre, scores_bar.transpose(1, 2), through_key, out=by_centre)
+    query = projected.query[:, :, :width]
+    torch.baddbmm(by_centre, scores_bar.transpose(1, 2), query, out=by_centre)
     for index in range(len(lengths_bar)):
         rate = projected.inverse[index].square().mul_(lengths_bar[index].view(-1, 1))
         x_bar.addcmul_(projected.gram_products[index][:, :width], rate, value=-1.0)
@@ -720,29 +738,23 @@ def _copy_weights(layer: AttentionLayer, normalize: bool) -> AttentionWeights:
 
 
 def _fold_weights(inner: list[Dense], outer: Dense, normalize: bool, scale: float) -> Tensor:
-    """Return products of a layer's matrices, for features with a 1 behind them, x̃.
+    """Return the products of a folded layer, side by side; without rows if it is not folded.
 
-    W̃ is the matrix of a linear layer with its bias as the last row. The products, side by side:
-
-    - M = scale·W̃_q·W̃_kᵀ (width + 1, width + 1), the matrix of the scores;
-    - if normalised, the Gram matrices W̃·W̃ᵀ of query, key and value, of the same shape;
-    - F = W̃_v·Wₒ (width + 1, width).
-
-    The result has no rows, and the layer is not folded, if features are wider than attention
-    (folding would cost time), or if lengths would lose digits.
+    These are M (width + 1, width + 1), the Gram matrices of Q, K and V, of the same shape, if
+    normalised, and F (width + 1, width). Folding does not pay if features are as wide as Q, K and
+    V, and lengths must not lose digits.
     """
     width, attn = inner[0].matrix.shape
-    none = outer.matrix.new_zeros(0, 0)
+    not_folded = outer.matrix.new_zeros(0, 0)
     if width >= attn:
-        return none
+        return not_folded
     query, key, value = (torch.cat([dense.matrix, dense.bias[None]]).double() for dense in inner)
     products = [scale * (query @ key.t())]
     if normalize:
-        # Rounding errors of l² = x̃·G·x̃ are relative to the largest l², which is `condition` times
-        # the smallest.
+        # Rounding errors of l² are relative to the largest l², `condition` times the smallest.
         condition = max(float(torch.linalg.cond(matrix)) ** 2 for matrix in (query, key, value))
         if not condition < WORST_CONDITION:  # also if it is NaN
-            return none
+            return not_folded
         products += [matrix @ matrix.t() for matrix in (query, key, value)]
     products.append(value @ outer.matrix.double())
     return torch.cat(products, dim=1).to(outer.matrix.dtype)

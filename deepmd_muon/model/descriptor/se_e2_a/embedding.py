@@ -11,11 +11,11 @@ and its energy derivative, from Ā = dE/dA, needs per edge
     dE/dR = Ā·G(s)  and  dE/ds = R·Ā·G′(s).
 
 Since s is a scalar, one pass yields G and G′ = dG/ds: every layer multiplies values and derivatives
-stacked in one matrix. So forces are plain forward arithmetic, and the gradient of a force loss is
-one backward pass.
+by s, stacked in one matrix `(2, edges, n)`. So forces are plain forward arithmetic, and the gradient
+of a force loss is one backward pass. Without forces the stack has values alone `(1, edges, n)`.
 
 Pass 1 (see `four_passes`) computes A, pass 2 the edge derivative. With Ṙ the tangent that arrives
-in pass 3, and Â the gradient of A in pass 4, the layers need the low-rank gradients
+in pass 3, and Â the gradient of A in pass 4, the layers get the gradients
 
     Ĝ = R·Â + Ṙ·Ā      Ĝ′ = Ṙ₀·R·Ā.
 
@@ -30,8 +30,8 @@ number.
 Contraction
 -----------
 D = Aᵀ·A_axis with A_axis = A[:, :axis]. The bilinear form behind D, Aᵀ·B_axis + Bᵀ·A_axis, is
-symmetric. Therefore one function, `pull`, is its adjoint in either argument: it returns Ā from A
-and D̄, and in the backward pass of that the cotangent of A.
+symmetric. Therefore one function, `pull`, is its adjoint in either argument. It maps A and D̄ to Ā;
+in its own backward pass, it maps the cotangent of Ā, and D̄, to the cotangent of A.
 """
 
 from __future__ import annotations
@@ -83,129 +83,6 @@ def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[Bl
     return plans
 
 
-class _LayerTrace(NamedTuple):
-    """Tensors for the backward pass of one layer.
-
-    Attributes
-    ----------
-    stack
-        Its stacked input `(1 or 2, rows, n_in)`.
-    keep
-        What the derivatives of the activation need `(rows, n)`.
-    h_dot
-        The derivative by s before the activation `(rows, n)`, if there are derivatives.
-    """
-
-    stack: Tensor
-    keep: Tensor
-    h_dot: Tensor | None
-
-
-@dataclass
-class _Block:
-    """What the passes keep of a block.
-
-    Attributes
-    ----------
-    plan
-        The atoms.
-    has_stand_in
-        Whether edge 0 is the stand-in for missing slots.
-    rows
-        R `(atoms, edges, 4)`.
-    features
-        G, and G′ if forces are needed `(1 or 2, atoms, edges, M)`.
-    layers
-        The trace of each layer.
-    """
-
-    plan: BlockPlan
-    has_stand_in: bool
-    rows: Tensor
-    features: Tensor
-    layers: list[_LayerTrace]
-
-    @property
-    def edge_rows(self) -> Tensor:
-        """R without the stand-in."""
-        return self.rows[:, 1:] if self.has_stand_in else self.rows
-
-    def edge_features(self, order: int) -> Tensor:
-        """G (order 0) or G′ (order 1) without the stand-in."""
-        return self.features[order, :, 1:] if self.has_stand_in else self.features[order]
-
-
-# ----- layers of stacked values and derivatives ---------------------------------------------------
-
-
-def _forward_layer(
-    stack: Tensor,
-    layer: LayerTensors,
-    copies: Copies,
-    f: Activation,
-    trace: list[_LayerTrace] | None,
-) -> Tensor:
-    """Map stacked values and derivatives `(1 or 2, rows, n_in)` to `(1 or 2, rows, n_out)`."""
-    n_stacked, rows, n_in = stack.shape
-    flat = torch.mm(stack.view(n_stacked * rows, n_in), layer.matrix)
-    z = flat.view(n_stacked, rows, layer.matrix.shape[1])
-    value, keep = f(z[0].add_(layer.bias))
-    h_dot = z[1] if n_stacked == 2 else None
-    if trace is not None:
-        trace.append(_LayerTrace(stack, keep, h_dot))
-    outputs = [value if layer.idt is None else value * layer.idt]
-    if h_dot is not None:
-        value_dot = f.times_slope(keep, h_dot)
-        outputs.append(value_dot if layer.idt is None else value_dot.mul_(layer.idt))
-    out = torch.empty_like(z)
-    for number, y in enumerate(outputs):
-        if copies:
-            shape = (rows, copies, n_in)
-            torch.add(y.view(shape), stack[number].unsqueeze(1), out=out[number].view(shape))
-        else:
-            out[number].copy_(y)
-    return out
-
-
-def _backward_layer(
-    y_hat: Tensor,
-    layer: LayerTensors,
-    copies: Copies,
-    f: Activation,
-    trace: _LayerTrace,
-    gradient: LayerTensors,
-) -> Tensor:
-    """Add to a layer's gradient; return the gradient of its stacked input. Overwrites `y_hat`."""
-    n_stacked, rows, _ = y_hat.shape
-    n_in = layer.matrix.shape[0]
-    through_copies = None
-    if copies == 2:
-        through_copies = torch.add(y_hat[..., :n_in], y_hat[..., n_in:])
-    elif copies:
-        through_copies = y_hat.clone()
-    flat = _backward_activation(y_hat, layer, f, trace, gradient)
-    if through_copies is None:
-        return torch.mm(flat, layer.matrix.t()).view(n_stacked, rows, n_in)
-    through_copies.view(n_stacked * rows, n_in).addmm_(flat, layer.matrix.t())
-    return through_copies
-
-
-def _backward_activation(
-    y_hat: Tensor, layer: LayerTensors, f: Activation, trace: _LayerTrace, gradient: LayerTensors
-) -> Tensor:
-    """Add to a layer's gradient; turn `y_hat` in place into that of h `(stacked·rows, n_out)`."""
-    if layer.idt is not None and gradient.idt is not None:
-        gradient.idt.add_((f.value_of(trace.keep) * y_hat[0]).sum(0))
-        if trace.h_dot is not None:
-            gradient.idt.add_(f.times_slope(trace.keep, trace.h_dot).mul_(y_hat[1]).sum(0))
-        y_hat *= layer.idt
-    f.pull_back_(trace.keep, trace.h_dot, y_hat)
-    gradient.bias.add_(y_hat[0].sum(0))
-    flat = y_hat.view(-1, y_hat.shape[2])
-    gradient.matrix.addmm_(trace.stack.view(-1, trace.stack.shape[2]).t(), flat)
-    return flat
-
-
 # ----- the sums -----------------------------------------------------------------------------------
 
 
@@ -232,7 +109,7 @@ class Sums(FourPasses):
     sel
         Slots that count; the batch may have fewer.
     activation, copies
-        Of the network.
+        Of the network; `copies` of each layer, see `Copies`.
     force
         Whether pass 2 will be called, which needs G′.
     trace
@@ -253,8 +130,9 @@ class Sums(FourPasses):
         a = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
         for plan in self.plans:
             s, block_rows = self._block_inputs(plan, rows, empty)
-            values = s.reshape(1, -1, 1)
-            stack = torch.cat([values, torch.ones_like(values)]) if self.force else values
+            stack = s.reshape(1, -1, 1)
+            if self.force:
+                stack = torch.cat([stack, torch.ones_like(stack)])  # ds/ds = 1
             trace: list[_LayerTrace] = []
             for layer, copies in zip(layers, self.copies, strict=True):
                 stack = _forward_layer(
@@ -305,9 +183,9 @@ class Sums(FourPasses):
         a_dot = torch.empty_like(a_bar)
         for block in self.blocks:
             atoms, width = block.plan
-            block_dot = rows_dot[atoms, :width]
-            through_s = block.edge_rows * block_dot[..., :1]
-            sums = torch.bmm(block_dot.transpose(1, 2), block.edge_features(0))
+            block_rows_dot = rows_dot[atoms, :width]
+            through_s = block.edge_rows * block_rows_dot[..., :1]
+            sums = torch.bmm(block_rows_dot.transpose(1, 2), block.edge_features(0))
             a_dot[atoms] = sums.baddbmm_(through_s.transpose(1, 2), block.edge_features(1))
         return (a_dot,), (rows_dot,)
 
@@ -356,39 +234,150 @@ class Sums(FourPasses):
 def _features_hat(
     block: _Block, a_hat: Tensor, a_bar: Tensor | None, rows_dot: Tensor | None
 ) -> Tensor:
-    """Return Ĝ and Ĝ′ of a block, stacked `(1 or 2, rows, M)`."""
+    """Return Ĝ and Ĝ′ of a block, stacked `(1 or 2, edges, M)`; see the module."""
     atoms, width = block.plan
     out = torch.empty_like(block.features)
-    if a_bar is None or rows_dot is None:
+    if a_bar is None or rows_dot is None:  # no loss on forces
         torch.bmm(block.rows, a_hat[atoms], out=out[0])
         out[1:].zero_()
     else:
-        block_dot = rows_dot[atoms, :width]
-        if block.has_stand_in:  # its row does not depend on positions
-            block_dot = torch.nn.functional.pad(block_dot, (0, 0, 1, 0))
+        block_rows_dot = rows_dot[atoms, :width]
+        if block.has_stand_in:  # its Ṙ is 0: an empty slot does not depend on positions
+            block_rows_dot = torch.nn.functional.pad(block_rows_dot, (0, 0, 1, 0))
         block_a_bar = a_bar[atoms]
         torch.bmm(
-            torch.cat([block.rows, block_dot], 2),
+            torch.cat([block.rows, block_rows_dot], 2),
             torch.cat([a_hat[atoms], block_a_bar], 1),
             out=out[0],
         )
-        torch.bmm(block.rows * block_dot[..., :1], block_a_bar, out=out[1])
+        torch.bmm(block.rows * block_rows_dot[..., :1], block_a_bar, out=out[1])
     return out.flatten(1, 2)
 
 
+class _LayerTrace(NamedTuple):
+    """Tensors for the backward pass of one layer, f(h) with h = x·matrix + bias.
+
+    Attributes
+    ----------
+    stack
+        Its input x, and dx/ds if forces are needed `(1 or 2, edges, n_in)`.
+    keep
+        What the derivatives of f need `(edges, n)`.
+    h_dot
+        dh/ds `(edges, n)`; None without forces.
+    """
+
+    stack: Tensor
+    keep: Tensor
+    h_dot: Tensor | None
+
+
+@dataclass
+class _Block:
+    """Tensors of a block that later passes read.
+
+    Attributes
+    ----------
+    plan
+        The atoms.
+    has_stand_in
+        Whether edge 0 is the stand-in for missing slots.
+    rows
+        R `(atoms, edges, 4)`.
+    features
+        G, and G′ if forces are needed `(1 or 2, atoms, edges, M)`.
+    layers
+        Of each layer, if a backward pass may follow.
+    """
+
+    plan: BlockPlan
+    has_stand_in: bool
+    rows: Tensor
+    features: Tensor
+    layers: list[_LayerTrace]
+
+    @property
+    def edge_rows(self) -> Tensor:
+        """R without the stand-in."""
+        return self.rows[:, 1:] if self.has_stand_in else self.rows
+
+    def edge_features(self, order: int) -> Tensor:
+        """G (order 0) or G′ (order 1) without the stand-in."""
+        return self.features[order, :, 1:] if self.has_stand_in else self.features[order]
+
+
+# ----- layers of stacked values and derivatives ---------------------------------------------------
+
+
+def _forward_layer(
+    stack: Tensor,
+    layer: LayerTensors,
+    copies: Copies,
+    f: Activation,
+    trace: list[_LayerTrace] | None,
+) -> Tensor:
+    """Map the stacked input `(1 or 2, edges, n_in)` of a layer to its output `(…, n_out)`."""
+    n_stacked, n_edges, n_in = stack.shape
+    flat = torch.mm(stack.view(n_stacked * n_edges, n_in), layer.matrix)
+    h = flat.view(n_stacked, n_edges, layer.matrix.shape[1])
+    value, keep = f(h[0].add_(layer.bias))
+    h_dot = h[1] if n_stacked == 2 else None
+    if trace is not None:
+        trace.append(_LayerTrace(stack, keep, h_dot))
+    outputs = [value if layer.idt is None else value * layer.idt]
+    if h_dot is not None:
+        value_dot = f.times_slope(keep, h_dot)
+        outputs.append(value_dot if layer.idt is None else value_dot.mul_(layer.idt))
+    out = torch.empty_like(h)
+    for number, y in enumerate(outputs):
+        if copies:
+            shape = (n_edges, copies, n_in)  # the copies are side by side in the output
+            torch.add(y.view(shape), stack[number].unsqueeze(1), out=out[number].view(shape))
+        else:
+            out[number].copy_(y)
+    return out
+
+
+def _backward_layer(
+    y_hat: Tensor,
+    layer: LayerTensors,
+    copies: Copies,
+    f: Activation,
+    trace: _LayerTrace,
+    gradient: LayerTensors,
+) -> Tensor:
+    """Add to a layer's gradient; return the gradient of its stacked input. Overwrites `y_hat`."""
+    n_stacked, n_edges, _ = y_hat.shape
+    n_in = layer.matrix.shape[0]
+    through_copies = None
+    if copies == 2:
+        through_copies = torch.add(y_hat[..., :n_in], y_hat[..., n_in:])
+    elif copies:
+        through_copies = y_hat.clone()
+    flat = _backward_activation(y_hat, layer, f, trace, gradient)
+    if through_copies is None:
+        return torch.mm(flat, layer.matrix.t()).view(n_stacked, n_edges, n_in)
+    through_copies.view(n_stacked * n_edges, n_in).addmm_(flat, layer.matrix.t())
+    return through_copies
+
+
+def _backward_activation(
+    y_hat: Tensor, layer: LayerTensors, f: Activation, trace: _LayerTrace, gradient: LayerTensors
+) -> Tensor:
+    """Add to a layer's gradient; turn `y_hat` in place into ĥ `(stacked·edges, n_out)`."""
+    if layer.idt is not None and gradient.idt is not None:
+        gradient.idt.add_((f.value_of(trace.keep) * y_hat[0]).sum(0))
+        if trace.h_dot is not None:
+            gradient.idt.add_(f.times_slope(trace.keep, trace.h_dot).mul_(y_hat[1]).sum(0))
+        y_hat *= layer.idt
+    f.pull_back_(trace.keep, trace.h_dot, y_hat)
+    gradient.bias.add_(y_hat[0].sum(0))
+    flat = y_hat.view(-1, y_hat.shape[2])
+    gradient.matrix.addmm_(trace.stack.view(-1, trace.stack.shape[2]).t(), flat)
+    return flat
+
+
 # ----- the contraction ----------------------------------------------------------------------------
-
-
-def pull(a: Tensor, d_bar: Tensor) -> Tensor:
-    """Return Ā `(natoms, 4, M)` from A and D̄ `(natoms, M, axis)`."""
-    if triton_support.usable(a.device):
-        from deepmd_muon.model.descriptor.se_e2_a import kernels
-
-        return kernels.pull_contraction(a, d_bar)
-    axis = d_bar.shape[2]
-    a_bar = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
-    a_bar[:, :, :axis].baddbmm_(a, d_bar)
-    return a_bar
 
 
 class Contract(torch.autograd.Function):
@@ -430,6 +419,18 @@ class PullContraction(torch.autograd.Function):
         d_dot = torch.bmm(a_dot.transpose(1, 2), a[:, :, :axis])
         d_dot.baddbmm_(a.transpose(1, 2), a_dot[:, :, :axis])
         return pull(a_dot, d_bar), d_dot
+
+
+def pull(a: Tensor, d_bar: Tensor) -> Tensor:
+    """Return Ā `(natoms, 4, M)` from A and D̄ `(natoms, M, axis)`."""
+    if triton_support.usable(a.device):
+        from deepmd_muon.model.descriptor.se_e2_a import kernels
+
+        return kernels.pull_contraction(a, d_bar)
+    axis = d_bar.shape[2]
+    a_bar = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
+    a_bar[:, :, :axis].baddbmm_(a, d_bar)
+    return a_bar
 
 
 # torch leaves `apply` untyped.

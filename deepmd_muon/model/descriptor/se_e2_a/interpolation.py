@@ -12,7 +12,8 @@ Then
     A_i = B_i·C,   B_i[c, jm] = Σ_{e in piece j} R_e[c] T_m(u_e)
     dE/dR_e[c] = Σ_m T_m(u_e) P_i[c, jm],  P_i = Ā_i·Cᵀ,  and dE/ds_e alike with T′_m.
 
-`expand` computes B from geometry alone; `evaluate` is linear in P.
+Each neighbour type has its own network, interval and C; jm runs over types, pieces and orders m.
+`expand` computes B from geometry alone. `evaluate` is linear in P; `spread` is its transpose.
 
 So the network is evaluated at 16 nodes a piece instead of once per edge (10² to 10³ times fewer
 rows), and only matrix products per atom remain. Forces and the gradient of a force loss are the
@@ -100,6 +101,15 @@ def intervals_of(rows: Tensor, empty: Tensor, widths: Sequence[int]) -> Tensor:
     return torch.stack([low, GRID / span.clamp_min(SHORTEST)], dim=1)
 
 
+def _kernels(tensor: Tensor) -> Any:
+    """Return the module of Triton kernels if it can be used, else None."""
+    if not triton_support.usable(tensor.device):
+        return None
+    from deepmd_muon.model.descriptor.se_e2_a import kernels
+
+    return kernels
+
+
 def cut(
     rows: Tensor, empty: Tensor, pieces: Pieces, widths: Sequence[int], sel: Sequence[int]
 ) -> Edges:
@@ -130,14 +140,17 @@ def pays(networks: int, edges: int, pieces: int) -> bool:
 
 
 def choose_pieces(
-    blocks: Sequence[Sequence[Network]], f: Activation, intervals: Tensor, present: Pieces
+    networks_by_centre: Sequence[Sequence[Network]],
+    f: Activation,
+    intervals: Tensor,
+    present: Pieces,
 ) -> Pieces:
     """Return pieces that interpolate all networks within `TOLERANCE`; none if they are too many.
 
     Parameters
     ----------
-    blocks
-        The networks of all neighbour types, for each kind of centre.
+    networks_by_centre
+        For each centre type, or one for all, the networks of all neighbour types.
     f
         Their activation.
     intervals
@@ -145,7 +158,7 @@ def choose_pieces(
     present
         The pieces of the last steps. They stay if they suffice and no fewer do.
     """
-    errors = partial(_errors, blocks, f, intervals)
+    errors = partial(_errors, networks_by_centre, f, intervals)
     tolerance = TOLERANCE[intervals.dtype]
     sufficient = bool(present) and bool((errors(present) <= tolerance).all())
     fresh = refined(errors, MARGIN * tolerance)
@@ -155,11 +168,15 @@ def choose_pieces(
 
 
 def _errors(
-    blocks: Sequence[Sequence[Network]], f: Activation, intervals: Tensor, pieces: Pieces
+    networks_by_centre: Sequence[Sequence[Network]],
+    f: Activation,
+    intervals: Tensor,
+    pieces: Pieces,
 ) -> Tensor:
     """Return the largest error of any network on every piece `(pieces,)`, see `tails`."""
     errors = [
-        tails(coefficients(networks, f, intervals, pieces), len(pieces)) for networks in blocks
+        tails(coefficients(networks, f, intervals, pieces), len(pieces))
+        for networks in networks_by_centre
     ]
     return torch.stack(errors).amax(0)
 
@@ -242,18 +259,18 @@ class Coefficients(torch.autograd.Function):
         ctx.copies = copies
         ctx.n_networks = n_networks
         ctx.dtype = next(tensor.dtype for tensor in flat if tensor is not None)
-        wide = _converted(flat, torch.float64)
-        blocks: list[Tensor] = []
+        in_float64 = _converted(flat, torch.float64)
+        blocks: list[Tensor] = []  # of C
         tapes: list[Tensor] = []
         with triton_support.Branches(s.device, n_networks) as branches:
-            for number, network in enumerate(unflatten(wide, n_networks)):
+            for number, network in enumerate(unflatten(in_float64, n_networks)):
                 with branches.chain(number):
                     features, tape = layers.values(f, copies, s[number, :, None], network)
                     blocks.append(
                         _by_piece(transform, features.view(-1, ORDERS, features.shape[1]))
                     )
                     tapes += [*tape.inputs, *tape.keeps]
-        ctx.save_for_backward(transform, *wide, *tapes)
+        ctx.save_for_backward(transform, *in_float64, *tapes)
         return torch.cat(blocks)
 
     @staticmethod
@@ -263,13 +280,13 @@ class Coefficients(torch.autograd.Function):
         n_networks = ctx.n_networks
         depth = len(ctx.copies)
         transform, *tensors = ctx.saved_tensors
-        n_tensors = 3 * depth * n_networks  # matrix, bias, idt of every layer
-        wide = tensors[:n_tensors]
-        tapes = tensors[n_tensors:]
+        n_parameters = 3 * depth * n_networks  # matrix, bias, idt of every layer
+        in_float64 = tensors[:n_parameters]
+        tapes = tensors[n_parameters:]  # inputs, then keeps of each network
         by_network = c_hat.view(n_networks, -1, ORDERS, c_hat.shape[1])
         gradients: list[Tensor | None] = []
         with triton_support.Branches(c_hat.device, n_networks) as branches:
-            for number, network in enumerate(unflatten(wide, n_networks)):
+            for number, network in enumerate(unflatten(in_float64, n_networks)):
                 with branches.chain(number):
                     features_hat = _by_piece(transform.t(), by_network[number])
                     start = 2 * depth * number
@@ -312,7 +329,7 @@ class Table(NamedTuple):
     intervals, pieces
         As in `Edges`.
     coefficients
-        Of each kind of centre `(terms, M)`, times the scale.
+        C times the scale `(terms, M)`, for each of `networks_by_centre`.
     nearest
         Distance of neighbours down to which the interval reaches [Å].
     """
@@ -330,13 +347,17 @@ class Table(NamedTuple):
 
 
 def tabulate(
-    blocks: Sequence[Sequence[Network]], f: Activation, ends: Tensor, scale: float, nearest: float
+    networks_by_centre: Sequence[Sequence[Network]],
+    f: Activation,
+    ends: Tensor,
+    scale: float,
+    nearest: float,
 ) -> Table | None:
     """Return the table of all networks on an interval; None if it would need too many pieces.
 
     Parameters
     ----------
-    blocks, f
+    networks_by_centre, f
         As in `choose_pieces`.
     ends
         The least and the largest s `(2,)`.
@@ -345,33 +366,26 @@ def tabulate(
     nearest
         As in `Table`.
     """
-    n_types = len(blocks[0])
+    n_types = len(networks_by_centre[0])
     low, high = ends
     interval = torch.stack([low, GRID / (high - low).clamp_min(SHORTEST)])
     intervals = interval.expand(n_types, 2).contiguous()
-    pieces = refined(partial(_errors, blocks, f, intervals), TABLE_TOLERANCE[intervals.dtype])
+    pieces = refined(
+        partial(_errors, networks_by_centre, f, intervals), TABLE_TOLERANCE[intervals.dtype]
+    )
     if not pieces:
         return None
     return Table(
         intervals=intervals,
         pieces=pieces,
         coefficients=tuple(
-            coefficients(networks, f, intervals, pieces, scale) for networks in blocks
+            coefficients(networks, f, intervals, pieces, scale) for networks in networks_by_centre
         ),
         nearest=nearest,
     )
 
 
 # ----- sums over edges ----------------------------------------------------------------------------
-
-
-def _kernels(tensor: Tensor) -> Any:
-    """Return the module of Triton kernels if it can be used, else None."""
-    if not triton_support.usable(tensor.device):
-        return None
-    from deepmd_muon.model.descriptor.se_e2_a import kernels
-
-    return kernels
 
 
 def expand(edges: Edges) -> Tensor:
@@ -390,10 +404,9 @@ def evaluate(edges: Edges, p: Tensor) -> Tensor:
 
 def expand_reference(edges: Edges) -> Tensor:
     """Return B `(atoms, 4, terms)`; see the module."""
-    cell, values, _ = _edge_basis(edges)
-    b = _scatter(edges, cell, edges.rows.unsqueeze(-1) * values.unsqueeze(-2))
-    # An empty slot counts as an edge. The missing slots of a type have equal rows: one term serves
-    # all of them.
+    series, values, _ = _edge_basis(edges)
+    b = _scatter(edges, series, edges.rows.unsqueeze(-1) * values.unsqueeze(-2))
+    # Missing slots count as edges. Those of one type have equal rows: one term serves all of them.
     n_types = len(edges.widths)
     types = torch.arange(n_types, device=b.device)
     piece, values, _ = _basis(edges, edges.empty[:, :1], types)  # (atoms, types[, 16])
@@ -410,10 +423,10 @@ def evaluate_reference(edges: Edges, p: Tensor) -> Tensor:
 
     dE/ds is added to dE/dR₀.
     """
-    cell, values, slopes = _edge_basis(edges)
-    n_cells = len(edges.widths) * len(edges.pieces)
-    by_cell = p.unflatten(2, (n_cells, ORDERS)).transpose(1, 2).reshape(-1, 4, ORDERS)
-    by_edge = by_cell[cell].view(*values.shape[:2], 4, ORDERS)
+    series, values, slopes = _edge_basis(edges)
+    n_series = len(edges.widths) * len(edges.pieces)
+    by_series = p.unflatten(2, (n_series, ORDERS)).transpose(1, 2).reshape(-1, 4, ORDERS)
+    by_edge = by_series[series].view(*values.shape[:2], 4, ORDERS)
     out = torch.matmul(by_edge, values.unsqueeze(-1)).squeeze(-1)
     by_component = torch.matmul(by_edge, slopes.unsqueeze(-1)).squeeze(-1)
     out[..., 0] += (by_component * edges.rows).sum(-1)
@@ -422,19 +435,19 @@ def evaluate_reference(edges: Edges, p: Tensor) -> Tensor:
 
 def spread_reference(edges: Edges, cotangent: Tensor) -> Tensor:
     """Apply the transpose of `evaluate_reference` to `(atoms, edges, 4)`."""
-    cell, values, slopes = _edge_basis(edges)
+    series, values, slopes = _edge_basis(edges)
     terms = cotangent.unsqueeze(-1) * values.unsqueeze(-2)
     terms += (edges.rows * cotangent[..., :1]).unsqueeze(-1) * slopes.unsqueeze(-2)
-    return _scatter(edges, cell, terms)
+    return _scatter(edges, series, terms)
 
 
 def _edge_basis(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the flat index (atom, neighbour type, piece), T_m and dT_m/ds of every edge."""
+    """Return the number of the series (atom, neighbour type, piece), T_m and dT_m/ds of each edge."""
     kind = _kinds(edges.widths, edges.rows.device)
     piece, values, slopes = _basis(edges, edges.rows[..., 0], kind)
     atom = torch.arange(piece.shape[0], device=piece.device).unsqueeze(1)
-    cell = (atom * len(edges.widths) + kind) * len(edges.pieces) + piece
-    return cell.view(-1), values, slopes
+    series = (atom * len(edges.widths) + kind) * len(edges.pieces) + piece
+    return series.view(-1), values, slopes
 
 
 @lru_cache
@@ -447,25 +460,25 @@ def _kinds(widths: tuple[int, ...], device: torch.device) -> Tensor:
 def _basis(edges: Edges, s: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the piece of each s among neighbours of type `kind`, and T_m and dT_m/ds `(…, 16)`."""
     low, rate = edges.intervals[kind].unbind(-1)
-    place = (s - low) * rate
+    place = (s - low) * rate  # in cells
     cells, spans = places(edges.pieces, s.dtype, s.device)
     piece = cells[place.floor().clamp_(0, GRID - 1).long()].long()
-    first_cell, inverse = spans[piece].unbind(-1)
-    u = 2.0 * (place - first_cell) * inverse - 1.0
+    first_cell, inverse_length = spans[piece].unbind(-1)
+    u = 2.0 * (place - first_cell) * inverse_length - 1.0
     values = [torch.ones_like(u), u]
     slopes = [torch.zeros_like(u), torch.ones_like(u)]
     for _ in range(2, ORDERS):
         slopes.append(2.0 * (values[-1] + u * slopes[-1]) - slopes[-2])
         values.append(2.0 * u * values[-1] - values[-2])
-    du_ds = (2.0 * rate * inverse).unsqueeze(-1)
+    du_ds = (2.0 * rate * inverse_length).unsqueeze(-1)
     return piece, torch.stack(values, -1), torch.stack(slopes, -1) * du_ds
 
 
-def _scatter(edges: Edges, cell: Tensor, terms: Tensor) -> Tensor:
-    """Sum `(edges, 4, 16)` into `(atoms, 4, terms)`."""
+def _scatter(edges: Edges, series: Tensor, terms: Tensor) -> Tensor:
+    """Sum terms of edges `(atoms, edges, 4, 16)` over the edges of a series: `(atoms, 4, terms)`."""
     atoms = edges.rows.shape[0]
-    n_cells = len(edges.widths) * len(edges.pieces)
-    sums = terms.new_zeros(atoms * n_cells, 4 * ORDERS)
-    sums.index_add_(0, cell, terms.view(-1, 4 * ORDERS))
-    by_type = sums.view(atoms, n_cells, 4, ORDERS)
-    return by_type.transpose(1, 2).reshape(atoms, 4, edges.terms)
+    n_series = len(edges.widths) * len(edges.pieces)
+    sums = terms.new_zeros(atoms * n_series, 4 * ORDERS)
+    sums.index_add_(0, series, terms.view(-1, 4 * ORDERS))
+    by_series = sums.view(atoms, n_series, 4, ORDERS)
+    return by_series.transpose(1, 2).reshape(atoms, 4, edges.terms)
