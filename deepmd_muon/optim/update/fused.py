@@ -142,7 +142,7 @@ class ChunkRow(NamedTuple):
 def block_rows(
     params: Sequence[Tensor], buffers: Sequence[Tensor], views: Sequence[MatrixView]
 ) -> tuple[list[ChunkRow], list[BlockGroup]]:
-    """Return a row for the first chunk of each block, in the order of Magma's scores, and the groups.
+    """Return a row for the first chunk of each block, in the order of the scores, and the groups.
 
     Each group starts at a multiple of `_ALIGNED`.
     """

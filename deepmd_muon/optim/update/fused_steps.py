@@ -38,8 +38,8 @@ _LOG = logging.getLogger(__name__)
 # Steps with the same first parameter that are recorded. If tensors or lists change again and again,
 # recording costs more than it saves.
 _MAX_RECORDINGS = 8
-# Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python they
-# wait for the host: 11 ms instead of 1 for 30 million weights (H200).
+# Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python
+# they wait for the host: 11 ms instead of 1 for 30 million weights (H200).
 _RECORDED_SHARE = 1 / 64
 _BYTES_PER_ELEMENT = 27  # of a step, see `arguments.workspace`
 # Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
