@@ -155,7 +155,7 @@ def block_rows(
             offset = matrix * whole
             for shape in view.block_shapes:
                 size = shape[0] * shape[1]
-                # A split of columns makes one run for each row and interleaved part; otherwise there
+                # A split of columns makes a run for each row and interleaved part. Otherwise there
                 # is one for each interleaved part.
                 run = (shape[1] if in_columns else size) // view.groups
                 aligned = not any(x % _ALIGNED for x in (size, offset, p.data_ptr(), m.data_ptr()))

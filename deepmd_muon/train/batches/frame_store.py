@@ -6,8 +6,8 @@ uploaded and its neighbours are counted on a separate stream, so that steps whic
 go on meanwhile.
 
 - The *number* of a frame counts over all systems; `offset` has the first number of each system.
-- The *slot* of a frame is its row in the tensors of frames. Its atoms are adjacent in the tensors of
-  atoms, from `first_atom` on.
+- The *slot* of a frame is its row in the tensors of frames. Its atoms are adjacent rows of the
+  tensors of atoms, from `first_atom` on.
 - Frames with the same atoms of each type and the same periodicity have the same *composition*.
 """
 
@@ -192,7 +192,7 @@ class FrameStore:
                 )
 
     def slots_of(self, numbers: np.ndarray, window: np.ndarray) -> np.ndarray:
-        """Return the slots of frames; `window` has the numbers of the last `take`, in rising order."""
+        """Return the slots of frames; `window` has all numbers of the last `take`, rising."""
         return numbers if self.stays else np.searchsorted(window, numbers)
 
     def kinds_of(self, numbers: np.ndarray) -> np.ndarray:
