@@ -162,8 +162,8 @@ def _check_consistency(comparison: _Comparison, groups: Sequence[Group]) -> None
     }
     problems = []
     for name, saved in comparison.saved.items():
-        # torch's flattened state dicts have the keys of the present optimizer only. Tensors of rules
-        # that are off now may be missing, and all tensors after a change of route.
+        # torch's flattened state dicts have only keys of the present optimizer. Tensors of rules
+        # that are off now may be missing, and after a change of route all tensors.
         rules = saved.rules
         if name in rule_names:
             rules = tuple(rule for rule in rules if rule.name in rule_names[name])
