@@ -280,7 +280,7 @@ class Trainer:
                 self.strategy.request_stop,
                 lambda: self.checkpoints.is_saving,
                 # The launcher of several ranks repeats signals that they get from the terminal.
-                0 if self.ranks.size == 1 else 1,
+                repeats=0 if self.ranks.size == 1 else 1,
             ) as signals,
         ):
             try:

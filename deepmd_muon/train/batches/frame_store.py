@@ -43,6 +43,31 @@ class Room(NamedTuple):
     atoms: int
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Some frames, packed one after the other, the atoms of each sorted by type.
+
+    Attributes
+    ----------
+    numbers
+        Of the frames `(nframes,)`, counted over all systems.
+    values
+        By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
+        [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
+    flat
+        Numbers of the frames whose cell is so flat that the neighbour search rejects it.
+    """
+
+    numbers: np.ndarray
+    values: dict[str, np.ndarray]
+    flat: np.ndarray
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms of each frame without padding `(nframes,)`."""
+        return self.values["size"]
+
+
 class _Write(NamedTuple):
     """Values on the device for some rows of a tensor of the store."""
 
@@ -69,8 +94,10 @@ class FrameStore:
 
     Attributes
     ----------
+    stays
+        Whether all data are kept.
     offset
-        Number of the first frame of each system `(nsystems + 1,)`.
+        Number of the first frame of each system `(nsystems + 1,)`; the last entry is `nframes`.
     composition, natoms
         Composition and atoms of every frame `(nframes,)`, on the host, once it has been read.
     present
@@ -204,7 +231,7 @@ class FrameStore:
         return kinds
 
     def select(self, name: str, rows: Tensor) -> Tensor:
-        """Return a tensor's values of some slots, or of some atoms."""
+        """Return rows of a tensor: slots of a tensor of frames, else atoms."""
         return self.tensors[name].index_select(0, rows)
 
     def note_cut_lists(self) -> None:
@@ -400,31 +427,6 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
 
 
 # ----- reading frames ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some frames, packed one after the other, the atoms of each sorted by type.
-
-    Attributes
-    ----------
-    numbers
-        Of the frames `(nframes,)`, counted over all systems.
-    values
-        By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
-        [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
-    flat
-        Numbers of the frames whose cell is so flat that the neighbour search rejects it.
-    """
-
-    numbers: np.ndarray
-    values: dict[str, np.ndarray]
-    flat: np.ndarray
-
-    @property
-    def natoms(self) -> np.ndarray:
-        """Atoms of each frame without padding `(nframes,)`."""
-        return self.values["size"]
 
 
 def system_of(numbers: np.ndarray, offset: np.ndarray) -> np.ndarray:

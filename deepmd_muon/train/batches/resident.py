@@ -530,15 +530,16 @@ class Gathering:
 
         `counts` are the atoms of each type `(frames, ntypes)`.
         """
-        # Atom r of a type is in the first frame at whose end more than r atoms of the type have
-        # come; its number is that of the frames where no more than r have.
+        # Before the frame of atom r of a type come the frames at whose end the type has at most r
+        # atoms.
         ends = counts.cumsum(0)  # (frames, ntypes)
         n_before = (self._within_type >= ends.index_select(1, self._type)).sum(0)  # (nsorted,)
         is_atom = n_before < self.shape.frames
         frame = n_before.clamp(max=self.shape.frames - 1)
-        # First place of the type in its frame, less the atoms of the type in earlier frames.
-        first_place = (counts.cumsum(1) - ends)[frame, self._type]
-        order = frame * self.shape.natoms + first_place + self._within_type
+        # The place in the frame is the first one of the type there, cumsum(1) − counts, plus the
+        # number r less the atoms of the type in earlier frames, ends − counts.
+        first_less_earlier = (counts.cumsum(1) - ends)[frame, self._type]
+        order = frame * self.shape.natoms + first_less_earlier + self._within_type
         return torch.where(is_atom, order, self._order), torch.where(is_atom, frame, self._frame)
 
     def labels(self, slots: Tensor, real: _Real) -> dict[str, Tensor | None]:
