@@ -67,7 +67,8 @@ def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
         return {}
     chosen_then = _choices_of(saved)
     settings = [key for key in chosen_now if key in CHOSEN_BY_BUILD and key in chosen_then]
-    # Entries that `build` adds to lists today and did not add then.
+    # Entries that `build` adds to lists today and did not add then. If they are all that today's
+    # list adds, the saved list replaces it.
     new_entries = {*chosen_now} - {*CHOSEN_BY_BUILD} - {*chosen_then}
     lists = [
         key for key in ("splits", "adam_patterns") if {*group[key]} - {*saved[key]} <= new_entries
@@ -79,7 +80,7 @@ def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     }
     if values:
         constructed[CHOSEN] = [key for key in chosen_now if key not in new_entries]
-        if "adam_lr_ratio" in values:
+        if "adam_lr_ratio" in values:  # a scheduled setting, now constructed with this value
             constructed["adam_lr_ratio"] = values["adam_lr_ratio"]
         values["constructed"] = json.dumps(constructed)
     return values

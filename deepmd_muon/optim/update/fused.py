@@ -220,8 +220,9 @@ class Directions(NamedTuple):
 class FusedMuon:
     """One Muon step of a fixed list of contiguous parameters and momenta, as `muon_` defines it.
 
-    With `recording`, the launches on a GPU are recorded in a CUDA graph, which keeps the memory of
-    a step.
+    `buffers` are the momenta, `scores` Magma's scores of each parameter's blocks, none without
+    Magma. With `recording`, the launches on a GPU are recorded in a CUDA graph, which keeps the
+    memory of a step; `records` turns false if that fails.
     """
 
     def __init__(
@@ -291,12 +292,12 @@ class FusedMuon:
         """Return the rows of `combine` (blocks, BLOCK_ROW), int64, in host memory."""
         count = len(chunks.of_blocks)
         addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]  # of float32
-        # The squares are in the order of the groups: the inverse permutation gives each block's
-        # place.
-        places = torch.tensor(
-            [block for group in self._groups for block in group.blocks], device="cpu"
-        ).argsort()
-        columns = [torch.tensor(addresses or [0] * count, device="cpu"), places]
+        # The squares are in the order of the groups; the inverse permutation has each block's place.
+        by_group = [block for group in self._groups for block in group.blocks]
+        columns = [
+            torch.tensor(addresses or [0] * count, device="cpu"),
+            torch.tensor(by_group, device="cpu").argsort(),
+        ]
         return torch.cat([chunks.of_blocks, torch.stack(columns, dim=1)], dim=1)
 
     def _scales_of(self, settings: HybridMuonConfig) -> Tensor:
