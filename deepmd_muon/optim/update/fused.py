@@ -292,7 +292,7 @@ class FusedMuon:
         """Return the rows of `combine` (blocks, BLOCK_ROW), int64, in host memory."""
         count = len(chunks.of_blocks)
         addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]  # of float32
-        # The squares are in the order of the groups; the inverse permutation has each block's place.
+        # The squares are in the order of the groups: the inverse permutation has their places.
         by_group = [block for group in self._groups for block in group.blocks]
         columns = [
             torch.tensor(addresses or [0] * count, device="cpu"),
