@@ -3,17 +3,20 @@
 All ranks go through `run` together; rank 0 alone reads and writes what only one may
 (`Ranks.run_on_rank0`), and its results or errors reach the others.
 
-1. The outputs are checked and locked; only then it is known which checkpoint `--restart` is
+1. The outputs are checked and locked. Only then the checkpoint of `--restart` is known
    (`continued_by`), and no other run can write a newer one.
-2. Checkpoints are read (`sources`, by branch), and the input takes from them what it omits.
+2. Checkpoints are read (`read_sources`), and the input takes from them what it omits.
 3. `_prepare`: data, `sel`, models, statistics and weights, the trainer.
 4. A restart takes the optimizer's state and the step from its checkpoint.
 5. Files of earlier runs that this one would overwrite are set aside, and training begins.
 
+A *branch* is a model with its data; only multi-task inputs have several. A *source* is the saved
+model that a branch starts from. The *way* of a source is the option that names its checkpoint.
+
 `log.info` shows on rank 0 alone, `log.warning` on every rank (`set_up_logging`).
 
-`run_input` becomes complete in four places: from checkpoints (`take_from_checkpoint`), when data are
-opened (`open_training_systems`), by counting neighbours (`resolve_sel`), and by the length of
+`run_input` becomes complete in four places: from checkpoints (`take_from_checkpoint`), by opening
+the data (`open_training_systems`), by counting neighbours (`resolve_sel`), and by the length of
 descriptors (`suit_scales`). Each returns another input.
 """
 
@@ -142,8 +145,8 @@ def run(  # noqa: PLR0913 - the options of dp train
     """
     begun = time.monotonic() if begun is None else begun
     training = run_input.settings.training
-    # The checkpoint of --restart as far as it is known. Under the lock below "auto" becomes a file,
-    # and the link of `save_ckpt` the newest checkpoint, which a killed run may not have linked.
+    # The checkpoint of --restart as far as it is known. `lock_files` finds that of "auto", and the
+    # newest one instead of the link of `save_ckpt`, which a killed run may not have renewed.
     restart_file = None if restart in AUTOMATIC else restart
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(run_input, output, log_path)
@@ -151,15 +154,11 @@ def run(  # noqa: PLR0913 - the options of dp train
         ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint_file))
 
         def last_good_checkpoint() -> Path | None:
-            """Return the checkpoint that an error message names; called when the run fails.
-
-            By then `restart_file` may be the one that was found under the lock.
-            """
-            # With --finetune there is none to continue from.
-            checkpoint = init_model or restart_file
+            """Return the checkpoint to continue from, by the time that the run fails."""
+            checkpoint = init_model or restart_file  # with --finetune there is none
             return checkpoint_path(checkpoint) if checkpoint else None
 
-        stack.enter_context(explained(lambda: Moment("preparing"), last_good_checkpoint))
+        stack.enter_context(explained(lambda: Moment("preparing"), newest=last_good_checkpoint))
         set_up_logging(
             log_level,
             log_path,
@@ -175,6 +174,7 @@ def run(  # noqa: PLR0913 - the options of dp train
                 files.check(continued_file)
             return continued_file
 
+        # From here on, `last_good_checkpoint` sees this file.
         restart_file = ranks.run_on_rank0("locking its files", lock_files)
         ways: dict[Way, str | None] = {
             "restart": restart_file,
@@ -182,11 +182,11 @@ def run(  # noqa: PLR0913 - the options of dp train
             "finetune": finetune,
         }
         sources = read_sources(run_input, ways, model_branch)
-        # Sources of several branches share one file: any of them stands for it.
+        # All sources come from one file, so any of them has its content.
         restart_source = next(iter(sources.values())) if restart_file else None
         if restart_source is not None and training.numb_steps is not None:
             with understood(restart_source.path):
-                # Before the data are opened. Of epochs only the trainer knows the number of steps.
+                # The trainer checks it again: only it knows the number of steps of epochs.
                 check_remaining_steps(
                     restart_source.content, training.numb_steps, restart_source.path
                 )
@@ -271,7 +271,8 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the models with their statistics or weights, and make the trainer.
 
-    `count_neighbors` is whether `sel` is compared with the data.
+    With `count_neighbors`, `sel` is compared with the data. With `force_load`, checkpoints need not
+    match the models.
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
@@ -283,7 +284,7 @@ def _prepare(
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    # Branches with a number for `sel` in the input have no neighbour statistics yet.
+    # Only branches whose `sel` is not a number are counted here.
     run_input, neighbor_stats = ranks.run_on_rank0(
         "counting neighbours",
         lambda: resolve_sel(
@@ -302,25 +303,26 @@ def _prepare(
     seed = run_input.settings.training.seed
     if seed is None:
         seed = ranks.run_on_rank0("drawing a seed", new_seed)
-    if any(branch_model.fits_own_statistics for branch_model in branches_of(model).values()):
-        # Some hosted models draw numbers in a step, and each rank other ones.
+    models = branches_of(model)
+    if any(branch_model.fits_own_statistics for branch_model in models.values()):
+        # Some of these models, deepmd-kit's, draw numbers in a step, and each rank other ones.
         torch.manual_seed(seed if ranks.first else seed_of(seed, f"rank {ranks.rank}"))
     _reach_spins(model, systems, ranks)
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
-    # What is measured in the data before the first step: neighbours, statistics, energy biases.
+    # Measured in the data before the first step: neighbours, statistics, energy biases.
     needs_statistics = force_load or not _all_have_statistics(run_input, sources)
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
         fits_energies = any(source.way == "finetune" for source in sources.values())
-        neighbor_stats |= _count_remaining(
+        neighbor_stats |= _compare_sel(
             run_input,
-            {name: x for name, x in branches_of(model).items() if name not in neighbor_stats},
+            {name: models[name] for name in models if name not in neighbor_stats},
             loaders,
             samples,
             ranks,
-            reads_frames=needs_statistics or fits_energies,
+            measured=needs_statistics or fits_energies,
         )
     _log_size(model, ranks)
     branches = make_branches(
@@ -390,10 +392,7 @@ def _all_have_statistics(run_input: Input, sources: Mapping[str, Source]) -> boo
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
-    """Return the frames to measure of the branches whose neighbours are found on the device.
-
-    Other branches are left out; on CPUs, all may be.
-    """
+    """Return samples of the branches whose neighbours are found on the device; on a CPU none."""
     samples = {}
     for name, loader in loaders.items():
         sample = sample_on(ranks.device, loader.systems, loader.cache)
@@ -402,28 +401,28 @@ def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[
     return samples
 
 
-def _count_remaining(
+def _compare_sel(
     run_input: Input,
     models: Mapping[str, EnergyModel],
     loaders: Mapping[str, DataLoader],
     samples: Mapping[str, DeviceSample],
     ranks: Ranks,
     *,
-    reads_frames: bool,
+    measured: bool,
 ) -> dict[str, NeighborStatistics]:
     """Compare the `sel` of these models with the training data; return their statistics.
 
-    `reads_frames` is whether statistics or energy biases are computed next: then the host lists the
-    neighbours of their frames on the way.
+    `measured` says that statistics or energy biases are computed next. Then the host also lists the
+    neighbours of the frames that these read.
     """
     neighbor_stats = {}
     for name, model in models.items():
         loader = loaders[name]
-        counting = counting_of(run_input, model, loader, samples.get(name), measured=reads_frames)
-        compare_with_sel = partial(
-            check_sel, model, loader, counting, run_input.branches[name].model_path
+        count = counting_of(run_input, model, loader, samples.get(name), measured=measured)
+        model_path = run_input.branches[name].model_path
+        neighbor_stats[name] = ranks.run_on_rank0(
+            "counting neighbours", partial(check_sel, model, loader, count, model_path)
         )
-        neighbor_stats[name] = ranks.run_on_rank0("counting neighbours", compare_with_sel)
     return neighbor_stats
 
 
@@ -452,9 +451,9 @@ def _set_weights(
     that are fitted to these weights, and at the end rank 0's values on all ranks. Nothing changes
     weights between here and the first step: `suit_scales` and the average (`Ema`) read them.
 
-    With `needs_statistics` statistics are computed. Without a checkpoint the model is on the device
-    then, and branches with a sample take their frames from there. With a checkpoint the model stays
-    on the CPU until its weights are loaded, and all statistics are computed there.
+    With `needs_statistics` statistics are computed: on the device without a checkpoint, where
+    branches with a sample take its frames. With a checkpoint the model stays on the CPU until its
+    weights are loaded, and statistics are computed there.
     """
     if not sources:
         model.to(ranks.device)

@@ -1,4 +1,11 @@
-"""Statistics of data in models: standardised environments and energy biases."""
+"""Statistics of data in models: standardised environments and energy biases.
+
+They are computed once, before training, or read from `stat_file`. A trained model gets another
+energy bias by `settle_energy_bias` (fine-tuning, new types) and `change_bias` (a command).
+
+A *group* is the branches that share a descriptor, and so its statistics. Hosted models, those of
+deepmd-kit, compute their own (`hosted_statistics`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +33,7 @@ from deepmd_muon.data import (
     energy_bias,
     with_parameters,
 )
-from deepmd_muon.data.frames import PARAMETERS
+from deepmd_muon.data.frames import FRAME_PARAMETERS, PARAMETERS
 from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
@@ -48,8 +55,8 @@ BiasMode = Literal["change", "set"]
 Arrays = dict[str, np.ndarray]
 """Statistics of a branch by name: "mean", "stddev" and, if known, "energy_bias", "fparam_mean" …"""
 
-# Atoms at 6 Å (see `frame_costs`) of the frames behind the statistics of the environment and the
-# energies.
+# Most cost (`frame_costs`: atoms with a cut-off of 6 Å) of the *measured* frames: those that
+# statistics and energy biases read.
 _MOST_MEASURED = 1 << 15
 
 # ----- before training ---------------------------------------------------------------------------
@@ -60,55 +67,36 @@ def set_model_statistics(
 ) -> None:
     """Standardise the descriptors' inputs and set the energy biases.
 
-    They come from samples of the data or from `stat_file`. A descriptor that several branches share
-    is standardised by the samples of all of them, as one set of data. So are the frame and atomic
-    parameters of a fitting net that they share with it. The energy bias of each branch comes from
-    its own data. Branches with a sample on the device take their neighbours from there.
+    A descriptor that several branches share is standardised by the frames of all of them, as one
+    set of data. So are the frame and atomic parameters of a fitting net that they share with it.
+    The energy bias of each branch comes from its own data. Branches with a sample on the device
+    take their neighbours from there.
     """
-    users_of: dict[int, list[RunBranch]] = {}
+    groups: dict[int, list[RunBranch]] = {}
     for branch in branches.values():
-        descriptor = branch.model.statistics_owner
-        users_of.setdefault(id(descriptor), []).append(branch)
-    for group in users_of.values():
-        is_hosted = group[0].model.fits_own_statistics
-        keys: list[dict[str, object]] = [{} for _ in group]
-        if any(branch.stat_file for branch in group):  # to read all frames takes time
-            if is_hosted:
-                keys = hosted_statistics.keys_of(group, _MOST_MEASURED)
+        groups.setdefault(id(branch.model.statistics_owner), []).append(branch)
+    for group in groups.values():
+        keys = _keys_of(group)
+        statistics = _load_stored(group, keys)
+        if statistics is None:
+            if group[0].model.fits_own_statistics:
+                statistics = hosted_statistics.compute(group, _MOST_MEASURED)
             else:
-                keys = [_key_of(branch, group) for branch in group]
-        stored = [
-            file.load(key) if (file := branch.stat_file) else None
-            for branch, key in zip(group, keys, strict=True)
-        ]
-        for branch, arrays in zip(group, stored, strict=True):
-            if arrays is not None and not is_hosted:
-                _check_statistics(arrays, branch)
-        # Statistics of a shared descriptor are those of all its branches: all are stored, or none
-        # is used.
-        arrays_of_group = [arrays for arrays in stored if arrays is not None]
-        if len(arrays_of_group) == len(group):
-            for branch in group:
-                log.info("%sstatistics come from %s", branch.prefix, branch.settings.data.stat_file)
-        else:
-            if is_hosted:
-                arrays_of_group = hosted_statistics.compute(group, _MOST_MEASURED)
-            else:
-                arrays_of_group = _compute(group, samples)
-            for branch, key, arrays in zip(group, keys, arrays_of_group, strict=True):
+                statistics = _compute(group, samples)
+            for branch, key, arrays in zip(group, keys, statistics, strict=True):
                 if file := branch.stat_file:
                     file.save(key, arrays)
-        for branch, arrays in zip(group, arrays_of_group, strict=True):
-            if is_hosted:
-                hosted_statistics.load(branch.model, arrays)
-                _log_bias(branch)
-            else:
-                _set_statistics(branch, arrays)
+        for branch, arrays in zip(group, statistics, strict=True):
+            _set_statistics(branch, arrays)
 
 
 def _set_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None:
     """Set a model's statistics to computed or stored ones, and log them."""
     model = branch.model
+    if model.fits_own_statistics:
+        hosted_statistics.load(model, arrays)
+        _log_bias(branch)
+        return
     model.set_statistics(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["stddev"]))
     net = model.atomic_model.fitting_net
     for name in PARAMETERS:
@@ -141,13 +129,23 @@ def _log_bias(branch: RunBranch) -> None:
 # ----- stat_file ---------------------------------------------------------------------------------
 
 
-def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
-    """Return what the statistics of a branch depend on; `group` shares its descriptor."""
-    key = _dependencies(branch)
-    if len(group) > 1:
-        key["shared_with"] = [_dependencies(member) for member in group]
-        key["shared_fitting_net"] = [_share_fitting_net(branch, member) for member in group]
-    return key
+def _keys_of(group: Sequence[RunBranch]) -> list[dict[str, object]]:
+    """Return what the statistics of each branch depend on; empty if none has a `stat_file`."""
+    if not any(branch.stat_file for branch in group):  # the fingerprints read all measured frames
+        return [{} for _ in group]
+    if group[0].model.fits_own_statistics:
+        return hosted_statistics.keys_of(group, _MOST_MEASURED)
+    keys = [_dependencies(branch) for branch in group]
+    if len(group) == 1:
+        return keys
+    return [
+        {
+            **key,
+            "shared_with": keys,
+            "shared_fitting_net": [_share_fitting_net(branch, member) for member in group],
+        }
+        for branch, key in zip(group, keys, strict=True)
+    ]
 
 
 def _dependencies(branch: RunBranch) -> dict[str, object]:
@@ -172,11 +170,30 @@ def _share_fitting_net(branch: RunBranch, another: RunBranch) -> bool:
     return weight is next(another.model.atomic_model.fitting_net.parameters(), None)
 
 
-def _check_statistics(arrays: Mapping[str, np.ndarray], branch: RunBranch) -> None:
-    """Refuse stored statistics of another shape or kind.
+def _load_stored(
+    group: Sequence[RunBranch], keys: Sequence[Mapping[str, object]]
+) -> list[Arrays] | None:
+    """Return the stored statistics of each branch.
 
-    They would end as a loss that is not finite.
+    None unless all are stored: those of a shared descriptor belong to all its branches.
     """
+    stored = []
+    for branch, key in zip(group, keys, strict=True):
+        file = branch.stat_file
+        arrays = file.load(key) if file else None
+        if arrays is not None:
+            if not branch.model.fits_own_statistics:
+                _check_statistics(arrays, branch)
+            stored.append(arrays)
+    if len(stored) < len(group):
+        return None
+    for branch in group:
+        log.info("%sstatistics come from %s", branch.prefix, branch.settings.data.stat_file)
+    return stored
+
+
+def _check_statistics(arrays: Mapping[str, np.ndarray], branch: RunBranch) -> None:
+    """Refuse stored statistics of another shape or kind, and those that are not finite."""
     model = branch.model
     ntypes = model.ntypes
     shapes: dict[str, tuple[int, ...]] = {
@@ -188,8 +205,8 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], branch: RunBranch) -> No
         if number := getattr(model.settings.fitting_net, f"numb_{name}", 0):
             shapes[f"{name}_mean"] = (number,)
             shapes[f"{name}_stddev"] = (number,)
-    required = shapes.keys() - {"energy_bias"}  # data may have no energies
-    problems = [f"{name} is missing" for name in shapes if name in required - arrays.keys()]
+    missing = shapes.keys() - arrays.keys() - {"energy_bias"}  # data may have no energies
+    problems = [f"{name} is missing" for name in shapes if name in missing]
     for name, array in arrays.items():
         if name not in shapes:
             problems.append(f"{name} is unknown")
@@ -213,39 +230,40 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], branch: RunBranch) -> No
 
 
 def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
-    """Return the numbers of the frames of each system that `set_model_statistics` reads."""
+    """Return the numbers of the measured frames of each system."""
     return loader.bounded_numbers(model.settings.data_stat_nbatch, _MOST_MEASURED)
 
 
 class _Sampled(NamedTuple):
-    """Frames, and their structures on the model's device."""
+    """The frames of a batch, and their structures on the model's device."""
 
     frames: Frames
     structures: Structures
 
 
 def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) -> list[Arrays]:
-    """Return the statistics of branches with one descriptor."""
-    frames_of: list[list[Frames]] = [[] for _ in group]  # of each branch, as they are read
+    """Return the statistics of each branch of a group."""
+    frames_of: dict[str, list[Frames]] = {branch.name: [] for branch in group}
 
     def read_structures() -> Iterator[Structures]:
-        for branch, frames_of_branch in zip(group, frames_of, strict=True):
+        for branch in group:
             for sampled in _sample(branch, samples.get(branch.name)):
-                frames_of_branch.append(sampled.frames)
+                frames_of[branch.name].append(sampled.frames)
                 yield sampled.structures
 
-    # On the host further batches are built ahead while those before are standardised.
+    # One pass: frames are noted while their environments are standardised, and on the host further
+    # batches are built meanwhile.
     structures = read_structures()
     mean, stddev = environment_statistics(group[0].model, structures)
     for _ in structures:  # batches that are not standardised are read for their energies
         pass
     statistics = []
-    for branch, frames_of_branch in zip(group, frames_of, strict=True):
+    for branch in group:
         frames_of_net = [
             frames
-            for member, frames_of_member in zip(group, frames_of, strict=True)
+            for member in group
             if _share_fitting_net(branch, member)
-            for frames in frames_of_member
+            for frames in frames_of[member.name]
         ]
         protection = branch.model.settings.data_stat_protect
         arrays = {
@@ -253,7 +271,7 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
             "stddev": stddev.cpu().numpy(),
             **_parameter_statistics(frames_of_net, protection),
         }
-        bias = _energy_bias_of(branch.model, frames_of_branch)
+        bias = _energy_bias_of(branch.model, frames_of[branch.name])
         if bias is not None:
             arrays["energy_bias"] = bias
         statistics.append(arrays)
@@ -261,7 +279,7 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
 
 
 def _sample(branch: RunBranch, sample: DeviceSample | None) -> Iterator[_Sampled]:
-    """Yield the frames behind a branch's statistics."""
+    """Yield the measured frames of a branch, batch after batch."""
     model = branch.model
     loader = branch.data.training
     if sample is not None:
@@ -285,7 +303,8 @@ def _parameter_statistics(frames_of_net: Sequence[Frames], protection: float) ->
         for frames in frames_of_net:
             values = getattr(frames, name)
             if values is not None:
-                rows.append(values if name == "fparam" else values[frames.atype >= 0])
+                of_frames = name in FRAME_PARAMETERS
+                rows.append(values if of_frames else values[frames.atype >= 0])
         if rows:
             joined = np.concatenate(rows)
             mean = joined.mean(axis=0)
@@ -347,8 +366,7 @@ def settle_energy_bias(model: EnergyModel, source: Source, loader: DataLoader) -
             if not math.isnan(energy)
         }
     batches = loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED)
-    rcond = getattr(model.settings.fitting_net, "rcond", None)
-    fit_energy_bias(model, batches, keep=keep, rcond=rcond)
+    fit_energy_bias(model, batches, keep=keep)
 
 
 @torch.no_grad()
@@ -358,11 +376,10 @@ def fit_energy_bias(
     mode: BiasMode = "change",
     *,
     keep: Collection[str] = (),
-    rcond: float | None = None,
 ) -> None:
     """Fit the energy of each type that the model adds to its atoms, by least squares.
 
-    As deepmd-kit does.
+    As deepmd-kit does, with the `rcond` of its fitting net.
 
     Parameters
     ----------
@@ -375,8 +392,6 @@ def fit_energy_bias(
         explains the total energies best without the model.
     keep
         Types with a bias that stays.
-    rcond
-        As in `energy_bias`.
 
     Raises
     ------
@@ -403,6 +418,7 @@ def fit_energy_bias(
     # What is fitted is the change of the bias, or the bias itself; types to keep change by 0.
     is_fixed = np.array([name in keep for name in model.type_map])
     fixed = np.where(is_fixed, 0.0 if mode == "change" else before, np.nan)
+    rcond = getattr(model.settings.fitting_net, "rcond", None)
     fitted = energy_bias(np.concatenate(counts), np.concatenate(errors), fixed, rcond)
     after = before + fitted if mode == "change" else fitted
     model.set_energy_bias(torch.from_numpy(after))
@@ -448,7 +464,6 @@ def change_bias(
         model.load_state_dict(weights)
     if values is None:
         model = model.to(training_device())
-        rcond = getattr(settings.fitting_net, "rcond", None)
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings))
         if settings.atom_exclude_types:
             log.info("%s", EXCLUDED_ATOMS)
@@ -458,7 +473,7 @@ def change_bias(
         else:
             loader = DataLoader(systems, "auto:1024", cache=cache)
             frames = max(system.nframes for system in systems)
-        fit_energy_bias(model, loader.sample_batches(frames), mode, rcond=rcond)
+        fit_energy_bias(model, loader.sample_batches(frames), mode)
     elif len(values) != model.ntypes:
         raise TrainingError(
             f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}"
@@ -466,7 +481,7 @@ def change_bias(
     else:
         log.info("energy bias of %s: %s eV", ", ".join(model.type_map), list(values))
         model.set_energy_bias(values)
-    # Of a model with virtual atoms, the tensor has their types, too.
+    # The tensor as it is stored: in a model with virtual atoms it has their types, too.
     (name,) = [name for name in model.state_dict() if name.endswith("atomic_model.out_bias")]
     bias = model.state_dict()[name].cpu()
     content["model"] = {**content["model"], branch_prefix(content["model"], branch) + name: bias}

@@ -1,4 +1,8 @@
-"""The training run: strategy, optimizer, reports, checkpoints, and the loop over the steps."""
+"""The training run: strategy, optimizer, reports, checkpoints, and the loop over the steps.
+
+A `Trainer` is made, continues from a checkpoint by `restart` if the run has one, and trains by
+`run`. Its *moment* is the run's present activity, which errors name and other ranks see.
+"""
 
 from __future__ import annotations
 
@@ -115,12 +119,14 @@ class Trainer:
             self.optimizer = self._build_optimizer()
             self.ema = self._build_ema()
         self.checkpoints = Checkpoints(self._training, self.ranks)
-        self.validation = Validation(run_input, branches, self.num_steps, self.strategy, self._note)
+        self.validation = Validation(
+            run_input, branches, self.num_steps, self.strategy, self._note_moment
+        )
         self._steppers = self._build_steppers()
         self._compile_kernels()
         self._recompute_layers()
         self._table_tunings = self._build_table_tunings()
-        self._state = RunState(
+        self._run_state = RunState(
             run_input=run_input,
             model=model,
             optimizer=self.optimizer,
@@ -190,6 +196,56 @@ class Trainer:
                 users.append((branch.model, branch.data.training))
         return [Tuning(users, self._device) for users in users_of.values()]
 
+    # ----- restart -------------------------------------------------------------------------------
+
+    def restart(self, content: Mapping[str, Any], path: Path) -> None:
+        """Continue from a checkpoint: optimizer, averages, data order and random numbers.
+
+        The weights are loaded already.
+
+        Raises
+        ------
+        CheckpointError
+            If the optimizer state is missing or of another kind of optimizer, or the checkpoint is
+            beyond the run's last step.
+        RoutingMismatchError
+            If a parameter's route or matrix view has changed.
+        """
+        check_remaining_steps(content, self.num_steps, path)
+        self.strategy.load_optimizer_state(self.optimizer, content, path, self._build_whole)
+        self.restarted_from = path
+        self.step = self._run_state.restore(content, path)
+        with self.ranks.barrier("checking the optimizer's state"):
+            check_state(self.optimizer, self.ema.averages() if self.ema else {}, path)
+        train_infos = content["model"]["_extra_state"]["train_infos"]
+        self.validation.restore(train_infos)
+        self._compare_rates(train_infos, path)
+        if OWN_KEY in content:  # not deepmd-kit's
+            self.checkpoints.adopt(content[OWN_KEY], path)
+            # The models have taken over the pieces of the interpolation, if they are in it.
+            for tuning in self._table_tunings:
+                tuning.looked = "pieces" in content[OWN_KEY]
+        log.info("restarting from %s at step %d", path, self.step)
+
+    def _compare_rates(self, train_infos: Mapping[str, Any], path: Path) -> None:
+        """Warn if the schedule gives another rate for the last update than the saved one."""
+        if not self.step:
+            return
+        saved = float(train_infos["lr"])
+        present = self._last_rate()
+        if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
+            log.warning(
+                "the learning rate was %.3g when %s was written and goes on from %.3g",
+                saved,
+                path,
+                present,
+            )
+
+    def _build_whole(self) -> tuple[EnergyModel | Branches, torch.optim.Optimizer]:
+        """Make model and optimizer as a single process has them."""
+        model = build_of(self.run_input)
+        return model, build_optimizer(self.run_input.settings.optimizer, model, self.rate(0))
+
     # ----- the run -------------------------------------------------------------------------------
 
     def run(self, begun: float | None = None) -> int:
@@ -215,12 +271,16 @@ class Trainer:
         self._first_step = self.step
         with self.ranks.barrier("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
-        # The launcher of several ranks repeats signals that they have received from the terminal.
-        repeats = 0 if self.ranks.size == 1 else 1
         with (
-            explained(lambda: self._moment, lambda: self.checkpoints.newest or self.restarted_from),
+            explained(
+                moment=lambda: self._moment,
+                newest=lambda: self.checkpoints.newest or self.restarted_from,
+            ),
             StopSignals(
-                self.strategy.request_stop, lambda: self.checkpoints.is_saving, repeats
+                self.strategy.request_stop,
+                lambda: self.checkpoints.is_saving,
+                # The launcher of several ranks repeats signals that they get from the terminal.
+                repeats=0 if self.ranks.size == 1 else 1,
             ) as signals,
         ):
             try:
@@ -290,7 +350,7 @@ class Trainer:
                 if data.validation is not None:
                     stack.callback(data.validation.close)
                 stack.callback(data.training.close)
-            self._note("opening its reports")
+            self._note_moment("opening its reports")
             reports = open_reports(
                 training,
                 num_steps=self.num_steps,
@@ -313,14 +373,14 @@ class Trainer:
             profiling = training.profiling and self.ranks.first
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
                 self._take_steps(reports, batches)
-                self._check()
+                self._raise_pending()
             if training.disp_training and training.time_training:
                 with self.ranks.waiting():
                     throughput = self._throughput.describe()
                 if throughput is not None:
                     log.info("%s", throughput)
-            self._note(SAVING, self.step)
-            self.checkpoints.complete(self.step, self._content)
+            self._note_moment(SAVING, self.step)
+            self.checkpoints.complete(self.step, self._checkpoint_content)
             self._export()
             if profile is not None:
                 _write_trace(profile, Path(training.profiling_file))
@@ -335,7 +395,7 @@ class Trainer:
         )
         warned_of_neighbors = False
         # Ranks sum gradients in every step, so all must leave the loop after the same one. These
-        # three values are equal on all of them.
+        # three conditions are equal on all of them.
         while (
             self.step < self.num_steps
             and self.strategy.stop_signal is None
@@ -343,12 +403,14 @@ class Trainer:
         ):
             lr, fraction = self._rate_and_fraction(self.step)
             name = self._order.next(self.validation.stopped)
-            self._note("reading its batch", self.step + 1, reads_data=True, between_steps=True)
+            self._note_moment(
+                "reading its batch", self.step + 1, reads_data=True, between_steps=True
+            )
             with self._throughput.reading():
                 batch = batches[name].next()
             for tuning in self._table_tunings:
                 tuning(self.step)
-            self._note(STEPPING, self.step + 1)
+            self._note_moment(STEPPING, self.step + 1)
             metrics = self._steppers[name](batch, self.step)
             self.step += 1
             self._throughput.take(batch)
@@ -370,7 +432,7 @@ class Trainer:
 
     def _report(self, reports: Reports, recent: RecentMetrics, lr: float, fraction: float) -> None:
         """Write a row of metrics; `fraction` is the learning rate relative to the first one."""
-        self._check()
+        self._raise_pending()
         averaged = recent.take(self.ranks)
         validated = None
         if reports.due_validation(self.step):
@@ -378,7 +440,7 @@ class Trainer:
         with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
             self._throughput.share()
             row = numbers(averaged)
-        self._note("reporting", self.step, between_steps=True)
+        self._note_moment("reporting", self.step, between_steps=True)
         reports.step(self.step, lr, row, validated)
         self._divergence.add(row)
 
@@ -402,15 +464,15 @@ class Trainer:
         lr = self.rate(step)
         return lr, lr / self.run_input.settings.learning_rate.start_lr
 
-    def _note(
+    def _note_moment(
         self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False
     ) -> None:
-        """Note the run's activity, for its other ranks and for the error that may end it."""
+        """Note the run's activity, see `Moment`, for other ranks and for an error that ends it."""
         self._moment = Moment(doing, step, reads_data, between_steps)
         self.ranks.doing(doing, step)
 
-    def _check(self) -> None:
-        """Raise errors of earlier steps that are still pending."""
+    def _raise_pending(self) -> None:
+        """Raise errors of earlier steps that are still pending on the device."""
         for stepper in self._steppers.values():
             stepper.check(self.step)
 
@@ -418,13 +480,13 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present step; all ranks must call it."""
-        self._check()
-        self._note(SAVING, self.step)
-        self.checkpoints.save(self.step, self._content)
+        self._raise_pending()
+        self._note_moment(SAVING, self.step)
+        self.checkpoints.save(self.step, self._checkpoint_content)
 
-    def _content(self) -> dict[str, Any]:
+    def _checkpoint_content(self) -> dict[str, Any]:
         """Return the content of a checkpoint of the present step, laid out over the ranks."""
-        return self._state.content(self.step, self._last_rate(), self.validation.state())
+        return self._run_state.content(self.step, self._last_rate(), self.validation.state())
 
     def _last_rate(self) -> float:
         """Return the learning rate of the last update, of the first one if there was none."""
@@ -432,11 +494,11 @@ class Trainer:
 
     def _validate_fully(self) -> None:
         """Measure the present weights on all validation data; save them if among the best."""
-        self._check()
+        self._raise_pending()
         errors = self.validation.errors(self.step)
-        self._note(SAVING, self.step)
+        self._note_moment(SAVING, self.step)
         with self.checkpoints.being_written():
-            self.validation.take(self.step, errors, self._content)
+            self.validation.take(self.step, errors, self._checkpoint_content)
 
     def _export(self) -> None:
         """Write the branch of `export_branch` as a checkpoint of one model."""
@@ -446,70 +508,24 @@ class Trainer:
             return
         assert isinstance(training, MultiTaskTrainingSettings)
         assert training.export_branch is not None
-        content = self._state.alone(training.export_branch, self.step, self._last_rate())
+        content = self._run_state.alone(training.export_branch, self.step, self._last_rate())
         with self.checkpoints.being_written(), whole_file(path) as file:
             torch.save(content, file)
         log.info("the model of the branch %s alone is %s", training.export_branch, path)
 
     def _rescue(self) -> None:
         """Save the last step if an error came after it, which matters more than an error here."""
+        # Within a step weights are not those of any step, and one rank cannot save alone.
         if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
             return
         try:
-            self._check()
+            self._raise_pending()
             if self.validation.due(self.step):
                 # Reports come before it, so the error may have; a restart would not repeat it.
                 self._validate_fully()
-            self.checkpoints.complete(self.step, self._content)
+            self.checkpoints.complete(self.step, self._checkpoint_content)
         except Exception as error:
             log.warning("step %d could not be saved either: %s", self.step, error)
-
-    def restart(self, content: Mapping[str, Any], path: Path) -> None:
-        """Continue from a checkpoint: optimizer, averages, data order and random numbers.
-
-        The weights are loaded already.
-
-        Raises
-        ------
-        CheckpointError
-            If the optimizer state is missing or of another kind of optimizer, or the checkpoint is
-            beyond the run's last step.
-        RoutingMismatchError
-            If a parameter's route or matrix view has changed.
-        """
-        check_remaining_steps(content, self.num_steps, path)
-        self.strategy.load_optimizer_state(self.optimizer, content, path, self._build_whole)
-        self.restarted_from = path
-        self.step = self._state.restore(content, path)
-        with self.ranks.barrier("checking the optimizer's state"):
-            check_state(self.optimizer, self.ema.averages() if self.ema else {}, path)
-        train_infos = content["model"]["_extra_state"]["train_infos"]
-        self.validation.restore(train_infos)
-        self._compare_rates(train_infos, path)
-        if OWN_KEY in content:  # not deepmd-kit's
-            self.checkpoints.adopt(content[OWN_KEY], path)
-            for tuning in self._table_tunings:
-                tuning.looked = "pieces" in content[OWN_KEY]
-        log.info("restarting from %s at step %d", path, self.step)
-
-    def _compare_rates(self, train_infos: Mapping[str, Any], path: Path) -> None:
-        """Warn if the schedule gives another rate for the last update than the saved one."""
-        if not self.step:
-            return
-        saved = float(train_infos["lr"])
-        present = self._last_rate()
-        if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
-            log.warning(
-                "the learning rate was %.3g when %s was written and goes on from %.3g",
-                saved,
-                path,
-                present,
-            )
-
-    def _build_whole(self) -> tuple[EnergyModel | Branches, torch.optim.Optimizer]:
-        """Make model and optimizer as a single process has them."""
-        model = build_of(self.run_input)
-        return model, build_optimizer(self.run_input.settings.optimizer, model, self.rate(0))
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:

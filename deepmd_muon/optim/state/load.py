@@ -1,7 +1,11 @@
 """Load a state dict by parameter name: compare it with the routing, migrate and place it.
 
-Nothing here changes the optimizer: `load_state` returns the new state, and the caller replaces the
-old one.
+A parameter keeps its saved tensors if shape, view and route are the saved ones, or if it was only
+frozen or unfrozen: then it has *switched*. Any other change is a *difference*: `on_route_change`
+decides. Differences that are `explained` (see `SavedParameter`) are migrated under every policy.
+
+`load_state` changes nothing: it returns the new state, and the caller replaces the old one. After
+each routing `drop_unused` removes what the settings no longer use.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ from deepmd_muon.optim.state.schema import known_tensors, state_tensors
 log = logging.getLogger(__name__)
 
 Place = Callable[[str, Tensor, Tensor, RouteEntry], Tensor]
+"""Takes a state tensor's key, its saved value, the parameter and its route.
+
+Returns a copy of the value with the present dtype, layout and device.
+"""
 
 _ADVICE = (
     "Restore the settings the state was saved with (muon_mode, min_matrix_dim, patterns, "
@@ -50,8 +58,7 @@ def load_state(
 ) -> dict[Tensor, dict[str, Any]]:
     """Return the state that a state dict holds for the parameters of these groups.
 
-    See `HybridMuon.load_state_dict`. `place` takes a state tensor's key, value, parameter and
-    route; it returns a copy with the present dtype, layout and device.
+    See `HybridMuon.load_state_dict`.
     """
     comparison = _compare(read_state(state_dict, groups), groups)
     _check_consistency(comparison, groups)
@@ -74,12 +81,13 @@ def load_state(
             for key, value in placed.items()
             if values[key].dtype != value.dtype
         }
-    for name in comparison.differences.keys() - {entry.name for _, entry, _ in _parameters(groups)}:
-        log.warning("%s; its state is dropped", comparison.differences[name])
+    present = {entry.name for _, entry, _ in _parameters(groups)}
+    for name, difference in comparison.differences.items():
+        if name not in present:
+            log.warning("%s; its state is dropped", difference)
     _log_switched(comparison)
     for (key, reason), count in sorted(dropped.items()):
-        text = "%s now: the saved %s of %d parameters is dropped"
-        log.warning(text, reason, key, count)
+        log.warning("%s now: the saved %s of %d parameters is dropped", reason, key, count)
     for key, saved_dtype, dtype in sorted(conversions, key=str):
         log.info("%s: saved as %s, now kept as %s", key, saved_dtype, dtype)
     return state
@@ -89,8 +97,8 @@ class _Comparison(NamedTuple):
     """Saved parameters next to the present routes."""
 
     saved: Mapping[str, SavedParameter]
-    switched: Mapping[str, RouteEntry]  # parameters that were frozen or unfrozen; present routes
-    differences: Mapping[str, str]  # one line for each other parameter that differs
+    switched: Mapping[str, RouteEntry]  # present routes of parameters that were only (un)frozen
+    differences: Mapping[str, str]  # a line in words for each other parameter that differs
 
 
 def _compare(saved: Mapping[str, SavedParameter], groups: Sequence[Group]) -> _Comparison:
@@ -104,34 +112,31 @@ def _compare(saved: Mapping[str, SavedParameter], groups: Sequence[Group]) -> _C
     for name, entry in present.items():
         if name not in saved:
             if 0 not in entry.shape:
-                line = f"{name}: not in the saved state; present: {_describe(entry)}"
-                differences[name] = line
+                differences[name] = f"{name}: not in the saved state; present: {_describe(entry)}"
             continue
         former = saved[name].entry
-        if _only_trainable_changed(saved[name], entry):
+        if _has_switched(saved[name], entry):
             switched[name] = entry
         elif (former.shape, former.view, former.route) != (entry.shape, entry.view, entry.route):
-            line = f"{name}: saved: {_describe(former)}; present: {_describe(entry)}"
-            differences[name] = line
+            was = _describe(former)
+            differences[name] = f"{name}: saved: {was}; present: {_describe(entry)}"
     for name, parameter in saved.items():
         if name not in present and 0 not in parameter.entry.shape:
-            line = f"{name}: saved: {_describe(parameter.entry)}; not among the present parameters"
-            differences[name] = line
+            was = _describe(parameter.entry)
+            differences[name] = f"{name}: saved: {was}; not among the present parameters"
     return _Comparison(saved, switched, differences)
 
 
-def _only_trainable_changed(saved: SavedParameter, entry: RouteEntry) -> bool:
-    """Return whether a parameter was frozen or unfrozen, and its state suits the present route.
-
-    The route of a frozen parameter's state shows in its keys; its view shows in the shapes of the
-    rules' tensors.
-    """
+def _has_switched(saved: SavedParameter, entry: RouteEntry) -> bool:
+    """Return whether a parameter was frozen or unfrozen, and its state suits the present route."""
     was_trained = saved.entry.route != "frozen"
     is_trained = entry.route != "frozen"
     if saved.entry.shape != entry.shape or was_trained == is_trained or saved.left_out:
         return False
     if not is_trained or not saved.values:
         return True
+    # The route "frozen" hides the route and view of the saved state: the keys show the route, the
+    # shapes of the rules' tensors the view.
     if ("momentum_buffer" in saved.values) != (entry.route == "muon"):
         return False
     if entry.view is None:
@@ -157,24 +162,24 @@ def _check_consistency(comparison: _Comparison, groups: Sequence[Group]) -> None
     }
     problems = []
     for name, saved in comparison.saved.items():
-        # torch's flattened state dicts hold only tensors that the present optimizer has. So tensors
-        # of rules that are off now may be missing, and after a change of route all others, too.
+        # torch's flattened state dicts have only keys of the present optimizer. Tensors of rules
+        # that are off now may be missing, and after a change of route all tensors.
         rules = saved.rules
         if name in rule_names:
             rules = tuple(rule for rule in rules if rule.name in rule_names[name])
-        may_lack = saved.left_out and name in comparison.differences
-        problems += _inconsistencies(saved, rules, may_lack=may_lack)
+        may_lack_all = saved.left_out and name in comparison.differences
+        problems += _inconsistencies(saved, rules, may_lack_all=may_lack_all)
     if problems:
         advice = "The file is damaged or was edited by hand: use another checkpoint."
         raise RoutingMismatchError(problems, advice)
 
 
 def _inconsistencies(
-    saved: SavedParameter, rules: Sequence[MatrixRule], *, may_lack: bool
+    saved: SavedParameter, rules: Sequence[MatrixRule], *, may_lack_all: bool
 ) -> list[str]:
     """List the problems of a parameter's saved tensors.
 
-    The tensors of `rules` must be there; with `may_lack`, none must.
+    Those of its route and of `rules` must be there, unless it `may_lack_all`.
     """
     entry = saved.entry
     values = saved.values
@@ -187,13 +192,13 @@ def _inconsistencies(
         f"{entry.name}: unexpected state {key!r} on route {entry.route}"
         for key in sorted(values.keys() - possible)
     ]
-    if values and not may_lack:
+    if values and not may_lack_all:
         needed = state_tensors(route, rules).keys() - {MASTER}
         problems += [
             f"{entry.name}: state {key!r} is missing on route {entry.route}"
             for key in sorted(needed - values.keys())
         ]
-    malformed = [key for key, value in values.items() if not _is_dense(value)]
+    malformed = [key for key, value in values.items() if not _is_dense_real(value)]
     problems += [f"{entry.name}: state {key!r} is not a dense real tensor" for key in malformed]
     for key, tensor in possible.items():
         if key in values and key not in malformed:
@@ -202,7 +207,7 @@ def _inconsistencies(
     return problems
 
 
-def _is_dense(value: Any) -> bool:
+def _is_dense_real(value: Any) -> bool:
     is_tensor = isinstance(value, Tensor)
     return is_tensor and not value.is_complex() and value.layout == torch.strided
 
@@ -289,6 +294,9 @@ def _parameters(groups: Iterable[Group]) -> list[tuple[Tensor, RouteEntry, Group
     return [(p, entry, group) for group in groups for p, entry in group.routed]
 
 
+# ----- unused state ------------------------------------------------------------------------------
+
+
 def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
     """Drop the state that the present settings do not use, and log it.
 
@@ -300,7 +308,8 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
     for p, entry, group in _parameters(groups):
         values = state.get(p, {})
         rules = matrix_rules(group.settings)
-        unused = _unused_keys(values, rules)
+        # Loading has dropped master weights of wide parameters already.
+        unused = _unused_keys(values, rules, narrow=True)
         unfit = [
             key
             for key in tensors.keys() & values.keys() - unused.keys()
@@ -319,7 +328,7 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
 
 
 def _unused_keys(
-    values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool = True
+    values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool
 ) -> dict[str, str]:
     """Return the keys of state tensors that belong to other known rules, each with the reason.
 
@@ -339,7 +348,6 @@ def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule
     """Return whether a state tensor suits a parameter of this route and view with these rules."""
     if entry.route == "frozen":
         return True
-    # Loading has dropped master weights of wide parameters.
     tensor = state_tensors(entry.route, rules).get(key)
     if tensor is None:
         return False

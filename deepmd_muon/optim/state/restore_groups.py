@@ -1,4 +1,15 @@
-"""Restore values of parameter groups: learning rates, keys of schedulers, the user's keys."""
+"""Restore values of parameter groups: learning rates, keys of schedulers, the user's keys.
+
+`load_state_dict` first takes over what `settings_of_checkpoint` returns, because it decides the
+routes, and then calls `restore_groups`.
+
+A group stores two records as the JSON text `constructed`:
+
+- the learning rate and the `SCHEDULED_SETTINGS` with which it was constructed: a scheduler has
+  changed those values of the group that differ;
+- under `CHOSEN`, the *choices* of `build`: settings that the input omits, and entries that `build`
+  has added to `splits` and `adam_patterns` for the model.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +39,16 @@ from deepmd_muon.optim.state.others import is_another_muon
 
 log = logging.getLogger(__name__)
 
-# Group keys that are not the user's settings.
-_NOT_SETTINGS = frozenset(
-    [
-        "params",
-        "param_names",
-        "lr",
-        "initial_lr",
-        "constructed",
-        "routes",
-    ]
-)
+_NOT_SETTINGS = frozenset(["params", "param_names", "lr", "initial_lr", "constructed", "routes"])
 
 
 def settings_of_checkpoint(
     param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return, for each group, the values of a checkpoint for settings that `build` has chosen.
+    """Return, for each group, the values that it takes from the choices of `build` in a checkpoint.
 
-    A run that restarts continues with them, so that it stays the same if a later release chooses
-    otherwise. Groups of other parameters than the saved ones keep today's choices.
+    A restarted run keeps them, so that it stays the same if a later release chooses otherwise.
+    Groups whose parameters differ from the saved ones keep today's choices.
     """
     if len(param_groups) != len(saved_groups):
         return [{} for _ in param_groups]
@@ -58,36 +59,43 @@ def settings_of_checkpoint(
 
 
 def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a saved group for settings that `build` chose then, and now."""
+    """Return the saved values that replace today's choices in a group."""
     constructed = constructed_of(group)
     chosen_now = constructed.get(CHOSEN, ())
-    if not chosen_now or not {"routes", "vector_route"} <= saved.keys():
+    saved_by_us = {"routes", "vector_route"} <= saved.keys()
+    if not chosen_now or not saved_by_us or _shapes_by_name(group) != _shapes_by_name(saved):
         return {}
-    if _shapes_by_name(group) != _shapes_by_name(saved):
-        return {}
-    settings = [key for key in chosen_now if key in CHOSEN_BY_BUILD]
-    chosen_then = constructed_of(saved).get(CHOSEN, ())
-    keys = [key for key in settings if key in chosen_then]
-    if _is_of_first_release(saved):
-        found_then = {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}
-        keys = [key for key in settings if found_then or key != "adamw_patterns"]
-    # Gates and rates that `build` finds today, and did not find then.
-    found_since = {*chosen_now} - {*settings} - {*chosen_then}
-    keys += [
-        key for key in ("splits", "adam_patterns") if {*group[key]} - {*saved[key]} <= found_since
+    chosen_then = _choices_of(saved)
+    settings = [key for key in chosen_now if key in CHOSEN_BY_BUILD and key in chosen_then]
+    # Entries that `build` adds to lists today and did not add then. If they are all that today's
+    # list adds, the saved list replaces it.
+    new_entries = {*chosen_now} - {*CHOSEN_BY_BUILD} - {*chosen_then}
+    lists = [
+        key for key in ("splits", "adam_patterns") if {*group[key]} - {*saved[key]} <= new_entries
     ]
-    values = {key: saved[key] for key in keys if _as_list(saved[key]) != _as_list(group[key])}
+    values = {
+        key: saved[key]
+        for key in (*settings, *lists)
+        if _as_list(saved[key]) != _as_list(group[key])
+    }
     if values:
-        constructed[CHOSEN] = [key for key in chosen_now if key not in found_since]
-        if "adam_lr_ratio" in values:
+        constructed[CHOSEN] = [key for key in chosen_now if key not in new_entries]
+        if "adam_lr_ratio" in values:  # a scheduled setting, now constructed with this value
             constructed["adam_lr_ratio"] = values["adam_lr_ratio"]
         values["constructed"] = json.dumps(constructed)
     return values
 
 
-def _is_of_first_release(saved: Mapping[str, Any]) -> bool:
-    """Return whether version 0.1.0 has saved the group of a `MuonConfig`."""
-    return "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
+def _choices_of(saved: Mapping[str, Any]) -> Sequence[str]:
+    """Return the choices of `build` for a saved group."""
+    # Version 0.1.0 recorded no choices.
+    by_first_release = "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
+    if not by_first_release:
+        choices: Sequence[str] = constructed_of(saved).get(CHOSEN, ())
+        return choices
+    if {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}:
+        return CHOSEN_BY_BUILD
+    return [key for key in CHOSEN_BY_BUILD if key != "adamw_patterns"]
 
 
 def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, Shape]:
@@ -102,9 +110,8 @@ def restore_groups(
 ) -> None:
     """Restore what schedulers write and the user's own keys of groups; log differences in settings.
 
-    A setting constructed with the same value as the saved one takes the saved value, which a
-    scheduler may have changed. A setting constructed with another value was changed on purpose, and
-    keeps it.
+    A setting that was constructed with the same value then and now takes its saved value, which a
+    scheduler may have changed. Any other setting was changed on purpose, and keeps its value.
 
     Raises
     ------
@@ -143,20 +150,20 @@ def _restored_values(
     """Return the values that a group takes from its saved group."""
     if "lr" not in saved:
         raise ForeignStateError(f"damaged optimizer state dict: param_groups[{number}] has no 'lr'")
-    saved_constructed = constructed_of(saved)
     constructed = constructed_of(group)
     constructed_alike = {
-        key for key, value in saved_constructed.items() if value == constructed.get(key)
+        key for key, value in constructed_of(saved).items() if value == constructed.get(key)
     }
     values: dict[str, Any] = {"lr": float(saved["lr"])}
     values |= {key: saved[key] for key in SCHEDULER_KEYS if key in saved}
     if "initial_lr" in saved and "lr" not in constructed_alike:
-        # A scheduler constructed after the load starts from the present setting.
+        # A scheduler that is constructed after the load starts from `initial_lr`: from the present
+        # rate, because the saved one was constructed with another.
         values["initial_lr"] = group.get("initial_lr", float(group["lr"]))
     values |= {
         key: saved[key] for key in SCHEDULED_SETTINGS if key in constructed_alike and key in saved
     }
-    if "routes" in saved:  # not a group of another optimizer
+    if "routes" in saved:  # in a group of another optimizer, all keys would look like the user's
         values |= {key: saved[key] for key in own_keys(saved)}
     if "adam_betas" in values:
         values["adam_betas"] = tuple(values["adam_betas"])
@@ -173,12 +180,13 @@ def _log_differences(
     for key in sorted(group.keys() & saved.keys() - _NOT_SETTINGS):
         if _as_list(group[key]) == _as_list(saved[key]):
             continue
+        present = group[key]
         if key in restored:
-            text = "param_groups[%d] %s: %r as saved; it was %r"
-            log.info(text, number, key, saved[key], group[key])
+            log.info(
+                "param_groups[%d] %s: %r as saved; it was %r", number, key, saved[key], present
+            )
         else:
-            text = "param_groups[%d] %s: now %r, saved %r"
-            log.info(text, number, key, group[key], saved[key])
+            log.info("param_groups[%d] %s: now %r, saved %r", number, key, present, saved[key])
 
 
 def _as_list(value: Any) -> Any:

@@ -1,14 +1,19 @@
 """The fused Muon route: one kernel each for the momenta, the damping and the updates of a wave.
 
-`deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the
-device, buffers, and a CUDA graph of all launches, orthogonalization included, are created once and
-reused while the addresses of the parameters stay the same. A step then checks the addresses and
-replays the graph. New addresses of gradients, as after ``zero_grad(set_to_none=True)``, take one
-small copy from pinned memory, and a new learning rate one launch; neither synchronizes.
+A *wave* is the parameters that a step takes together; `muon.muon_` defines its results, with which
+this agrees up to rounding. A *block* is a matrix that is orthogonalized alone, a *group* all blocks
+of one shape: one batch (b, rows, columns) of directions. (`MatrixView.groups` is something else:
+the parts in which the blocks of a weight are interleaved.) A *chunk* is the elements of a block
+that one program takes.
 
-A step: `advance` writes the directions of all blocks, blocks of one shape (a *group*) next to each
-other; each group is orthogonalized; `combine` writes the blocks' factors; `apply` updates the
-parameters. The last product of large matrices updates their parameters itself (`AppliedGroups`).
+A step: `advance` writes the directions, group after group; each group is orthogonalized; `combine`
+writes the blocks' factors; `apply` updates the parameters. The last product of large matrices
+updates their parameters itself (`AppliedGroups`).
+
+Tables on the device, buffers, and a CUDA graph of all launches are made once and serve until a
+parameter moves. A step then writes its numbers and replays the graph. New addresses of gradients,
+as after ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning
+rate one launch; neither synchronizes.
 """
 
 from __future__ import annotations
@@ -63,7 +68,8 @@ TYPES = {
 _SHORT = 1024
 _LONG = 4096
 SMALL = 4 * 2**20  # elements of a small model
-# Steps of a large model before one is recorded: who captures whole training steps needs no graph here.
+# Steps of a large model that are launched before one is recorded: a caller that captures whole
+# training steps needs no graph here.
 _STEPS_BEFORE_RECORDING = 10
 _ADVANCE_WARPS = 4  # with more, sums in float64 allow too few programs on a multiprocessor
 _APPLY_WARPS = 4
@@ -75,7 +81,7 @@ _ALIGNED = 16  # vectors start at multiples of this number of elements, and of b
 
 
 class BlockGroup(NamedTuple):
-    """Blocks of one shape, which are adjacent in the directions from element `start` on."""
+    """Blocks of one shape, adjacent in the buffer of directions from element `start` on."""
 
     start: int
     rows: int
@@ -91,9 +97,8 @@ class BlockGroup(NamedTuple):
 class ChunkRow(NamedTuple):
     """A row of the kernels' table, in the order of the constants in `fused_kernels`.
 
-    Elements are counted.
-
-    Parameter, momentum and gradient have one layout, so `columns`, `stride` and `offset` serve all.
+    A block is stored in runs of adjacent elements. Its element k is this element of parameter,
+    momentum and gradient: offset + (k // columns) · stride + k % columns.
 
     Attributes
     ----------
@@ -102,21 +107,21 @@ class ChunkRow(NamedTuple):
     size
         Of the block.
     columns, stride
-        Adjacent elements of a run, and the distance of runs. A block without gaps is one run.
+        Length of a run, and distance from one run to the next. A block without gaps is one run.
     offset
         Of the block in its tensors.
     parameter, momentum
         Addresses of these tensors.
     tensor
-        Number of the parameter.
+        Number of the parameter in the wave.
     block
-        Number of the block.
+        Number of the block in the wave.
     plain
         Whether the block has no gaps and is aligned, so that the kernels may use vectors.
     group, result
-        The block's group, and its place in the polar factors of that group.
+        Number of the block's group, and offset of the block in the polar factors of that group.
     direction
-        Place of the block in the directions.
+        Offset of the block in the buffer of directions.
     """
 
     start: int
@@ -137,7 +142,7 @@ class ChunkRow(NamedTuple):
 def block_rows(
     params: Sequence[Tensor], buffers: Sequence[Tensor], views: Sequence[MatrixView]
 ) -> tuple[list[ChunkRow], list[BlockGroup]]:
-    """Return a row for the first chunk of each block, in the order of Magma's scores, and the groups.
+    """Return a row for the first chunk of each block, in the order of the scores, and the groups.
 
     Each group starts at a multiple of `_ALIGNED`.
     """
@@ -146,11 +151,12 @@ def block_rows(
     for tensor, (p, m, view) in enumerate(zip(params, buffers, views, strict=True)):
         in_columns = view.axis == "columns"
         whole = view.rows * view.columns
-        for i in range(view.batch):
-            offset = i * whole
+        for matrix in range(view.batch):
+            offset = matrix * whole
             for shape in view.block_shapes:
                 size = shape[0] * shape[1]
-                # Every group has a run of rows, or every row and group a run of columns.
+                # A split of columns makes a run for each row and interleaved part. Otherwise there
+                # is one for each interleaved part.
                 run = (shape[1] if in_columns else size) // view.groups
                 aligned = not any(x % _ALIGNED for x in (size, offset, p.data_ptr(), m.data_ptr()))
                 by_shape[shape].append(len(rows))
@@ -173,8 +179,8 @@ def block_rows(
     start = 0
     for number, (shape, blocks) in enumerate(by_shape.items()):
         groups.append(BlockGroup(start, *shape, blocks))
-        for i, block in enumerate(blocks):
-            result = i * rows[block].size
+        for place, block in enumerate(blocks):
+            result = place * rows[block].size
             rows[block] = rows[block]._replace(
                 group=number, result=result, direction=start + result
             )
@@ -214,8 +220,9 @@ class Directions(NamedTuple):
 class FusedMuon:
     """One Muon step of a fixed list of contiguous parameters and momenta, as `muon_` defines it.
 
-    With `recording`, the launches on a GPU are recorded in a CUDA graph, which keeps the memory of
-    a step.
+    `buffers` are the momenta, `scores` Magma's scores of each parameter's blocks, none without
+    Magma. With `recording`, the launches on a GPU are recorded in a CUDA graph, which keeps the
+    memory of a step; `records` turns false if that fails.
     """
 
     def __init__(
@@ -241,23 +248,15 @@ class FusedMuon:
         rows, self._groups = block_rows(params, buffers, views)
         chunks = divide_into_chunks(rows, self._width)
         self._chunks = chunks.table.to(self._device)
+        self._blocks = self._block_table(chunks, scores).to(self._device)
         self._directions: Directions | None = None
         self._scales = self._scales_of(settings).to(self._device)
+        # Without damping the factor of a block is its scale.
         self._factors = torch.empty_like(self._scales) if self._magma else self._scales
+        self._squares = torch.zeros(len(rows), dtype=torch.float64, device=self._device)
         self._gradients = AddressTable(len(params), self._device)
         self._results = AddressTable(len(self._groups), self._device)
         self._numbers = NumbersOnDevice(self._device)
-        # One score for each block.
-        addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]
-        # Blocks of one group are adjacent in the squares.
-        columns = torch.tensor(
-            [addresses or [0] * len(rows), [i for group in self._groups for i in group.blocks]],
-            device="cpu",
-        )
-        columns[1] = columns[1].argsort()
-        blocks = torch.cat([chunks.of_blocks, columns.T], dim=1)
-        self._blocks = blocks.to(self._device)
-        self._squares = torch.zeros(len(rows), dtype=torch.float64, device=self._device)
 
         # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
         # The programs of these kernels do not wait for each other, so they cannot block the
@@ -270,18 +269,55 @@ class FusedMuon:
             self._on_main_stream = self._on_side_stream
             self._on_side_stream = []
         self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
-        self._recorded: dict[torch.dtype, torch.cuda.CUDAGraph] = {}
+        self._recorded: dict[torch.dtype, torch.cuda.CUDAGraph] = {}  # by dtype of the gradients
         self.records = recording and self._device.type == "cuda"
-        self._steps_before_recording = 0 if self._is_small else _STEPS_BEFORE_RECORDING
+        self._launched_steps = 0
 
-        self._separate = self._chunks  # of the matrices that `apply` updates
+        self._separate = self._chunks  # of the blocks that `apply` updates
         self._applied = self._make_applied(rows)
-        self._sums = self._scales  # a dummy if nothing is summed
-        if self._magma or self._applied is not None:
-            count = int(SUMS.value)
-            self._sums = torch.zeros(
-                len(self._chunks), count, dtype=torch.float64, device=self._device
+        if self._applied is not None:  # all other launches leave out its groups
+            applied = self._applied.numbers
+            self._on_main_stream = [i for i in self._on_main_stream if i not in applied]
+            is_applied = torch.isin(
+                self._chunks[:, int(GROUP.value)], torch.tensor(applied, device=self._device)
             )
+            self._separate = self._chunks[~is_applied].contiguous()
+        self._sums = self._scales  # a dummy argument: nothing is summed
+        if self._magma or self._applied is not None:
+            self._sums = torch.zeros(
+                len(self._chunks), int(SUMS.value), dtype=torch.float64, device=self._device
+            )
+
+    def _block_table(self, chunks: Chunks, scores: Sequence[Tensor]) -> Tensor:
+        """Return the rows of `combine` (blocks, BLOCK_ROW), int64, in host memory."""
+        count = len(chunks.of_blocks)
+        addresses = [x.data_ptr() + 4 * i for x in scores for i in range(x.numel())]  # of float32
+        # The squares are in the order of the groups: the inverse permutation has their places.
+        by_group = [block for group in self._groups for block in group.blocks]
+        columns = [
+            torch.tensor(addresses or [0] * count, device="cpu"),
+            torch.tensor(by_group, device="cpu").argsort(),
+        ]
+        return torch.cat([chunks.of_blocks, torch.stack(columns, dim=1)], dim=1)
+
+    def _scales_of(self, settings: HybridMuonConfig) -> Tensor:
+        """Return the scales of the blocks (blocks,), in host memory."""
+        count = sum(len(group.blocks) for group in self._groups)
+        scales = torch.empty(count, dtype=torch.float32, device="cpu")
+        for group in self._groups:
+            scales[group.blocks] = update_scale((group.rows, group.columns), settings)
+        return scales
+
+    def _in_one_program(self) -> list[int]:
+        """Return the numbers of the groups in which one program orthogonalizes each matrix."""
+        if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
+            return []
+        return [
+            number
+            for number, group in enumerate(self._groups)
+            if choose_for(len(group.blocks), group.rows, group.columns, torch.float32, self._device)
+            == "whole"
+        ]
 
     def _make_applied(self, rows: Sequence[ChunkRow]) -> AppliedGroups | None:
         """Return the groups whose last product updates the parameters; None if that fails."""
@@ -292,7 +328,7 @@ class FusedMuon:
         groups = []
         squares = self._squares.unsqueeze(1).split([len(group.blocks) for group in self._groups])
         for number, group in enumerate(self._groups):
-            members = [rows[i] for i in group.blocks]
+            members = [rows[block] for block in group.blocks]
             if not all(row.plain for row in members) or not takes(
                 group.rows, group.columns, len(members), self._dtype, self._device
             ):
@@ -311,27 +347,8 @@ class FusedMuon:
         if not groups:
             return None
         applied = AppliedGroups(groups, self._dtype, self._factors, self._numbers.values)
-        self._numbers.write(StepNumbers(rate=0.0, skip=1.0))
-        if not applied.usable(self._direction_buffers().matrices):
-            return None
-        # All other launches exclude these groups.
-        numbers = applied.numbers
-        self._on_main_stream = [i for i in self._on_main_stream if i not in numbers]
-        is_applied = torch.isin(
-            self._chunks[:, int(GROUP.value)], torch.tensor(numbers, device=self._device)
-        )
-        self._separate = self._chunks[~is_applied].contiguous()
-        return applied
-
-    def _in_one_program(self) -> list[int]:
-        """Return the groups in which one program orthogonalizes each matrix."""
-        if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
-            return []
-        return [
-            number
-            for number, (_, rows, columns, blocks) in enumerate(self._groups)
-            if choose_for(len(blocks), rows, columns, torch.float32, self._device) == "whole"
-        ]
+        self._numbers.write(StepNumbers(rate=0.0, skip=1.0))  # `usable` must not change parameters
+        return applied if applied.usable(self._direction_buffers().matrices) else None
 
     def fits(
         self,
@@ -342,18 +359,10 @@ class FusedMuon:
     ) -> bool:
         """Return whether the tables are valid for these tensors and settings.
 
-        Numbers that a scheduler changes are no part of them.
+        A scheduler may have changed the numbers of the settings, which `step` takes over.
         """
-        fits = settings is self._settings or settings.structure == self._settings.structure
-        return fits and _addresses(params, buffers, scores) == self._fixed
-
-    def _scales_of(self, settings: HybridMuonConfig) -> Tensor:
-        """Return the scales of the blocks, in host memory."""
-        count = sum(len(group.blocks) for group in self._groups)
-        scales = torch.empty(count, dtype=torch.float32, device="cpu")
-        for group in self._groups:
-            scales[group.blocks] = update_scale((group.rows, group.columns), settings)
-        return scales
+        same = settings is self._settings or settings.structure == self._settings.structure
+        return same and _addresses(params, buffers, scores) == self._fixed
 
     def step(
         self,
@@ -373,7 +382,7 @@ class FusedMuon:
                 self._scales.copy_(self._scales_of(settings))
             self._settings = settings
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        table = captured_addresses(grads) if capturing else self._gradients.of(grads)
+        gradients = captured_addresses(grads) if capturing else self._gradients.of(grads)
         dtype = grads[0].dtype
         factor: float | Tensor = -1.0 if maximize else 1.0
         if control.scale is not None:
@@ -391,22 +400,23 @@ class FusedMuon:
         if graph is not None:
             graph.replay()
             return
-        self._launch(table, dtype, capturing)
-        self._steps_before_recording -= 1
-        if self.records and not capturing and self._steps_before_recording < 0:
+        self._launch(gradients, dtype, capturing=capturing)
+        self._launched_steps += 1
+        wait = 0 if self._is_small else _STEPS_BEFORE_RECORDING
+        if self.records and not capturing and self._launched_steps > wait:
             recording = try_record(
-                lambda: self._launch(table, dtype, True), self._device, "a fused step"
+                lambda: self._launch(gradients, dtype, capturing=True), self._device, "a fused step"
             )
             if recording is None:
                 self.records = False
             else:
-                self._recorded[dtype], _ = recording
+                self._recorded[dtype], _ = recording  # the launches return nothing
 
-    def _launch(self, table: Tensor, dtype: torch.dtype, capturing: bool) -> None:
-        """Launch all kernels of a step; `table` has the addresses of gradients in `dtype`."""
+    def _launch(self, gradients: Tensor, dtype: torch.dtype, *, capturing: bool) -> None:
+        """Launch all kernels of a step; `gradients` has the addresses of gradients in `dtype`."""
         directions = self._direction_buffers()
         matrices = directions.matrices
-        self._advance(table, dtype, directions.flat)
+        self._advance(gradients, dtype, directions.flat)
         side = self._side_stream if capturing else None
         if side is not None:
             side.fork()
@@ -415,21 +425,22 @@ class FusedMuon:
             if self._magma or self._applied is not None:
                 self._combine()
             polar |= self._orthogonalize(matrices, self._on_side_stream)
-            # Nothing reads the results of applied groups.
+            # Applied groups have no polar factors, and nothing reads their rows of this table.
             results = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
             addresses = captured_addresses(results) if capturing else self._results.of(results)
+        # The side stream has joined here.
         if self._applied is not None:
             with in_phase("orthogonalize"):
                 self._applied.run(matrices)
         if len(self._separate):
             self._apply(addresses, results[0].dtype)
 
-    def _advance(self, table: Tensor, dtype: torch.dtype, directions: Tensor) -> None:
+    def _advance(self, gradients: Tensor, dtype: torch.dtype, directions: Tensor) -> None:
         """Launch the update of the momenta, which writes the directions and the sums of chunks."""
         with in_phase("momentum"):
             advance[(len(self._chunks),)](
                 chunks=self._chunks,
-                gradients=table,
+                gradients=gradients,
                 directions=directions,
                 sums=self._sums,
                 numbers=self._numbers.values,
@@ -444,7 +455,7 @@ class FusedMuon:
             )
 
     def _combine(self) -> None:
-        """Launch what follows from the sums of each block's chunks: damping and norms."""
+        """Launch the sums over the chunks of each block, for damping and norms."""
         combine[(len(self._blocks),)](
             blocks=self._blocks,
             sums=self._sums,
@@ -458,13 +469,13 @@ class FusedMuon:
         )
 
     def _orthogonalize(
-        self, matrices: Sequence[Tensor], numbers: Sequence[int]
+        self, matrices: Sequence[Tensor], groups: Sequence[int]
     ) -> dict[int, Tensor]:
-        """Return contiguous polar factors of some groups, by number."""
-        if not numbers:
+        """Return contiguous polar factors of the groups with these numbers, by number."""
+        if not groups:
             return {}
-        polar = polar_factors([matrices[i] for i in numbers], self._settings)
-        return {i: o.contiguous() for i, o in zip(numbers, polar, strict=True)}
+        polar = polar_factors([matrices[i] for i in groups], self._settings)
+        return {i: o.contiguous() for i, o in zip(groups, polar, strict=True)}
 
     def _apply(self, results: Tensor, dtype: torch.dtype) -> None:
         """Launch the update of the parameters.

@@ -1,6 +1,8 @@
-"""The fused steps of an optimizer.
+"""The fused steps of an optimizer: whether they may be used, and those that are kept.
 
-Their kernels are first compiled in threads and compared with torch.
+A list of parameters is stepped by `FusedMuon` if the kernels implement its settings (`fuses`), and
+if their results on small matrices equal those of torch (`_works`). Otherwise `muon_` steps it. The
+kernels of small models are compiled ahead in threads (`compile_kernels`).
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
+# Steps with the same first parameter that are recorded. If tensors or lists change again and again,
+# recording costs more than it saves.
 _MAX_RECORDINGS = 8
-# Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python they
-# wait for the host: 11 ms instead of 1 for 30 million weights (H200).
+# Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python
+# they wait for the host: 11 ms instead of 1 for 30 million weights (H200).
 _RECORDED_SHARE = 1 / 64
 _BYTES_PER_ELEMENT = 27  # of a step, see `arguments.workspace`
 # Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are
@@ -45,28 +49,29 @@ FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` implement
 FUSED_COVERAGE = Coverage(
     frozenset(
         {
+            # The kernels read these, or the tables hold what follows from them.
             *("momentum", "weight_decay", "nesterov", "scaling", "layout", "lr_adjust_coeff"),
             "magma_muon",
             # Both forms of the step call the same orthogonalization.
             *("enable_gram", "flash_muon", "schedule", "large_schedule", "large_matrix_dim"),
             "precision",
-            # The parameters, views and predicates that a step receives follow from these.
+            # These decide which parameters, views and predicates a step receives.
             *("muon_mode", "min_matrix_dim", "splits", "adam_patterns", "adamw_patterns"),
             *("muon_patterns", "conv_patterns", "expert_patterns", "local_patterns"),
             *("vector_route", "on_route_change", "on_nonfinite", "offload", "sharded"),
             # Of the other routes.
             *("adam_beta1", "adam_beta2", "adam_eps", "adam_implementation", "adam_lr_ratio"),
             "adam_weight_decay",
-            # These act only through the rules that `matrix_rules` returns, which `fuses` looks at.
+            # These act only through the rules of `matrix_rules`, which `fuses` checks.
             *("normuon", "normuon_beta", "cautious_decay", "master_weights", "rules"),
         }
     )
 )
+_COMPILING = threading.Lock()
+_COMPILED: set[tuple[object, ...]] = set()  # views, device, dtypes and settings
 # Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes
 # compiles it.
 _BY_CLASS = ("whole", "strips")
-_COMPILING = threading.Lock()
-_COMPILED: set[tuple[object, ...]] = set()
 
 
 class FusedError(RuntimeError):
@@ -82,9 +87,10 @@ class FusedStepCache:
     """
 
     def __init__(self) -> None:
-        # By ids. A new tensor may have an old id, so `FusedMuon.fits` compares addresses.
+        # By the ids of the parameters, in the order of their first step. A new tensor may have an
+        # old id, so `FusedMuon.fits` compares addresses.
         self._known: dict[tuple[int, ...], FusedMuon] = {}
-        self._made: Counter[Tensor] = Counter()
+        self._made: Counter[Tensor] = Counter()  # steps by first parameter
         self._captured: list[FusedMuon] = []  # kept, because captured graphs read their tables
 
     def step(
@@ -107,10 +113,11 @@ class FusedStepCache:
         dtype = params[0].dtype
         scores = state.get(SCORE, [])
         key = tuple(map(id, params))
-        known = self._known.get(key)
-        fits = known is not None and known.fits(params, buffers, scores, settings)
-        fused = known if fits else None
-        if fused is None and not fuses(settings.structure, dtype):
+        former = self._known.get(key)
+        fused = None
+        if former is not None and former.fits(params, buffers, scores, settings):
+            fused = former
+        elif not fuses(settings.structure, dtype):
             return False
         grads = gradients_of(params)
         grad_dtype = grads[0].dtype
@@ -118,8 +125,9 @@ class FusedStepCache:
             return False
         # Triton launches on the current device.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            if known is None:
+            if former is None:
                 compile_kernels(tuple(views), device, dtype, grad_dtype, settings)
+            # Cached; gradients may have another dtype than in earlier steps.
             if not _works(
                 device, dtype, grad_dtype, magma=bool(scores), nesterov=settings.nesterov
             ):
@@ -127,7 +135,7 @@ class FusedStepCache:
             if fused is None:
                 if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
                     return False
-                fused = self._make(params, buffers, scores, views, settings, replaced=known)
+                fused = self._make(params, buffers, scores, views, settings, replaced=former)
                 self._known[key] = fused
                 if len(self._known) > _MOST_LISTS:
                     del self._known[next(iter(self._known))]
@@ -149,18 +157,22 @@ class FusedStepCache:
         *,
         replaced: FusedMuon | None,
     ) -> FusedMuon:
-        # If tensors or lists change repeatedly, recording costs more than it saves.
+        """Make the step of a list of parameters, recorded if that pays and memory suffices."""
         self._made[params[0]] += 1
         is_stable = self._made[params[0]] <= _MAX_RECORDINGS
         elements = sum(p.numel() for p in params)
-        others = [fused for fused in self._known.values() if fused is not replaced]
-        held = sum(fused.elements for fused in others if fused.records)
-        fits = elements <= SMALL or held + elements <= _most_recorded(params[0].device)
-        return FusedMuon(params, buffers, scores, views, settings, recording=is_stable and fits)
+        recorded_elements = sum(
+            fused.elements
+            for fused in self._known.values()
+            if fused.records and fused is not replaced
+        )
+        is_small = elements <= SMALL
+        has_room = is_small or recorded_elements + elements <= _most_recorded(params[0].device)
+        return FusedMuon(params, buffers, scores, views, settings, recording=is_stable and has_room)
 
 
 def _most_recorded(device: torch.device) -> int:
-    """Return how many elements may be recorded, with a small part of the device's memory."""
+    """Return the elements whose steps may be recorded: their memory is a small part of a GPU's."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -187,6 +199,75 @@ def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
     return not lacking
 
 
+@functools.lru_cache(maxsize=64)
+def _works(
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient: torch.dtype,
+    *,
+    magma: bool,
+    nesterov: bool,
+) -> bool:
+    """Return whether the kernels compile and agree with torch on two small matrices.
+
+    Log why they cannot be used.
+    """
+    try:
+        _check(device, dtype, gradient, magma=magma, nesterov=nesterov)
+    except Exception as error:  # an error of the compiler or driver must not end a training run
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _LOG.warning(
+            "fused steps of %s parameters are disabled, and torch is used instead: %s",
+            dtype,
+            reason,
+        )
+        return False
+    return True
+
+
+def _check(
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient: torch.dtype,
+    *,
+    magma: bool,
+    nesterov: bool,
+) -> None:
+    """Compare two fused steps with two of `muon_`; the second may replay a recorded one."""
+    settings = HybridMuonConfig(
+        magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
+    ).explicit()
+    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
+    random = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
+    view = MatrixView(2, 8, 36, "columns", (20, 16))
+    results = []
+    for is_fused in (False, True):
+        p = x.to(dtype, copy=True).requires_grad_()
+        m = (0.5 - x).to(dtype)
+        if gradient != dtype:
+            p.grad_dtype = None  # allows a gradient of another dtype
+        p.grad = x.flip(1).to(gradient)
+        scores = [torch.full((4,), 0.5, device=device)] if magma else []
+        state = {SCORE: scores} if magma else {}
+        with torch.no_grad():
+            fused = FusedMuon([p], [m], scores, [view], settings) if is_fused else None
+            for _ in range(2):
+                if fused is not None:
+                    fused.step([p.grad], 0.1, StepControl(), maximize=False)
+                else:
+                    muon_([p], [m], state, [view], lr=0.1, settings=settings, control=StepControl())
+        results.append([p.detach(), m, *scores])
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for expected, value in zip(*results, strict=True):
+        difference = (value.double() - expected.double()).abs().max()
+        error = float(difference / expected.double().abs().max())
+        if not error <= tolerance:
+            raise FusedError(f"the result differs from torch's by {error:.1e}")
+
+
 def compile_kernels(
     views: tuple[MatrixView, ...],
     device: torch.device,
@@ -196,10 +277,8 @@ def compile_kernels(
 ) -> None:
     """Compile and check the kernels of a small model's step in parallel threads.
 
-    Repeated calls do nothing.
-
-    A call waits for a running call of another thread. On a CPU, and while a graph is captured,
-    nothing is done.
+    A call waits for a running call of another thread. Repeated calls do nothing, as do calls on a
+    CPU and while a graph is captured. The kernels of large models are compiled by their first step.
     """
     elements = sum(view.batch * view.rows * view.columns for view in views)
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
@@ -211,21 +290,16 @@ def compile_kernels(
         _COMPILED.add(key)
         calls: list[Callable[[], object]] = []
         if fuses(settings, dtype):
-            calls.append(
-                functools.partial(
-                    _works,
-                    device,
-                    dtype,
-                    gradient,
-                    magma=settings.magma_muon,
-                    nesterov=settings.nesterov,
-                )
-            )
+            magma = settings.magma_muon
+            nesterov = settings.nesterov
+            calls.append(lambda: _works(device, dtype, gradient, magma=magma, nesterov=nesterov))
         if settings.flash_muon and settings.precision in ("auto", "float16"):
             counts: Counter[tuple[int, int]] = Counter()
             for view in views:
                 for shape in view.block_shapes:
                     counts[shape] += view.batch
+            # As the step launches them: blocks of one shape are a batch, batches of one schedule
+            # share launches.
             by_schedule: dict[Coefficients, list[Tensor]] = defaultdict(list)
             for shape, count in counts.items():
                 schedule = coefficients_of(settings.schedule_of((count, *shape)))
@@ -267,72 +341,3 @@ def compilations(
             for launch in by_constants.values()
         ]
     return calls
-
-
-@functools.lru_cache(maxsize=64)
-def _works(
-    device: torch.device,
-    dtype: torch.dtype,
-    gradient: torch.dtype,
-    *,
-    magma: bool,
-    nesterov: bool,
-) -> bool:
-    """Compile the kernels and compare them with torch on two small matrices.
-
-    Log why they cannot be used.
-    """
-    try:
-        _check(device, dtype, gradient, magma=magma, nesterov=nesterov)
-    except Exception as error:  # an error of the compiler or driver must not end a training run
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning(
-            "fused steps of %s parameters are disabled, and torch is used instead: %s",
-            dtype,
-            reason,
-        )
-        return False
-    return True
-
-
-def _check(
-    device: torch.device,
-    dtype: torch.dtype,
-    gradient: torch.dtype,
-    *,
-    magma: bool,
-    nesterov: bool,
-) -> None:
-    """Compare two fused steps with two of `muon_`; the second may replay a recorded one."""
-    settings = HybridMuonConfig(
-        magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
-    ).explicit()
-    # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
-    random = torch.Generator("cpu").manual_seed(0)
-    wave = torch.randn(2, 8, 36, generator=random, dtype=torch.float64, device="cpu").to(device)
-    view = MatrixView(2, 8, 36, "columns", (20, 16))
-    results = []
-    for is_fused in (False, True):
-        p = wave.to(dtype, copy=True).requires_grad_()
-        m = (0.5 - wave).to(dtype)
-        if gradient != dtype:
-            p.grad_dtype = None  # allows a gradient of another dtype
-        p.grad = wave.flip(1).to(gradient)
-        scores = [torch.full((4,), 0.5, device=device)] if magma else []
-        state = {SCORE: scores} if magma else {}
-        with torch.no_grad():
-            fused = FusedMuon([p], [m], scores, [view], settings) if is_fused else None
-            for _ in range(2):
-                if fused is not None:
-                    fused.step([p.grad], 0.1, StepControl(), maximize=False)
-                else:
-                    muon_([p], [m], state, [view], lr=0.1, settings=settings, control=StepControl())
-        results.append([p.detach(), m, *scores])
-    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for expected, value in zip(*results, strict=True):
-        difference = (value.double() - expected.double()).abs().max()
-        error = float(difference / expected.double().abs().max())
-        if not error <= tolerance:
-            raise FusedError(f"the result differs from torch's by {error:.1e}")

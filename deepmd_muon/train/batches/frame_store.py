@@ -5,8 +5,10 @@ Other data pass through: the frames of the next batches replace earlier ones. A 
 uploaded and its neighbours are counted on a separate stream, so that steps which have been launched
 go on meanwhile.
 
-A frame is named by its number, counted over all systems. Frames with the same atoms of each type
-and the same periodicity have the same composition.
+- The *number* of a frame counts over all systems; `offset` has the first number of each system.
+- The *slot* of a frame is its row in the tensors of frames. Its atoms are adjacent rows of the
+  tensors of atoms, from `first_atom` on.
+- Frames with the same atoms of each type and the same periodicity have the same *composition*.
 """
 
 from __future__ import annotations
@@ -41,6 +43,31 @@ class Room(NamedTuple):
     atoms: int
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Some frames, packed one after the other, the atoms of each sorted by type.
+
+    Attributes
+    ----------
+    numbers
+        Of the frames `(nframes,)`, counted over all systems.
+    values
+        By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
+        [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
+    flat
+        Numbers of the frames whose cell is so flat that the neighbour search rejects it.
+    """
+
+    numbers: np.ndarray
+    values: dict[str, np.ndarray]
+    flat: np.ndarray
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms of each frame without padding `(nframes,)`."""
+        return self.values["size"]
+
+
 class _Write(NamedTuple):
     """Values on the device for some rows of a tensor of the store."""
 
@@ -67,8 +94,10 @@ class FrameStore:
 
     Attributes
     ----------
+    stays
+        Whether all data are kept.
     offset
-        Number of the first frame of each system `(nsystems + 1,)`.
+        Number of the first frame of each system `(nsystems + 1,)`; the last entry is `nframes`.
     composition, natoms
         Composition and atoms of every frame `(nframes,)`, on the host, once it has been read.
     present
@@ -107,14 +136,14 @@ class FrameStore:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.stays = room is None
 
-        # Numbers of frames, and places of their atoms if they stay.
+        # The first number and, of data that stay, the first atom of each system.
         nframes = np.array([system.nframes for system in systems], dtype=np.int64)
-        self._widths = np.array([system.natoms for system in systems], dtype=np.int64)
+        self._natoms = np.array([system.natoms for system in systems], dtype=np.int64)
         self.offset = np.concatenate([[0], nframes.cumsum()])
-        self._first_place = np.concatenate([[0], (nframes * self._widths).cumsum()])
+        self._first_atom = np.concatenate([[0], (nframes * self._natoms).cumsum()])
         self.nframes = int(self.offset[-1])
         if room is None:
-            room = Room(frames=self.nframes, atoms=int(self._first_place[-1]))
+            room = Room(frames=self.nframes, atoms=int(self._first_atom[-1]))
 
         # What the host knows of frames and compositions.
         ntypes = cache.ntypes
@@ -128,7 +157,7 @@ class FrameStore:
         self.max_neighbors = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
         self.max_edges = np.zeros(0, dtype=np.int64)
         self.shortest = np.inf
-        self._compositions: dict[tuple[bytes, bool], int] = {}
+        self._compositions: dict[bytes, int] = {}  # by type counts and periodicity
 
         # The tensors.
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -166,37 +195,43 @@ class FrameStore:
             more neighbours than the search on a device takes; it names frame and system.
         """
         next_slot = 0
-        next_place = 0
+        next_atom = 0
         for chunk in chunks:
-            for number in chunk.doubtful:
+            for number in chunk.flat:
                 self._refuse(int(number))
             if self.stays:
                 slots = chunk.numbers
-                first_atom = self._places_of(chunk.numbers)
+                systems = system_of(chunk.numbers, self.offset)
+                rows = chunk.numbers - self.offset[systems]
+                first_atom = self._first_atom[systems] + rows * self._natoms[systems]
             else:
                 slots = next_slot + np.arange(len(chunk.numbers))
-                first_atom = next_place + _starts(chunk.natoms)
+                first_atom = next_atom + _starts(chunk.natoms)
                 next_slot += len(slots)
-                next_place += int(chunk.natoms.sum())
+                next_atom += int(chunk.natoms.sum())
+            # Uploads run beside launched steps. Writes wait for these steps, which may read the old
+            # values.
             with self._side_stream():
                 writes = self._upload(chunk, slots, first_atom)
             for write in writes:
-                rows = self._used_now(write.rows)
-                write.target.index_copy_(0, rows, self._used_now(write.values))
+                write.target.index_copy_(
+                    0, self._used_now(write.rows), self._used_now(write.values)
+                )
 
     def slots_of(self, numbers: np.ndarray, window: np.ndarray) -> np.ndarray:
-        """Return the slots of frames; `window` are the sorted frames of the last `take`."""
+        """Return the slots of frames; `window` has all numbers of the last `take`, rising."""
         return numbers if self.stays else np.searchsorted(window, numbers)
 
     def kinds_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the kind of each frame: equal numbers for equal composition and labels."""
         kinds: np.ndarray = self.composition[numbers].astype(np.int64)
+        # Append one binary digit for each label.
         for present in self.present.values():
             kinds = 2 * kinds + present[numbers]
         return kinds
 
     def select(self, name: str, rows: Tensor) -> Tensor:
-        """Return a tensor's values of some slots, or of some atoms."""
+        """Return rows of a tensor: slots of a tensor of frames, else atoms."""
         return self.tensors[name].index_select(0, rows)
 
     def note_cut_lists(self) -> None:
@@ -214,6 +249,7 @@ class FrameStore:
     # ----- two streams ---------------------------------------------------------------------------
 
     def _on_device(self, values: np.ndarray) -> Tensor:
+        """Copy an array on the current stream."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     @contextlib.contextmanager
@@ -234,27 +270,19 @@ class FrameStore:
 
     # ----- writing -------------------------------------------------------------------------------
 
-    def _places_of(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the first atom of frames that stay."""
-        owners = system_of(numbers, self.offset)
-        row = numbers - self.offset[owners]
-        places: np.ndarray = self._first_place[owners] + row * self._widths[owners]
-        return places
-
     def _upload(self, chunk: Chunk, slots: np.ndarray, first_atom: np.ndarray) -> list[_Write]:
         """Copy a chunk to the device and count its neighbours; return what is to be written."""
-        rows = self._on_device(slots)
-        places = self._on_device(np.repeat(first_atom, chunk.natoms) + _within_frames(chunk.natoms))
+        atom_rows = np.repeat(first_atom, chunk.natoms) + _within_frames(chunk.natoms)
+        rows_of_atoms = self._on_device(atom_rows)
+        rows_of_frames = self._on_device(slots)
         values = {name: self._on_device(array) for name, array in chunk.values.items()}
         values["first_atom"] = self._on_device(first_atom)
         writes = []
         for name, target in self.tensors.items():
-            target_rows = places if name in PER_ATOM else rows
+            rows = rows_of_atoms if name in PER_ATOM else rows_of_frames
             if name not in values:  # a frame without the label may replace one with it
-                values[name] = target.new_zeros(len(target_rows), *target.shape[1:])
-            writes.append(_Write(target, target_rows, values[name]))
-        for name, all_present in self.present.items():
-            all_present[chunk.numbers] = chunk.values.get(f"has_{name}", False)
+                values[name] = target.new_zeros(len(rows), *target.shape[1:])
+            writes.append(_Write(target, rows, values[name]))
         cells = None
         if self.cells is not None:
             # The cell of a frame without one is zero and moves nothing.
@@ -262,8 +290,10 @@ class FrameStore:
                 values["box"] = values["coord"].new_zeros(len(slots), 3, 3)
             cells = Cells.of_some(values["box"], self.cache.rcut)
             for target, new in zip(self.cells, cells, strict=True):
-                writes.append(_Write(target, rows, new))
-        self._count(chunk, Atoms(values["coord"], values["atype"], values["size"], 0, cells))
+                writes.append(_Write(target, rows_of_frames, new))
+        # Frames of a chunk are not padded to one number of places.
+        packed = Atoms(values["coord"], values["atype"], values["size"], natoms=0, cells=cells)
+        self._count(chunk, packed)
         return writes
 
     # ----- counting neighbours -------------------------------------------------------------------
@@ -275,9 +305,9 @@ class FrameStore:
         n_edges = np.zeros(len(chunk.numbers), dtype=np.int64)
         least_square = np.full(len(chunk.numbers), np.inf)
         # Frames of similar sizes together, by powers of two: each is padded to the largest.
-        sizes = np.frexp(chunk.natoms)[1]
-        for size in np.unique(sizes[chunk.natoms > 0]):
-            rows = np.flatnonzero(sizes == size)
+        size_class = np.frexp(chunk.natoms)[1]
+        for one_class in np.unique(size_class[chunk.natoms > 0]):
+            rows = np.flatnonzero(size_class == one_class)
             counted = self._count_rows(chunk, packed, rows)
             max_neighbors[rows] = counted.max_neighbors
             n_edges[rows] = counted.n_edges
@@ -287,10 +317,10 @@ class FrameStore:
             self._refuse(int(chunk.numbers[same_place[0]]))
         of_all_types = max_neighbors[:, ntypes]
         if of_all_types.max(initial=0) > MOST_NEIGHBORS:
-            row = int(of_all_types.argmax())
-            system, number = self._frame(int(chunk.numbers[row]))
+            worst = int(of_all_types.argmax())
+            system, row = self._frame(int(chunk.numbers[worst]))
             raise NeighborError(
-                f"{system.name}: frame {number}: an atom has {of_all_types[row]} neighbours within "
+                f"{system.name}: frame {row}: an atom has {of_all_types[worst]} neighbours within "
                 f"{self.cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
                 "look at the positions, or use a smaller cut-off"
             )
@@ -300,15 +330,15 @@ class FrameStore:
         self._record(chunk, max_neighbors, n_edges)
 
     def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
-        """Count the neighbours of some frames of a chunk."""
+        """Count the neighbours of the frames in some rows of a chunk."""
         natoms = chunk.natoms[rows]
         width = int(natoms.max())
-        # Of every real atom of these frames: its frame among them, its place there, and its place
-        # in the chunk.
+        # Of every atom of these frames (natoms.sum(),): its frame among them, its number in the
+        # frame, its place among the padded frames, and its row in the chunk.
         frame = np.repeat(np.arange(len(rows)), natoms)
         within_frame = _within_frames(natoms)
-        in_chunk = np.repeat(_starts(chunk.natoms)[rows], natoms) + within_frame
         places = self._on_device(frame * width + within_frame)
+        in_chunk = np.repeat(_starts(chunk.natoms)[rows], natoms) + within_frame
         source = self._on_device(in_chunk)
         owner = self._on_device(frame)
 
@@ -322,10 +352,8 @@ class FrameStore:
         radii = [self.cache.rcut, *(radius for radius, _ in self.cache.inner)]
         of_types, shorter, nearest = count_neighbors(atoms, places, owner, radii, self.cache.ntypes)
 
-        of_all_types = of_types.sum(1, keepdim=True)
-        counts = torch.cat(
-            [of_types, of_all_types, shorter], 1
-        ).long()  # (atoms, columns of `max_neighbors`)
+        # (natoms.sum(), columns of `FrameStore.max_neighbors`)
+        counts = torch.cat([of_types, of_types.sum(1, keepdim=True), shorter], 1).long()
         index = owner.unsqueeze(1).expand_as(counts)
         max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
         max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
@@ -339,39 +367,40 @@ class FrameStore:
         )
 
     def _record(self, chunk: Chunk, max_neighbors: np.ndarray, n_edges: np.ndarray) -> None:
-        """Record composition, size and neighbours of frames."""
-        rows = np.concatenate([chunk.values["counts"], chunk.values["periodic"][:, None]], axis=1)
-        unique, inverse = np.unique(rows, axis=0, return_inverse=True)
+        """Record labels, composition, size and neighbours of frames."""
+        for name, present in self.present.items():
+            present[chunk.numbers] = chunk.values.get(f"has_{name}", False)
+        # (nframes, ntypes + 1): atoms of each type, and 1 with a cell.
+        keys = np.concatenate([chunk.values["counts"], chunk.values["periodic"][:, None]], axis=1)
+        unique, inverse = np.unique(keys, axis=0, return_inverse=True)
         n_known = len(self._compositions)
-        numbers = np.array(
+        composition_of_key = np.array(
             [
-                self._compositions.setdefault(
-                    (row[:-1].tobytes(), bool(row[-1])), len(self._compositions)
-                )
-                for row in unique
+                self._compositions.setdefault(key.tobytes(), len(self._compositions))
+                for key in unique
             ]
         )
-        new = unique[numbers >= n_known]
+        new = unique[composition_of_key >= n_known]
         self.type_counts = np.concatenate([self.type_counts, new[:, :-1]])
         self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
         none = np.zeros((len(new), self.max_neighbors.shape[1]), dtype=np.int64)
         self.max_neighbors = np.concatenate([self.max_neighbors, none])
         self.max_edges = np.concatenate([self.max_edges, none[:, 0]])
-        composition = numbers[inverse.reshape(-1)]
+        composition = composition_of_key[inverse.reshape(-1)]
         self.composition[chunk.numbers] = composition
         self.natoms[chunk.numbers] = chunk.natoms
         np.maximum.at(self.max_neighbors, composition, max_neighbors)
         np.maximum.at(self.max_edges, composition, n_edges)
 
     def _frame(self, number: int) -> tuple[System, int]:
-        """Return the system of a frame, and its number there."""
+        """Return the system of a frame, and its row there."""
         owner = int(system_of(np.array(number), self.offset))
         return self._systems[owner], number - int(self.offset[owner])
 
     def _refuse(self, number: int) -> None:
         """Raise the error that the neighbour search on the host raises for a frame."""
         system, row = self._frame(number)
-        self.cache.frame(system, row, system.frames([row]), 0)
+        self.cache.frame(system, row, frames=system.frames([row]), row=0)
 
 
 class _Counted(NamedTuple):
@@ -386,57 +415,31 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     """Return the memory of all frames of systems on a device [bytes]."""
     labels = {name for system in systems for name in system.labels}
     parameters = systems[0].parameters
-    # In numbers of 8 bytes: positions and type of an atom; size and first atom of a frame, its
-    # counts and cell.
-    atom = 4 + parameters.of_atom
+    # In numbers of 8 bytes.
+    atom = 3 + 1 + parameters.of_atom  # coord, atype, aparam
     atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
-    frame = 2 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
+    # first_atom, size, fparam, counts (int32), has_… (bool)
+    frame = 1 + 1 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
     if any(system.pbc for system in systems):
-        frame += 22.5
+        frame += 9 + 9 + 3 + 1.5  # box, inverse, reach, images (int32) of `Cells`
     return int(8 * sum(system.nframes * (system.natoms * atom + frame) for system in systems))
 
 
 # ----- reading frames ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Some frames, packed one after the other, the atoms of each sorted by type.
-
-    Attributes
-    ----------
-    numbers
-        Of the frames `(nframes,)`, counted over all systems.
-    values
-        By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
-        [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
-    doubtful
-        Numbers of the frames that the neighbour search rejects because of their cell.
-    """
-
-    numbers: np.ndarray
-    values: dict[str, np.ndarray]
-    doubtful: np.ndarray
-
-    @property
-    def natoms(self) -> np.ndarray:
-        """Atoms of each frame without padding `(nframes,)`."""
-        return self.values["size"]
-
-
 def system_of(numbers: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """Return the systems of frames, by the numbers `offset` of their first frames."""
-    owners: np.ndarray = np.searchsorted(offset, numbers, side="right") - 1
-    return owners
+    systems: np.ndarray = np.searchsorted(offset, numbers, side="right") - 1
+    return systems
 
 
 def cut_into_chunks(
     systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, atoms: int = CHUNK_ATOMS
 ) -> Iterator[np.ndarray]:
     """Cut frames, in rising order, into parts of about so many atoms."""
-    sizes = np.array([system.natoms for system in systems])
-    natoms = sizes[system_of(numbers, offset)]
+    natoms = np.array([system.natoms for system in systems])[system_of(numbers, offset)]
     chunk_number = _starts(natoms) // atoms
     yield from np.split(numbers, np.flatnonzero(np.diff(chunk_number)) + 1)
 
@@ -454,11 +457,11 @@ def read_chunk(
 
 
 def by_system(numbers: np.ndarray, offset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the systems of frames, whose numbers rise, each with the frames' numbers there."""
-    owners = system_of(numbers, offset)
-    for same_system in np.split(numbers, np.flatnonzero(np.diff(owners)) + 1):
-        owner = int(system_of(same_system[0], offset))
-        yield owner, same_system - offset[owner]
+    """Yield the systems of frames, whose numbers rise, each with the frames' rows there."""
+    systems = system_of(numbers, offset)
+    for same_system in np.split(numbers, np.flatnonzero(np.diff(systems)) + 1):
+        system = int(system_of(same_system[0], offset))
+        yield system, same_system - offset[system]
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
@@ -476,23 +479,26 @@ def _within_frames(natoms: np.ndarray) -> np.ndarray:
 def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int) -> Chunk:
     """Pack frames of one system; `numbers` count over all systems."""
     atype = frames.atype
-    nframes, width = atype.shape
+    nframes, natoms = atype.shape
     # Frames usually have the same types in the same order, and no padding: then rows move as a
     # whole.
     full = bool((atype[0] >= 0).all())
     uniform = full and (not system.mixed or bool((atype == atype[0]).all()))
     rows_to_sort = atype[:1] if uniform else atype
     padding_last = np.where(rows_to_sort < 0, 1 << 30, rows_to_sort)
-    order = np.argsort(padding_last, axis=1, kind="stable")
-    is_sorted = uniform and bool((np.diff(atype[0]) >= 0).all())
+    order = np.argsort(padding_last, axis=1, kind="stable")  # (1 or nframes, natoms)
     if uniform:
+        is_sorted = bool((np.diff(atype[0]) >= 0).all())
         real = np.ones_like(atype, dtype=bool)
     else:
         real = np.take_along_axis(atype, order, 1) >= 0
-        source = (np.arange(nframes)[:, None] * width + order)[real]  # (atoms,)
+        source = (np.arange(nframes)[:, None] * natoms + order)[real]  # (real atoms,)
 
     def pack(values: np.ndarray) -> np.ndarray:
-        """Return values of the real atoms as rows, each frame's sorted by type `(atoms, width)`."""
+        """Return values `(nframes, natoms, width)` of the real atoms, each frame's sorted by type.
+
+        Their shape is `(real atoms, width)`.
+        """
         if uniform:
             if not is_sorted:
                 values = values.take(order[0], axis=1)
@@ -517,16 +523,14 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
             label = np.where(present.reshape(-1, *ones), label, 0.0)
         values[f"has_{name}"] = present
         if name in PER_ATOM:
-            values[name] = pack(label.reshape(nframes, width, LABELS[name]))
+            values[name] = pack(label.reshape(nframes, natoms, LABELS[name]))
         else:
             values[name] = label.reshape(nframes, LABELS[name])
-    of_frames = frames.frame_parameters
-    if of_frames is not None:
+    if (of_frames := frames.frame_parameters) is not None:
         values["fparam"] = of_frames
-    of_atoms = frames.atomic_parameters
-    if of_atoms is not None:
+    if (of_atoms := frames.atomic_parameters) is not None:
         values["aparam"] = pack(of_atoms)
-    return Chunk(numbers, values, doubtful=numbers[_has_flat_cell(system, frames)])
+    return Chunk(numbers, values, flat=numbers[_has_flat_cell(system, frames)])
 
 
 def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
@@ -560,5 +564,5 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
             name: np.concatenate([rows_of(chunk, name, like) for chunk in chunks])
             for name, like in examples.items()
         },
-        doubtful=np.concatenate([chunk.doubtful for chunk in chunks]),
+        flat=np.concatenate([chunk.flat for chunk in chunks]),
     )

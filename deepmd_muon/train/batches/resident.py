@@ -1,13 +1,15 @@
 """Batches that steps gather from frames on the device, drawn and read ahead on the host.
 
-The host draws batches in windows: up to a thousand of them, or fewer if frames have to be read
+The host draws batches in *windows*: up to a thousand of them, or fewer if frames have to be read
 first. Threads read the frames of the next windows meanwhile. The slots of the frames of a window
-are in a table on the device. A step reads its row of the table and gathers its batch by operations
-of the device alone.
+(see `frame_store`) are in a table on the device. A step reads its row of the table and gathers its
+batch by operations of the device alone.
 
-Batches are padded to a few shapes (`shapes`), each with one CUDA graph. The atoms of a batch are
-sorted by type. Places of a type that no atom takes belong to spare frames behind all others, which
-have no labels.
+Batches are padded to a few shapes (`shapes`), each with one CUDA graph. A frame of a batch has
+`natoms` *places*, its atoms first. The *sorted atoms* list the places of all atoms by type, and in
+a type by frame. A shape has room for a number of atoms of each type. Room that the batch does not
+need is filled with places of *spare frames*, which come after all others and have no atoms or
+labels.
 """
 
 from __future__ import annotations
@@ -89,14 +91,14 @@ class _Window(NamedTuple):
 
     plans: list[Plan]
     batches: list[np.ndarray]  # numbers of the frames of each, counted over all systems
-    frames: np.ndarray  # those that have to be read, in rising order (nframes,)
+    to_read: np.ndarray  # numbers of the frames that have to be read, in rising order (nframes,)
     chunks: list[Future[Chunk]]  # these frames, being read
 
 
 class _DrawnBatch(NamedTuple):
     plan: Plan
     numbers: np.ndarray  # of its frames
-    shape: Shape  # that it needs
+    needed: Shape  # the least shape that holds it
 
 
 class ResidentBatches:
@@ -109,42 +111,43 @@ class ResidentBatches:
     def __init__(self, loader: DataLoader, device: torch.device, budget: int = 1 << 30) -> None:
         self._loader = loader
         cache = loader.cache
-        self._sizes = np.array([system.natoms for system in loader.systems])
+        self._natoms = np.array([system.natoms for system in loader.systems])
         per_step = loader.batches_per_step
-        # The table is written between steps, not within one.
-        self._rows = max(1, _AHEAD // per_step) * per_step
+        # A window has whole steps: the table is written between steps.
+        self._most_batches = max(1, _AHEAD // per_step) * per_step
         room = None
         if store_bytes(loader.systems, cache.ntypes) > budget:
             # A window ends with the step that exceeds its atoms.
-            atoms = _WINDOW_ATOMS + per_step * loader.most_frames * int(self._sizes.max())
-            room = Room(frames=min(atoms, self._rows * loader.most_frames), atoms=atoms)
+            atoms = _WINDOW_ATOMS + per_step * loader.most_frames * int(self._natoms.max())
+            room = Room(frames=min(atoms, self._most_batches * loader.most_frames), atoms=atoms)
         self._store = FrameStore(loader.systems, cache, device, room)
+        # Frames whose reading has begun.
         self._requested = np.zeros(self._store.nframes, dtype=bool)
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
-        self._table = SlotTable(self._rows, loader.most_frames, self._store)
+        self._table = SlotTable(self._most_batches, loader.most_frames, self._store)
         self._readers = ThreadPoolExecutor(
             min(READERS, worker_count()), thread_name_prefix="deepmd_muon-frames"
         )
-        self._windows: deque[_Window] = deque()
+        self._windows: deque[_Window] = deque()  # after the present one
         self._n_windows = 0  # drawn so far
-        self._reads = False  # whether the present window had frames to read
-        self._waiting = 0  # batches to hand out before the windows after the first one are drawn
-        self._plans: deque[_DrawnBatch] = deque()
+        self._present_reads = False  # whether the present window had frames to read
+        self._before_look_ahead = 0  # batches to hand out before the second window is drawn
+        self._drawn: deque[_DrawnBatch] = deque()  # of the present window
         self._logged = False
         self._read_first()
 
     def next(self) -> ResidentFeed:
         """Return the next batch."""
-        if not self._plans:
+        if not self._drawn:
             self._begin_window()
-        elif self._waiting:
-            self._waiting -= 1
-            if not self._waiting:
+        elif self._before_look_ahead:
+            self._before_look_ahead -= 1
+            if not self._before_look_ahead:
                 self._look_ahead()
-        drawn = self._plans.popleft()
+        drawn = self._drawn.popleft()
         self._loader.advance()
-        shape = self._shapes.of(drawn.shape)
+        shape = self._shapes.of(drawn.needed)
         if shape not in self._gatherings:
             self._gatherings[shape] = Gathering(self._store, shape)
         return ResidentFeed(
@@ -165,8 +168,8 @@ class ResidentBatches:
         """Read small data whole, or a fixed sample, which gives the shapes of most batches."""
         store = self._store
         n_read = store.nframes
-        largest = int(self._sizes.max())
-        cost = n_read * (largest + _FRAME_COST) + len(self._sizes) * _SYSTEM_COST
+        largest = int(self._natoms.max())
+        cost = n_read * (largest + _FRAME_COST) + len(self._natoms) * _SYSTEM_COST
         if not store.stays or cost > AT_ONCE:
             fitting = min(_FIRST_ATOMS, len(store.tensors["coord"])) // largest
             n_read = min(n_read, max(1, fitting))
@@ -191,13 +194,13 @@ class ResidentBatches:
         """Draw the batches of a window, and begin to read their frames."""
         store = self._store
         loader = self._loader
-        room = _WINDOW_ATOMS if self._n_windows else _FIRST_ATOMS
+        most_atoms = _WINDOW_ATOMS if self._n_windows else _FIRST_ATOMS
         self._n_windows += 1
         plans: list[Plan] = []
         batches: list[np.ndarray] = []
         to_read = [np.zeros(0, dtype=np.int64)]
         atoms = 0
-        while len(plans) < self._rows and atoms < room:
+        while len(plans) < self._most_batches and atoms < most_atoms:
             for _ in range(loader.batches_per_step):
                 plan = loader.draw()
                 numbers = np.concatenate([rows + store.offset[k] for k, rows in plan.parts])
@@ -207,27 +210,29 @@ class ResidentBatches:
                 new = numbers[~self._requested[numbers]] if store.stays else numbers
                 self._requested[new] = True
                 to_read.append(new)
-                atoms += int(self._sizes[system_of(new, store.offset)].sum())
+                atoms += int(self._natoms[system_of(new, store.offset)].sum())
         frames = np.unique(np.concatenate(to_read))
-        return _Window(plans, batches, frames, self._read(frames))
+        return _Window(plans, batches, to_read=frames, chunks=self._read(frames))
 
     def _begin_window(self) -> None:
         """Begin the next window: write its frames and slots, and add shapes for its batches."""
         is_first = not self._n_windows
         window = self._windows.popleft() if self._windows else self._draw()
-        self._reads = bool(window.chunks)
+        self._present_reads = bool(window.chunks)
         self._store.take([chunk.result() for chunk in window.chunks])
         self._store.note_cut_lists()
         needed = self._shapes_of(window.batches)
         self._shapes.learn(needed)
         self._table.write(
-            [self._store.slots_of(numbers, window.frames) for numbers in window.batches]
+            [self._store.slots_of(numbers, window.to_read) for numbers in window.batches]
         )
-        self._plans.extend(map(_DrawnBatch, window.plans, window.batches, needed))
-        # Drawing and reading later windows would delay the first step.
+        self._drawn.extend(map(_DrawnBatch, window.plans, window.batches, needed))
+        # Drawing and reading later windows would delay the first step, so the second step does it.
         per_step = self._loader.batches_per_step
-        self._waiting = per_step if is_first and len(self._plans) > per_step else 0
-        if not self._waiting:
+        has_second_step = len(self._drawn) > per_step
+        if is_first and has_second_step:
+            self._before_look_ahead = per_step
+        else:
             self._look_ahead()
         if not self._logged:
             self._logged = True
@@ -236,7 +241,7 @@ class ResidentBatches:
     def _look_ahead(self) -> None:
         """Draw the windows after the present one, until one has nothing to read."""
         while len(self._windows) < _READ_AHEAD:
-            reads = bool(self._windows[-1].chunks) if self._windows else self._reads
+            reads = bool(self._windows[-1].chunks) if self._windows else self._present_reads
             if not reads:
                 return
             self._windows.append(self._draw())
@@ -257,7 +262,10 @@ class ResidentBatches:
     # ----- what batches need ---------------------------------------------------------------------
 
     def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
-        """Return what each batch needs, computed once for all of one kind and number of frames."""
+        """Return what each batch needs, computed once for all of one kind and number of frames.
+
+        Kinds are those of `FrameStore.kinds_of`.
+        """
         sizes = [len(numbers) for numbers in batches]
         kinds = self._store.kinds_of(np.concatenate(batches))
         starts = np.cumsum([0, *sizes[:-1]])
@@ -344,14 +352,23 @@ class ResidentFeed:
 
     def read(self) -> TrainingBatch:
         """Gather the batch."""
-        slots = self.table.read()[: self.gathering.shape.frames]
-        return self.gathering(slots, self)
+        gathering = self.gathering
+        slots = self.table.read()[: gathering.shape.frames]
+        real = gathering.find_real(slots)
+        return TrainingBatch(
+            structures=gathering.structures(slots, real),
+            labels=gathering.labels(slots, real),
+            mask=real.mask,
+            origin=self.origin,
+            atoms=self.atoms,
+            present=self.present,
+        )
 
 
 class SlotTable:
-    """Slots of the frames of the next batches on the device, one row a batch.
+    """Slots of the frames of a window's batches on the device, one row for each batch.
 
-    The missing frame fills the rows up.
+    Rows are filled up with the slot of the missing frame.
     """
 
     def __init__(self, rows: int, width: int, store: FrameStore) -> None:
@@ -375,10 +392,10 @@ class SlotTable:
 
 
 class _Real(NamedTuple):
-    """Which places of a batch have an atom, and where the store has it."""
+    """Which places of a batch have an atom, and its row in the store's tensors of atoms."""
 
-    natoms: Tensor  # of each frame (frames,)
-    source: Tensor  # place in the store (frames · natoms,); 0 if there is no atom
+    natoms: Tensor  # atoms of each frame (frames,)
+    source: Tensor  # row in the store of each place (frames · natoms,); 0 without an atom
     mask: Tensor | None  # (frames, natoms); None if all places have an atom
 
 
@@ -408,22 +425,22 @@ class Gathering:
             capacity=shape.capacity,
         )
 
-        # Sorted list of all places: its types, and the number of each place among those of its
-        # type.
+        # Of each sorted atom: its type, and its number among those of its type (nsorted,).
         nsorted = sum(shape.counts)
-        kind = np.repeat(np.arange(len(shape.counts)), shape.counts)
-        rank = np.arange(nsorted) - np.repeat(np.cumsum((0, *shape.counts[:-1])), shape.counts)
+        atom_type = np.repeat(np.arange(len(shape.counts)), shape.counts)
+        first_of_type = np.cumsum((0, *shape.counts[:-1]))
+        within_type = np.arange(nsorted) - np.repeat(first_of_type, shape.counts)
         if shape.composition is not None:
             # All frames are alike, so place and frame of every sorted atom are known now.
             self._n_spare = 0
-            per_frame = np.array(shape.counts) // max(1, shape.frames)
-            n_of_kind = np.maximum(per_frame[kind], 1)
-            frame = rank // n_of_kind
-            within_kind = rank % n_of_kind
-            first_of_kind = (np.cumsum(per_frame) - per_frame)[kind]
-            order = frame * shape.natoms + first_of_kind + within_kind
+            per_frame = np.array(shape.counts) // max(1, shape.frames)  # atoms of each type
+            of_its_type = np.maximum(per_frame[atom_type], 1)
+            frame = within_type // of_its_type
+            first_in_frame = (np.cumsum(per_frame) - per_frame)[atom_type]
+            order = frame * shape.natoms + first_in_frame + within_type % of_its_type
         else:
-            # Place and frame, among the spare frames, of sorted atoms that are no atoms.
+            # `_sort` computes them for each batch. Here: places of the spare frames, which it
+            # takes where the batch has fewer atoms of a type.
             self._n_spare = -(-nsorted // max(1, shape.natoms))
             order = shape.frames * shape.natoms + np.arange(nsorted)
             frame = order // max(1, shape.natoms)
@@ -432,31 +449,29 @@ class Gathering:
             values = np.ascontiguousarray(values, dtype=np.int64)
             return torch.from_numpy(values).to(store.device)
 
-        self._kind = on_device(kind)
-        self._rank = on_device(rank)
+        self._type = on_device(atom_type)
+        self._within_type = on_device(within_type)
         self._order = on_device(order)
         self._frame = on_device(frame)
         # On the host: lists are full up to their width.
         self._filled = np.repeat(np.array(shape.widths)[:, None], nsorted, axis=1)
         self._inner = np.repeat(np.array(shape.inner, dtype=np.int64)[:, None], nsorted, axis=1)
 
-    def __call__(self, slots: Tensor, feed: ResidentFeed) -> TrainingBatch:
-        """Return the batch of the frames in some slots `(frames of the shape,)`, int64."""
-        real = self.find_real(slots)
-        return TrainingBatch(
-            structures=self.structures(slots, real),
-            labels=self._labels(slots, real),
-            mask=real.mask,
-            origin=feed.origin,
-            atoms=feed.atoms,
-            present=feed.present,
-        )
+    def find_real(self, slots: Tensor) -> _Real:
+        """Return which places have an atom, for frames in slots `(frames of the shape,)`, int64."""
+        natoms = self._store.select("size", slots)
+        place = torch.arange(self.shape.natoms, device=slots.device)
+        source = self._store.select("first_atom", slots).unsqueeze(1) + place  # (frames, natoms)
+        if self.shape.composition is not None:
+            return _Real(natoms, source.flatten(), mask=None)
+        mask = place < natoms.unsqueeze(1)
+        return _Real(natoms, torch.where(mask, source, 0).flatten(), mask)
 
     def structures(self, slots: Tensor, real: _Real) -> Structures:
         """Return the structures of the batch, with their neighbours."""
         store = self._store
         shape = self.shape
-        coord = self._with_spare(self._of_atoms("coord", real), real)
+        coord = self._with_spare(self._of_atoms("coord", real))
         atype = store.select("atype", real.source).view(shape.frames, shape.natoms)
         order = self._order
         frame = self._frame
@@ -468,20 +483,19 @@ class Gathering:
         box = None
         if shape.periodic and store.cells is not None:
             cells = store.cells.select(slots)
-            box = torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._n_spare))
+            box = self._with_spare(cells.box)
         atoms = Atoms(coord.view(-1, 3), atype.flatten(), real.natoms, shape.natoms, cells)
         neighbor, shift = find_neighbors(atoms, order, frame, self._sections)
         fparam = None
         if "fparam" in store.tensors:
-            spare = 0 if real.mask is None else self._n_spare
-            fparam = torch.nn.functional.pad(store.select("fparam", slots), (0, 0, 0, spare))
+            fparam = self._with_spare(store.select("fparam", slots))
         aparam = None
         if "aparam" in store.tensors:
-            aparam = self._with_spare(self._of_atoms("aparam", real), real)
+            aparam = self._with_spare(self._of_atoms("aparam", real))
         return Structures(
             atype=atype,
             order=order,
-            sorted_type=self._kind,
+            sorted_type=self._type,
             sorted_frame=frame,
             coord=coord,
             box=box,
@@ -496,16 +510,6 @@ class Gathering:
             aparam=aparam,
         )
 
-    def find_real(self, slots: Tensor) -> _Real:
-        """Return which places of the batch have an atom."""
-        natoms = self._store.select("size", slots)
-        place = torch.arange(self.shape.natoms, device=slots.device)
-        source = self._store.select("first_atom", slots).unsqueeze(1) + place
-        if self.shape.composition is not None:
-            return _Real(natoms, source.flatten(), mask=None)
-        mask = place < natoms.unsqueeze(1)
-        return _Real(natoms, torch.where(mask, source, 0).flatten(), mask)
-
     def _of_atoms(self, name: str, real: _Real) -> Tensor:
         """Return values of atoms `(frames, natoms, width)`, zero if there is none."""
         gathered = self._store.select(name, real.source)
@@ -514,29 +518,31 @@ class Gathering:
             return gathered
         return torch.where(real.mask.unsqueeze(2), gathered, 0.0)
 
-    def _with_spare(self, values: Tensor, real: _Real) -> Tensor:
-        """Add zeros for the spare frames."""
-        if real.mask is None:
+    def _with_spare(self, values: Tensor) -> Tensor:
+        """Add zeros for the spare frames to values `(frames, …)`."""
+        if not self._n_spare:
             return values
-        return torch.nn.functional.pad(values, (0, 0, 0, 0, 0, self._n_spare))
+        padding = [0, 0] * (values.dim() - 1) + [0, self._n_spare]  # the last axis comes first
+        return torch.nn.functional.pad(values, padding)
 
     def _sort(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return place and frame of every sorted atom `(nsorted,)`.
 
-        `counts` are the atoms of each type `(nframes, ntypes)`.
+        `counts` are the atoms of each type `(frames, ntypes)`.
         """
-        # The atoms of a type are in the order of the frames: rank r is in the first frame at whose
-        # end more than r atoms of the type have come.
-        ends = counts.cumsum(0)
-        n_before = (self._rank >= ends.index_select(1, self._kind)).sum(0)
+        # Before the frame of atom r of a type come the frames at whose end the type has at most r
+        # atoms.
+        ends = counts.cumsum(0)  # (frames, ntypes)
+        n_before = (self._within_type >= ends.index_select(1, self._type)).sum(0)  # (nsorted,)
         is_atom = n_before < self.shape.frames
         frame = n_before.clamp(max=self.shape.frames - 1)
-        # First place of the type in its frame, less the atoms of the type in earlier frames.
-        first_of_kind = (counts.cumsum(1) - ends)[frame, self._kind]
-        order = frame * self.shape.natoms + first_of_kind + self._rank
+        # The place in the frame is the first one of the type there, cumsum(1) − counts, plus the
+        # number r less the atoms of the type in earlier frames, ends − counts.
+        first_less_earlier = (counts.cumsum(1) - ends)[frame, self._type]
+        order = frame * self.shape.natoms + first_less_earlier + self._within_type
         return torch.where(is_atom, order, self._order), torch.where(is_atom, frame, self._frame)
 
-    def _labels(self, slots: Tensor, real: _Real) -> dict[str, Tensor | None]:
+    def labels(self, slots: Tensor, real: _Real) -> dict[str, Tensor | None]:
         """Return the labels as `TrainingBatch` has them; `find_` tells which frames have one."""
         store = self._store
         labels: dict[str, Tensor | None] = {}

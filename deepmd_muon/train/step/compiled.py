@@ -2,8 +2,8 @@
 
 A module of deepmd-kit launches thousands of small kernels a step. Here forward pass, derivatives
 for the forces, loss and backward pass are traced together, on tensors without numbers, as one graph
-of torch's basic operations. torch's compiler fuses their chains. The program launches kernels like
-any other step, so that a CUDA graph can hold it.
+of torch's basic operations, and torch's compiler fuses their chains (`fusion`). A CUDA graph can
+hold the program, as it holds other steps.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class _Program(NamedTuple):
     Attributes
     ----------
     run
-        Maps the tensors of parameters, buffers and batch to loss, metrics and gradients. It empties
-        the list of its arguments.
+        Maps the list of `_arguments`, which it empties, to loss, metrics and gradients.
     metrics
         Names of the metrics.
     differentiated
-        The parameters that have a gradient.
+        The parameters of the gradients: trained ones on which the loss depends.
     """
 
     run: Callable[[list[Tensor]], Sequence[Tensor]]
@@ -72,10 +71,11 @@ class CompiledGradient:
     ) -> None:
         self._model = model
         self._loss = loss
-        self._trained = list(trained)
+        self._trained = {id(p) for p in trained}
         self._ranks = ranks
         self._most = MOST_PROGRAMS if ranks.size == 1 else 1
-        self._programs: dict[Hashable, _Program | None] = {}  # None: plain
+        self._programs: dict[Hashable, _Program] = {}
+        self._failed = False
 
     def __call__(
         self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
@@ -87,21 +87,20 @@ class CompiledGradient:
         program = self._programs.get(layout)
         if program is not None:
             return self._apply(program, batch, lr_fraction)
-        if len(self._programs) == self._most or None in self._programs.values():
+        if self._failed or len(self._programs) == self._most:
             return None
         self._ranks.doing("compiling the step")
-        result = self._first(layout, batch, lr_fraction)
+        result = self._compile_and_apply(layout, batch, lr_fraction)
         with self._ranks.barrier("compiling the step"):
             return result
 
-    def _first(
+    def _compile_and_apply(
         self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Compile the program of a layout, and apply it; None, with a log line, if that fails."""
         natoms = len(batch.structures.order)
         log.info("compiling the step for batches of %d atoms; the first time takes minutes", natoms)
         begun = time.monotonic()
-        self._programs[layout] = None
         try:
             program = self._compile(batch, lr_fraction)
             result = self._apply(program, batch, lr_fraction)
@@ -109,6 +108,7 @@ class CompiledGradient:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning("steps are not compiled, because the compiler failed: %s", reason)
             log.debug("the compiler failed", exc_info=True)
+            self._failed = True
             return None
         self._programs[layout] = program
         log.info("compiled in %.0f s", time.monotonic() - begun)
@@ -130,44 +130,56 @@ class CompiledGradient:
         return loss, metrics
 
     def _arguments(self, batch: TrainingBatch, lr_fraction: Tensor) -> list[Tensor]:
+        """Return the tensors of parameters, buffers, batch and `lr_fraction`."""
         weights = [p.detach() for p in self._model.parameters()]
         return [*weights, *self._model.buffers(), *tensors_of((batch, lr_fraction))]
 
     def _compile(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program:
+        """Compile the gradient of a batch, whose shapes alone matter."""
         model = self._model
-        trained = {id(p) for p in self._trained}
         parameters = list(model.parameters())
         buffers = list(model.buffers())
-        names: list[str] = []  # of metrics
+        # `differentiate` sets both when it is traced.
+        metric_names: list[str] = []
         differentiated: list[nn.Parameter] = []
 
         def differentiate(*tensors: Tensor) -> list[Tensor]:
-            """Return loss, metrics and gradients."""
-            rest = iter(tensors)
-            weights = [next(rest).detach().requires_grad_(id(p) in trained) for p in parameters]
-            state = {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
-            state |= {id(buffer): next(rest) for buffer in buffers}
-            inputs, fraction = map_tensors((batch, lr_fraction), lambda _: next(rest))
-            with torch.enable_grad(), triton_support.without_kernels(), _replaced(model, state):
+            """Return loss, metrics and gradients of the tensors of `_arguments`."""
+            remaining = iter(tensors)
+            weights = [
+                next(remaining).detach().requires_grad_(id(p) in self._trained) for p in parameters
+            ]
+            replacement = {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
+            replacement |= {id(buffer): next(remaining) for buffer in buffers}
+            inputs, fraction = map_tensors((batch, lr_fraction), lambda _: next(remaining))
+            with (
+                torch.enable_grad(),
+                triton_support.without_kernels(),
+                _replaced(model, replacement),
+            ):
                 loss, metrics = evaluate(model, self._loss, inputs, fraction)
                 leaves = [weight for weight in weights if weight.requires_grad]
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-            names[:] = metrics
-            pairs = zip(self._trained, gradients, strict=True)
-            present = [(p, gradient) for p, gradient in pairs if gradient is not None]
-            differentiated[:] = [p for p, _ in present]
-            return [loss.detach(), *metrics.values(), *(g.contiguous() for _, g in present)]
+            metric_names[:] = metrics
+            trained = [p for p in parameters if id(p) in self._trained]
+            gradient_of = dict(zip(trained, gradients, strict=True))
+            differentiated[:] = [p for p, gradient in gradient_of.items() if gradient is not None]
+            return [
+                loss.detach(),
+                *metrics.values(),
+                *(g.contiguous() for g in gradients if g is not None),
+            ]
 
         # torch's compiler takes seconds to import.
         from deepmd_muon.train.step.fusion import fused
 
         run = fused(differentiate, self._arguments(batch, lr_fraction))
-        return _Program(run, tuple(names), tuple(differentiated))
+        return _Program(run, tuple(metric_names), tuple(differentiated))
 
 
 @contextlib.contextmanager
-def _replaced(model: nn.Module, state: Mapping[int, Tensor]) -> Iterator[None]:
-    """Put other tensors in place of parameters and buffers, named by `id`, in a `with` block."""
+def _replaced(model: nn.Module, replacement: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put other tensors in place of parameters and buffers, by `id`, for a `with` block."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for part in model.modules()
@@ -176,7 +188,7 @@ def _replaced(model: nn.Module, state: Mapping[int, Tensor]) -> Iterator[None]:
         if tensor is not None
     ]
     for tensors, name, tensor in places:
-        tensors[name] = state[id(tensor)]
+        tensors[name] = replacement[id(tensor)]
     try:
         yield
     finally:

@@ -1,10 +1,11 @@
 """How a run takes its steps: reading on the host, or without waiting for the device.
 
 A step that waits for nothing is a function of tensors with fixed addresses: batch, learning rate,
-weights, optimizer state, averages. `CapturedStep` calls that function eagerly at the first batch of
-a layout (kernels are compiled, state is made), captures it in a CUDA graph at the second one, and
-replays the graph from then on. Without capture it always calls the function, on a CPU too, and
-gives the same weights.
+weights, optimizer state, averages. Batches of one *layout* (`Feed.layout`) launch the same work on
+the same memory. `CapturedStep` calls the function eagerly at the first batch of a layout (kernels
+are compiled, state is made), captures it in a CUDA graph at the second one, and replays the graph
+from then on. Without capture it always calls the function, on a CPU too, and gives the same
+weights.
 """
 
 from __future__ import annotations
@@ -96,56 +97,40 @@ def build_stepper(
     """
     device_parts = device_parts or DeviceParts()
     device = strategy.ranks.device
-    obstacle = _why_on_host(strategy, training)
-    capture = training.capture != "off"
-    stepped = model or strategy.model
-    if not obstacle and capture and isinstance(stepped, EnergyModel) and stepped.why_not_captured:
-        capture = False
-        _log_uncaptured(stepped.why_not_captured, training)
+    # Why steps have to read on the host; None if they can wait for nothing.
+    why_on_host = strategy.reads_on_host if device.type == "cuda" else "there is no GPU"
+    why_not_captured = why_on_host or _why_not_captured(model or strategy.model)
+    if why_not_captured and training.capture == "on":
+        raise TrainingError(f'training/capture is "on", but {why_not_captured}: use "auto"')
+    if why_not_captured and not why_on_host and training.capture == "auto":
+        log.info("training steps are launched one kernel at a time: %s", why_not_captured)
     step = TrainingStep(
         strategy=strategy,
         loss=loss,
         optimizer=optimizer,
-        guard=_build_guard(strategy, optimizer, training, device_parts, on_host=bool(obstacle)),
+        guard=_build_guard(strategy, optimizer, training, device_parts, on_host=bool(why_on_host)),
         max_norm=training.gradient_max_norm,
         ema=ema,
-        tf32=_uses_tf32(training, device, obstacle),
+        tf32=_uses_tf32(training, device),
         model=model,
         adam_max_norm=training.adam_gradient_max_norm,
-        compiles=compiles_steps(stepped, training, obstacle),
+        compiles=compiles_steps(model or strategy.model, training, why_on_host),
     )
-    if obstacle:
+    if why_on_host:
         return HostStepper(step, scalars, device)
     return DeviceStepper(
         step,
         scalars,
         device,
-        capture=capture,
+        capture=training.capture != "off" and not why_not_captured,
         keep_metrics=training.disp_avg,
         device_parts=device_parts,
     )
 
 
-def _why_on_host(strategy: Strategy, training: RunSettings) -> str | None:
-    """Return why steps have to read on the host; None if they can wait for nothing."""
-    on_gpu = strategy.ranks.device.type == "cuda"
-    obstacle = strategy.reads_on_host if on_gpu else "there is no GPU"
-    if obstacle and training.capture == "on":
-        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
-    return obstacle
-
-
-def _log_uncaptured(reason: str, training: RunSettings) -> None:
-    """Say why the steps of a model are launched one kernel at a time.
-
-    Raises
-    ------
-    TrainingError
-        When `capture` is 'on'.
-    """
-    if training.capture == "on":
-        raise TrainingError(f'training/capture is "on", but {reason}: use "auto"')
-    log.info("training steps are launched one kernel at a time: %s", reason)
+def _why_not_captured(model: object) -> str | None:
+    """Return why a graph cannot hold the steps of a model, apart from how they are taken."""
+    return model.why_not_captured if isinstance(model, EnergyModel) else None
 
 
 def _build_guard(
@@ -171,20 +156,23 @@ def _build_guard(
     return parts.guard
 
 
-def _uses_tf32(training: RunSettings, device: torch.device, obstacle: str | None) -> bool:
+def _uses_tf32(training: RunSettings, device: torch.device) -> bool:
     if training.enable_tf32 and device.type != "cuda":
-        log.info("training/enable_tf32 is ignored: %s", obstacle)
+        log.info("training/enable_tf32 is ignored: there is no GPU")
         return False
     return training.enable_tf32
 
 
-def compiles_steps(model: object, training: RunSettings, obstacle: str | None) -> bool:
-    """Return whether torch's compiler fuses steps; log why not, if the input asks for it."""
+def compiles_steps(model: object, training: RunSettings, why_on_host: str | None) -> bool:
+    """Return whether torch's compiler fuses steps; log why not, if the input asks for it.
+
+    `why_on_host` is why steps have to read on the host, which rules it out; None if they need not.
+    """
     if not isinstance(model, EnergyModel):
         return False
     if not (training.enable_compile or model.asks_for_compiler):
         return False
-    reason = obstacle or model.why_not_compiled
+    reason = why_on_host or model.why_not_compiled
     if reason:
         log.info("training steps are not compiled: %s", reason)
     return not reason
@@ -237,8 +225,8 @@ class HostStepper(Stepper):
 class DeviceStepper(Stepper):
     """Waits for nothing in a step, and captures it if it may.
 
-    With `keep_metrics` the next step does not overwrite the metrics that are returned. `device_parts` are
-    shared with the steppers of other branches.
+    With `keep_metrics` the next step does not overwrite the metrics that are returned.
+    `device_parts` are shared with the steppers of other branches.
     """
 
     def __init__(
@@ -326,8 +314,12 @@ class RateTable:
 class CapturedStep:
     """A training step that waits for nothing; captured if it has `memory` for graphs.
 
-    `recorded` counts the graphs that have been recorded. `eager_reason` says why a capture has
-    failed, after which all steps run eagerly; None if none has.
+    Attributes
+    ----------
+    recorded
+        Number of graphs that have been recorded.
+    eager_reason
+        Why a capture has failed, after which no other is tried; None if none has.
     """
 
     def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
@@ -336,23 +328,25 @@ class CapturedStep:
         self._guard = step.guard
         self._rates = rates
         self._memory = memory
+        # By layout; `_last_replay` has numbers of steps.
         self._seen_layouts: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
-        self._last_replay: dict[Hashable | None, int] = {}  # number of the step
+        self._last_replay: dict[Hashable | None, int] = {}
         self._steps = 0
         self._logged_full = False
-        self._values: Tensor | None = None
-        self._metrics: dict[str, Tensor] = {}  # views of the values, which every step overwrites
+        # All graphs write the metrics to one tensor; `_metrics` has views of its elements.
+        self._metric_values: Tensor | None = None
+        self._metrics: dict[str, Tensor] = {}
         model = step.model or step.strategy.model
         assert isinstance(model, EnergyModel)
         self._model = model
-        self._pieces = self._model.pieces
+        self._pieces = model.pieces
         self.recorded = 0
         self.eager_reason: str | None = None
         self._kernels_compiled = False
         if memory is not None:
             for group in step.optimizer.param_groups:
-                group["capturable"] = True
+                group["capturable"] = True  # torch's optimizers then count steps on the device
             # The first steps run eagerly on purpose; torch's Adam would warn of it.
             step.optimizer._warned_capturable_if_run_uncaptured = True
 
@@ -360,7 +354,8 @@ class CapturedStep:
         """Update the parameters after `done` updates; the next step overwrites the metrics."""
         self._rates.expect(done)
         self._guard.note(feed.origin, self._step.evaluate_frames)
-        if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
+        # With another interpolation of the embedding nets other kernels are launched.
+        if self._pieces != self._model.pieces:
             self._pieces = self._model.pieces
             self._graphs.clear()
             self._seen_layouts.clear()
@@ -392,13 +387,16 @@ class CapturedStep:
             self._step.compile_kernels(batch, self._rates.lr_fraction)
         metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction, feed.layout)
         values = torch.stack([value.double() for value in metrics.values()])
-        if self._values is None:
-            self._values = torch.empty_like(values)
-            self._metrics = dict(zip(metrics, self._values.unbind(), strict=True))
-        self._values.copy_(values)
+        if self._metric_values is None:
+            self._metric_values = torch.empty_like(values)
+            self._metrics = dict(zip(metrics, self._metric_values.unbind(), strict=True))
+        self._metric_values.copy_(values)
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
-        """Return whether to capture this step: from the second batch of its layout on."""
+        """Return whether to capture this step: from the second batch of its layout on.
+
+        If there are too many graphs, one that is no longer used makes room.
+        """
         if self._memory is None or self.eager_reason is not None or layout is None:
             return False
         if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():

@@ -259,7 +259,7 @@ def test_steps_of_several_batches_lie_in_one_window(systems, way):
     for _ in range(20):
         turns = []
         for _ in range(3):
-            turns.append(len(batches._plans))
+            turns.append(len(batches._drawn))
             batches.next().read()
         assert all(turns[1:]), "a window began within a step"
 
