@@ -34,6 +34,7 @@ from deepmd_muon.data import (
     with_parameters,
 )
 from deepmd_muon.data.frames import FRAME_PARAMETERS, PARAMETERS
+from deepmd_muon.data.system import longest_spin
 from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
@@ -467,6 +468,8 @@ def change_bias(
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings))
         if settings.atom_exclude_types:
             log.info("%s", EXCLUDED_ATOMS)
+        if model.lists_depend_on_spins:
+            model.reach_spins(longest_spin(systems))
         cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
         if frames:
             loader = DataLoader(systems, 1, cache=cache)

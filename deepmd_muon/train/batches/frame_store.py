@@ -114,7 +114,7 @@ class FrameStore:
     shortest
         Distance of the nearest two atoms so far [Å]; infinite if none are within the cut-off.
     missing
-        The last slot.
+        The last slot; the number of slots for frames, too.
     tensors
         By name. Of every slot `(nslots + 1, …)`: "first_atom", "size" (its atoms), "counts" (atoms
         of each type), labels and "fparam" of frames, and "has_…" for each label; of every atom

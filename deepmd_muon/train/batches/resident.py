@@ -172,7 +172,7 @@ class ResidentBatches:
         cost = n_read * (largest + _FRAME_COST) + len(self._natoms) * _SYSTEM_COST
         if not store.stays or cost > AT_ONCE:
             fitting = min(_FIRST_ATOMS, len(store.tensors["coord"])) // largest
-            n_read = min(n_read, max(1, fitting))
+            n_read = min(n_read, max(1, fitting), store.missing)
         numbers = np.arange(n_read) * store.nframes // n_read  # evenly spread
         self._requested[numbers] = True
         for chunk in self._read(numbers):

@@ -32,7 +32,7 @@ from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, TABLE, MatrixBatch
         (1024, 4096, 1, "symmetric"),
         (8192, 8192, 1, "symmetric"),
         (768, 2048, 64, "symmetric"),
-        (100, 5000, 1, "strips"),
+        (128, 5000, 1, "strips"),
         (240, 1600, 40, "symmetric"),
         (300, 700, 1, "symmetric"),
         (100, 500_000, 1, "torch"),

@@ -211,7 +211,7 @@ def test_a_transfer_batch_keeps_layouts_and_empty_tensors():
         assert torch.equal(x, p)
 
 
-def test_memory_is_released_when_moments_are_offloaded_and_restored():
+def test_memory_is_released_when_moments_are_offloaded_loaded_and_restored():
     model, optimizer = make()
     train(model, optimizer, 2)
     moments = [
@@ -221,13 +221,16 @@ def test_memory_is_released_when_moments_are_offloaded_and_restored():
     assert len(moments) == 9
     assert not any(moment() is not None for moment in moments)
     train(model, optimizer, 1, start=2)
-    on_host = [
-        weakref.ref(x)
-        for by_key in optimizer._host_memory._offloaded.values()
-        for x in by_key.values()
-    ]
-    optimizer.offload(False)
-    assert not any(x() is not None for x in on_host)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for release in (lambda: optimizer.load_state_dict(saved), lambda: optimizer.offload(False)):
+        on_host = [
+            weakref.ref(x)
+            for by_key in optimizer._host_memory._offloaded.values()
+            for x in by_key.values()
+        ]
+        release()
+        assert len(on_host) == 9
+        assert not any(x() is not None for x in on_host)
 
 
 def test_no_moment_stays_where_the_first_step_created_it(monkeypatch):

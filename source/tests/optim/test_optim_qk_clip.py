@@ -63,7 +63,10 @@ def test_multi_head_attention(alpha):
         }
     )
     before, after = clipped(
-        params, SeparateQK("attn", "q.weight", "k.weight", HEADS), LOGITS, alpha
+        params,
+        SeparateQK("module.attn", "module.q.weight", "_orig_mod.k.weight", HEADS),
+        LOGITS,
+        alpha,
     )
     for h in range(HEADS):
         g, mine = factor(LOGITS[h].item()), slice(h * DIM, (h + 1) * DIM)
@@ -211,11 +214,11 @@ def test_parts_that_are_not_those_of_heads_are_refused(interleaved, split):
 
 
 def test_queries_and_keys_of_other_sizes_are_refused():
-    with pytest.raises(QKClipError, match="4 rows a query head and 6 a key head"):
+    with pytest.raises(QKClipError, match="8 rows a query head and 12 a key head"):
         HybridMuon(
             [("qkv.weight", nn.Parameter(random(32, WIDTH)))],
             splits=["*: rows 8+12+12"],
-            qk_clip=QKClip((FusedQKV("attn", "qkv.weight", 2),)),
+            qk_clip=QKClip((FusedQKV("attn", "qkv.weight", heads=1),)),
         )
 
 

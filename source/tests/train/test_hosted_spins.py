@@ -215,6 +215,18 @@ def test_commands_read_a_checkpoint_or_say_why_not(in_both, caplog, capsys):
         BaseInput(Path("explored.json"))
 
 
+def test_change_bias_sees_all_virtual_atoms(in_both):
+    """Those of long spins are within the cut-off of atoms far beyond it."""
+    system = write_spin_data(Path.cwd())
+    spins = Path(system) / "set.000" / "spin.npy"
+    np.save(spins, 4 * np.load(spins))
+    checkpoint = str(in_both / "se_e2_a" / f"model.ckpt-{LONG}.pt")
+    assert main(["change-bias", checkpoint, "-s", system, "-o", "changed.pt"]) == 0
+    predictor = Predictor("changed.pt", device="cpu")
+    frames = frames_for(predictor, system)
+    np.testing.assert_allclose(predictor.evaluate(frames).energy, frames.energy, rtol=1e-12)
+
+
 def frames_for(predictor, path):
     """The frame of a system with its spins."""
     (system,) = open_systems([str(path)])

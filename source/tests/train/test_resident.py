@@ -250,6 +250,15 @@ def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems,
     assert shapes[0]["coord"] == (10 + 14, 3)
 
 
+def test_a_window_of_a_single_frame_has_room_for_the_first_sample(systems, monkeypatch):
+    monkeypatch.setattr(resident_module, "_AHEAD", 1)
+    model = corner_model("se_e2_a", "float64")
+    plain, batches = (loader(systems, model, 1), ResidentBatches(loader(systems, model, 1), CPU, 0))
+    for _ in range(3):
+        energy = batches.next().read().labels["energy"]
+        assert energy[0] == plain.next().frames.energy[0]
+
+
 def test_steps_of_several_batches_lie_in_one_window(systems, way):
     """The table of slots is written between steps."""
     model = corner_model("se_e2_a", "float64")
