@@ -65,16 +65,15 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
-    SMALLEST,
+    MIN_DOT_SIDE,
     Tensors,
     add_parts,
-    at_once,
-    constants,
+    as_constexpr,
+    concurrent_programs,
     contiguous,
-    holding,
+    dot_precision,
     load_tile,
-    precision,
-    share,
+    tile_side,
 )
 from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn.activation import Formula
@@ -204,23 +203,24 @@ class Launch:
         A, Y = self.weight.shape
         n_slots = layer.n_slots
         n_atoms = self.terms.u.shape[0] // n_slots
-        tile_rows = min(ROWS, holding(n_slots))
+        tile_rows = min(ROWS, tile_side(n_slots))
         self.n_blocks = triton.cdiv(n_slots, tile_rows)
         self.n_chunks = triton.cdiv(Y, tuning.chunk_columns)
-        programs = at_once(self.weight.device, tuning.programs)
-        self.n_groups = _groups(n_atoms, n_slots, programs)
-        self.grid = (share(n_atoms, self.n_groups, programs), self.n_groups, self.n_blocks)
-        form = constants(
-            Form(
+        n_programs = concurrent_programs(self.weight.device, tuning.programs)
+        self.n_groups = _count_groups(n_atoms, n_slots, n_programs)
+        n_atom_programs = _count_atom_programs(n_atoms, self.n_groups, n_programs)
+        self.grid = (n_atom_programs, self.n_groups, self.n_blocks)
+        sizes = as_constexpr(
+            Sizes(
                 A=A,
                 M=layer.message_columns,
                 Y=Y,
                 tile_rows=tile_rows,
                 n_blocks=self.n_blocks,
-                a_width=holding(A),
+                a_width=tile_side(A),
                 chunk_columns=tuning.chunk_columns,
                 n_chunks=self.n_chunks,
-                precision=precision(),
+                dot_precision=dot_precision(),
             )
         )
         self.arguments: dict[str, Any] = {
@@ -231,9 +231,9 @@ class Launch:
             "n_atoms": n_atoms,
             "n_slots": n_slots,
             "alpha": layer.alpha,
-            "form": form,
+            "sizes": sizes,
             **layer.formula.kernel_arguments,
-            "num_warps": tile_rows // SMALLEST,
+            "num_warps": tile_rows // MIN_DOT_SIDE,
         }
 
     def empty(self, *shape: int) -> Tensor:
@@ -256,23 +256,30 @@ class Launch:
         )
 
 
-def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
-    """Return how many programs share the first neighbours of an atom."""
+def _count_groups(n_atoms: int, n_slots: int, n_programs: int) -> int:
+    """Return how many programs share the first neighbours of an atom; `n_programs` run at once."""
 
-    def tiles_in_turn(groups: int) -> int:
+    def tiles_in_turn(n_groups: int) -> int:
         """Return how many tiles a program takes one after another."""
-        atoms_in_turn = triton.cdiv(n_atoms, share(n_atoms, groups, programs))
-        return int(atoms_in_turn * triton.cdiv(n_slots, groups))
+        n_atom_programs = _count_atom_programs(n_atoms, n_groups, n_programs)
+        atoms_in_turn = triton.cdiv(n_atoms, n_atom_programs)
+        return int(atoms_in_turn * triton.cdiv(n_slots, n_groups))
 
     choices = range(1, n_slots + 1)
     fewest = min(map(tiles_in_turn, choices))
-    return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
+    return next(n_groups for n_groups in choices if tiles_in_turn(n_groups) <= SLACK * fewest)
+
+
+def _count_atom_programs(n_atoms: int, n_groups: int, n_programs: int) -> int:
+    """Return how many programs take the atoms in turn, evenly, in the least number of turns."""
+    turns = triton.cdiv(n_atoms * n_groups, n_programs)
+    return int(triton.cdiv(n_atoms, max(1, turns)))
 
 
 # ----- arguments of the kernels ------------------------------------------------------------------
 
 
-class Form(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that are known when a kernel is compiled; A, M and Y are those of the table above.
 
     Attributes
@@ -283,8 +290,8 @@ class Form(NamedTuple):
         A power of two that holds A columns.
     chunk_columns, n_chunks
         Columns of a chunk, and how many chunks hold Y columns.
-    precision
-        Of products, see `shared.precision`.
+    dot_precision
+        Of products, see `shared.dot_precision`.
     """
 
     A: tl.constexpr
@@ -295,7 +302,7 @@ class Form(NamedTuple):
     a_width: tl.constexpr
     chunk_columns: tl.constexpr
     n_chunks: tl.constexpr
-    precision: tl.constexpr
+    dot_precision: tl.constexpr
 
 
 class OutputParts(NamedTuple):
@@ -334,7 +341,7 @@ def push_kernel(
     n_slots,
     alpha,
     curve_constants: tl.constexpr,
-    form,  # Form
+    sizes,  # Sizes
     kind: tl.constexpr,  # of the activation, as is `curve_constants`
 ) -> None:
     """Write m and a′ (pass 1), or their tangents (pass 3).
@@ -342,44 +349,44 @@ def push_kernel(
     y = f(z); m_j = s_j·Σ_k s_k·y_jk[:M], one part for each block, and a′ = α·a + ρ∘y[M:]. Their
     tangents are ẏ = f′(z)∘ż, ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
     """
-    block = _open_block(n_slots, form)
-    message = _part(out.message, block.number, n_atoms, n_slots, form.M)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+    block = _open_block(n_slots, sizes)
+    message = _part(out.message, block.number, n_atoms, n_slots, sizes.M)
+    for chunk_number in range(sizes.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, sizes)
         new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            start, end, beyond = _first_neighbors(reach, atom, block, sizes)
             s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
             t_mask = z_mask & (start < end)  # nothing to load without a tile
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, sizes.Y)
             if dots is not None:
                 s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, sizes.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first_slot + j
                 angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                a = load_tile(terms.a, angle, block.i, block.a_mask, sizes.A)
+                z = _pre_activation(terms, a, t, slot, chunk, sizes)
                 y, slope, _ = curve(z, kind, curve_constants)
                 old = terms.a
                 if dots is None:
                     m = tl.load(terms.s + slot) * tl.sum(y * s_k[:, None], 0)
                 else:
                     old = dots.a
-                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                    y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, sizes.A)
+                    y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, sizes)
                     s_j = tl.load(terms.s + slot)
                     pair = (s_j * s_k)[:, None]
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
                     m = tl.sum(y_dot * pair + y * pair_dot, 0)
                     y = y_dot
                 # In pass 3 m, y and `old` are tangents from here on.
-                tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
-                if form.Y > form.M:
-                    a_old = load_tile(old, angle, chunk.a_column, new_mask, form.A)
-                    at = out.a_new + angle[:, None] * form.A + chunk.a_column[None, :]
+                tl.store(message + slot * sizes.M + chunk.c, m, chunk.c < sizes.M)
+                if sizes.Y > sizes.M:
+                    a_old = load_tile(old, angle, chunk.a_column, new_mask, sizes.A)
+                    at = out.a_new + angle[:, None] * sizes.A + chunk.a_column[None, :]
                     tl.store(at, alpha * a_old + chunk.rho * y, new_mask)
             _store_zeros(
                 rows=message,
@@ -389,9 +396,9 @@ def push_kernel(
                 n_slots=n_slots,
                 block=block,
                 c=chunk.c,
-                columns=form.M,
+                columns=sizes.M,
                 chunk_number=chunk_number,
-                form=form,
+                sizes=sizes,
             )
 
 
@@ -409,7 +416,7 @@ def pull_kernel(
     n_slots,
     alpha,
     curve_constants: tl.constexpr,
-    form,  # Form
+    sizes,  # Sizes
     kind: tl.constexpr,
 ) -> None:
     """Write the gradients of a, u, t, W and ρ (pass 4), or the adjoints of the terms (pass 2).
@@ -422,44 +429,44 @@ def pull_kernel(
     names below, then stands for a bar. Pass 2 writes no Ŵ and ρ̂, but
     ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
     """
-    block = _open_block(n_slots, form)
+    block = _open_block(n_slots, sizes)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_hat = _part(out.u, block.number, n_atoms, n_slots, form.Y)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
+    u_hat = _part(out.u, block.number, n_atoms, n_slots, sizes.Y)
+    for chunk_number in range(sizes.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, sizes)
         new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
         if out.weight is None:
-            s_number = block.number * form.n_chunks + chunk_number
+            s_number = block.number * sizes.n_chunks + chunk_number
             s_first = _part(out.s_first, s_number, n_atoms, n_slots, 1)
         else:
             weight_hat = tl.zeros_like(chunk.weight)
-            rho_hat = tl.zeros([form.chunk_columns], tl.float32)
+            rho_hat = tl.zeros([sizes.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
             first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
+            start, end, beyond = _first_neighbors(reach, atom, block, sizes)
             s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
             t_mask = z_mask & (start < end)  # nothing to load without a tile
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, sizes.Y)
             if dots is not None:
                 s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, sizes.Y)
             t_hat = tl.zeros_like(t)
             s_second_hat = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
                 slot = first_slot + j
                 angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                a = load_tile(terms.a, angle, block.i, block.a_mask, sizes.A)
+                z = _pre_activation(terms, a, t, slot, chunk, sizes)
                 y, slope, bend = curve(z, kind, curve_constants)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if dots is not None:
                     pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
-                m_hat = _load_message(hats.message, slot, chunk, form)
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, sizes.A)
+                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, sizes)
+                m_hat = _load_message(hats.message, slot, chunk, sizes)
                 if out.s_first is not None:
                     along = tl.sum(y * m_hat, 1)
                     tl.store(s_first + slot, tl.sum(along * s_k, 0))
@@ -467,16 +474,16 @@ def pull_kernel(
                 pair = (s_j * s_k)[:, None]
                 y_hat = m_hat * pair
                 rho_terms = tl.zeros_like(y)
-                if form.Y > form.M:
-                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, form.A)
+                if sizes.Y > sizes.M:
+                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, sizes.A)
                     rho_terms += y * new_hat
                     y_hat += chunk.rho * new_hat
                 if dots is not None:
-                    m_bar = _load_message(bars.message, slot, chunk, form)
+                    m_bar = _load_message(bars.message, slot, chunk, sizes)
                     y_hat += m_bar * pair_dot
                     y_bar = m_bar * pair
-                    if form.Y > form.M:
-                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
+                    if sizes.Y > sizes.M:
+                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, sizes.A)
                         rho_terms += slope * z_dot * new_bar
                         y_bar += chunk.rho * new_bar
                     z_hat = slope * y_hat + bend * z_dot * y_bar
@@ -484,18 +491,20 @@ def pull_kernel(
                 else:
                     z_hat = slope * y_hat
                 t_hat += z_hat
-                tl.store(u_hat + slot * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
+                tl.store(u_hat + slot * sizes.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
                 if out.weight is not None:
                     rho_hat += tl.sum(rho_terms, 0)
-                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
+                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=sizes.dot_precision)
                 if dots is not None:
-                    weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
-                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
-                if form.Y > form.M:
-                    a_hat += alpha * load_tile(
-                        hats.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
+                    weight_hat += tl.dot(
+                        tl.trans(a_dot), z_bar, input_precision=sizes.dot_precision
                     )
-                _accumulate_a(out.a, a_hat, angle, block, chunk_number, form)
+                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=sizes.dot_precision)
+                if sizes.Y > sizes.M:
+                    a_hat += alpha * load_tile(
+                        hats.a_new, angle, block.i, block.a_mask & (chunk_number == 0), sizes.A
+                    )
+                _accumulate_a(out.a, a_hat, angle, block, chunk_number, sizes)
             _store_zeros(
                 rows=u_hat,
                 angles=out.a,
@@ -504,22 +513,22 @@ def pull_kernel(
                 n_slots=n_slots,
                 block=block,
                 c=chunk.c,
-                columns=form.Y,
+                columns=sizes.Y,
                 chunk_number=chunk_number,
-                form=form,
+                sizes=sizes,
             )
             row = group.to(tl.int64) * n_atoms + atom  # of parts as (groups·atoms, n_slots, …)
             if out.s_first is not None:
                 _store_zeros_of_s(s_first + first_slot, beyond, n_slots)
                 s_row = chunk_number * n_groups * n_atoms + row
                 tl.store(out.s_second + s_row * n_slots + block.k, s_second_hat, block.mask)
-            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
+            t_at = out.t + (row * n_slots + block.k)[:, None] * sizes.Y + chunk.c[None, :]
             tl.store(t_at, t_hat, z_mask)
         if out.weight is not None:
             # Of this program, as the flattened grid counts.
-            program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
-            _store_weight(out.weight, weight_hat, program, block, chunk, form)
-            _store_rho(out.rho, rho_hat, program, chunk, form)
+            program = (tl.program_id(0) * n_groups + group) * sizes.n_blocks + block.number
+            _store_weight(out.weight, weight_hat, program, block, chunk, sizes)
+            _store_rho(out.rho, rho_hat, program, chunk, sizes)
         # The next chunk adds to â, which other threads of this program have written.
         tl.debug_barrier()
 
@@ -549,17 +558,17 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def _open_block(n_slots, form):
+def _open_block(n_slots, sizes):
     """Return the block of a program."""
     number = tl.zeros([], tl.int32)  # not 0: callers need a tensor, to convert it to int64
-    if form.n_blocks > 1:
+    if sizes.n_blocks > 1:
         # The last block, which few atoms reach, comes first: its programs run next to those that
         # have more to do.
-        number += form.n_blocks - 1 - tl.program_id(2)
-    k = number * form.tile_rows + tl.arange(0, form.tile_rows)
-    i = tl.arange(0, form.a_width)
+        number += sizes.n_blocks - 1 - tl.program_id(2)
+    k = number * sizes.tile_rows + tl.arange(0, sizes.tile_rows)
+    i = tl.arange(0, sizes.a_width)
     mask = k < n_slots
-    a_mask = mask[:, None] & (i < form.A)[None, :]
+    a_mask = mask[:, None] & (i < sizes.A)[None, :]
     return Block(number=number, k=k, mask=mask, i=i, a_mask=a_mask)
 
 
@@ -570,7 +579,7 @@ def _first_slot(atom, n_slots):
 
 
 @triton.jit
-def _first_neighbors(reach, atom, block, form):
+def _first_neighbors(reach, atom, block, sizes):
     """Return `start`, `end` and `beyond`, which divide a program's first neighbours in two ranges.
 
     With G groups it computes the tiles of start, start + G, … below `end`. It stores zeros for the
@@ -578,7 +587,7 @@ def _first_neighbors(reach, atom, block, form):
     """
     n_within = tl.load(reach + atom)
     # If no second neighbour of the block is within reach, nor is any tile.
-    end = tl.where(n_within > block.number * form.tile_rows, n_within, 0)
+    end = tl.where(n_within > block.number * sizes.tile_rows, n_within, 0)
     start = tl.program_id(1)
     step = tl.num_programs(1)
     n_computed = (tl.maximum(end - start, 0) + step - 1) // step
@@ -586,19 +595,19 @@ def _first_neighbors(reach, atom, block, form):
 
 
 @triton.jit
-def _load_chunk(weight, rho, chunk_number, i, form):
+def _load_chunk(weight, rho, chunk_number, i, sizes):
     """Load what a program holds of a chunk; `i` are columns of a."""
-    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-    in_y = c < form.Y
-    a_column = c - form.M
-    in_a = (c >= form.M) & in_y
-    weight_mask = (i < form.A)[:, None] & in_y[None, :]
+    c = chunk_number * sizes.chunk_columns + tl.arange(0, sizes.chunk_columns)
+    in_y = c < sizes.Y
+    a_column = c - sizes.M
+    in_a = (c >= sizes.M) & in_y
+    weight_mask = (i < sizes.A)[:, None] & in_y[None, :]
     return Chunk(
         c=c,
         in_y=in_y,
         a_column=a_column,
         in_a=in_a,
-        weight=load_tile(weight, i, c, weight_mask, form.Y),
+        weight=load_tile(weight, i, c, weight_mask, sizes.Y),
         rho=tl.load(rho + a_column, in_a, 0.0)[None, :],
     )
 
@@ -613,47 +622,47 @@ def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
 
 
 @triton.jit
-def _pre_activation(terms, a, t, slot, chunk, form):
+def _pre_activation(terms, a, t, slot, chunk, sizes):
     """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents.
 
     What does not depend on positions, such as a bias, must not be added here: ż has none.
     """
-    u = tl.load(terms.u + slot * form.Y + chunk.c, chunk.in_y, 0.0)
-    return tl.dot(a, chunk.weight, input_precision=form.precision) + u[None, :] + t
+    u = tl.load(terms.u + slot * sizes.Y + chunk.c, chunk.in_y, 0.0)
+    return tl.dot(a, chunk.weight, input_precision=sizes.dot_precision) + u[None, :] + t
 
 
 @triton.jit
-def _load_message(message, slot, chunk, form):
+def _load_message(message, slot, chunk, sizes):
     """Load the cotangent of m_j into the columns of y (1, chunk_columns); 0 beyond M."""
-    return tl.load(message + slot * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
+    return tl.load(message + slot * sizes.M + chunk.c, chunk.c < sizes.M, 0.0)[None, :]
 
 
 @triton.jit
-def _accumulate_a(a_out, value, angle, block, chunk_number, form):
+def _accumulate_a(a_out, value, angle, block, chunk_number, sizes):
     """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), form.A)
-    tl.store(a_out + angle[:, None] * form.A + block.i[None, :], value, block.a_mask)
+    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), sizes.A)
+    tl.store(a_out + angle[:, None] * sizes.A + block.i[None, :], value, block.a_mask)
 
 
 @triton.jit
-def _store_weight(weight_parts, value, program, block, chunk, form):
+def _store_weight(weight_parts, value, program, block, chunk, sizes):
     """Store a program's part of Ŵ in the columns of a chunk."""
-    row = (program * form.A + block.i[:, None]) * form.Y
-    mask = (block.i < form.A)[:, None] & chunk.in_y[None, :]
+    row = (program * sizes.A + block.i[:, None]) * sizes.Y
+    mask = (block.i < sizes.A)[:, None] & chunk.in_y[None, :]
     tl.store(weight_parts + row + chunk.c[None, :], value, mask)
 
 
 @triton.jit
-def _store_rho(rho_parts, value, program, chunk, form):
+def _store_rho(rho_parts, value, program, chunk, sizes):
     """Store a program's part of ρ̂ in the columns of a chunk."""
-    if form.Y > form.M:
-        tl.store(rho_parts + program * form.A + chunk.a_column, value, chunk.in_a)
+    if sizes.Y > sizes.M:
+        tl.store(rho_parts + program * sizes.A + chunk.a_column, value, chunk.in_a)
 
 
 @triton.jit
 def _store_zeros(
-    rows, angles, first_slot, beyond, n_slots, block, c, columns: tl.constexpr, chunk_number, form
+    rows, angles, first_slot, beyond, n_slots, block, c, columns: tl.constexpr, chunk_number, sizes
 ):
     """Store zeros for first neighbours from `beyond` on and, unless `angles` is None, their angles.
 
@@ -661,11 +670,13 @@ def _store_zeros(
     """
     for j in range(beyond, n_slots, tl.num_programs(1)):
         slot = first_slot + j
-        tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
+        tl.store(
+            rows + slot * columns + c, tl.zeros([sizes.chunk_columns], tl.float32), c < columns
+        )
         if angles is not None:
             angle = slot * n_slots + block.k
-            zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
-            at = angles + angle[:, None] * form.A + block.i[None, :]
+            zeros = tl.zeros([sizes.tile_rows, sizes.a_width], tl.float32)
+            at = angles + angle[:, None] * sizes.A + block.i[None, :]
             tl.store(at, zeros, block.a_mask & (chunk_number == 0))
 
 

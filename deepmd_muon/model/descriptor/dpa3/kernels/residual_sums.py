@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts, constants
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts, as_constexpr
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 from deepmd_muon.model.nn.layer_kernels import curve
@@ -254,8 +254,8 @@ class ResidualSum(FourPasses):
             "n_rows": len(x),
             "n_slots": self.slots,
             "n_near": self.near,
-            "form": constants(
-                Form(
+            "sizes": as_constexpr(
+                Sizes(
                     width=width,
                     rows=self._tile_rows(x),
                     columns=triton.next_power_of_2(width),
@@ -275,7 +275,7 @@ def _contiguous(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # compile a kernel again for each number of rows that 16 divides.
 
 
-class Form(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that are known when a kernel is compiled: columns of x, rows and columns of a tile."""
 
     width: tl.constexpr
@@ -296,19 +296,19 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _open_tile(n_rows, n_slots, n_near, form):
+def _open_tile(n_rows, n_slots, n_near, sizes):
     """Return the tile of this program."""
     # int64, since rows · width may exceed 2³¹.
-    row = tl.program_id(0).to(tl.int64) * form.rows + tl.arange(0, form.rows)
-    column = tl.arange(0, form.columns)[None, :]
-    column_mask = column < form.width
+    row = tl.program_id(0).to(tl.int64) * sizes.rows + tl.arange(0, sizes.rows)
+    column = tl.arange(0, sizes.columns)[None, :]
+    column_mask = column < sizes.width
     slot = row % n_slots
     is_near = slot < n_near
     h_row = (row // n_slots) * n_near + slot
     return Tile(
-        index=row[:, None] * form.width + column,
+        index=row[:, None] * sizes.width + column,
         mask=(row < n_rows)[:, None] & column_mask,
-        h_index=h_row[:, None] * form.width + column,
+        h_index=h_row[:, None] * sizes.width + column,
         h_mask=((row < n_rows) & is_near)[:, None] & column_mask,
         is_near=is_near[:, None],
         column=column,
@@ -348,14 +348,14 @@ def push_kernel(
     n_near,
     alpha: tl.constexpr,
     curve_constants: tl.constexpr,
-    form,
+    sizes,
     kind: tl.constexpr,
 ) -> None:
     """Write y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l), or its tangent.
 
     ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(h_l)∘ḣ_l; ḣ = 0 in slots without a row, since b has none.
     """
-    tile = _open_tile(n_rows, n_slots, n_near, form)
+    tile = _open_tile(n_rows, n_slots, n_near, sizes)
     total = alpha * _load(x, tile)
     for k in tl.static_range(len(terms)):
         total += _load_by_column(term_sizes[k], tile) * _load(terms[k], tile)
@@ -385,7 +385,7 @@ def pull_kernel(
     n_slots,
     n_near,
     curve_constants: tl.constexpr,
-    form,
+    sizes,
     kind: tl.constexpr,
 ) -> None:
     """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by m and h, and in pass 4 by b, ρ and σ.
@@ -393,7 +393,7 @@ def pull_kernel(
     m̂ = ρ∘ŷ, ĥ = σ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ). The gradient of b is the sum of ĥ over all slots, also
     those without a row in h; that of ρ the sum of m∘ŷ + ṁ∘ȳ, that of σ of f(h)∘ŷ + f′(h)∘ḣ∘ȳ.
     """
-    tile = _open_tile(n_rows, n_slots, n_near, form)
+    tile = _open_tile(n_rows, n_slots, n_near, sizes)
     n_terms: tl.constexpr = len(term_hats)
     n_layers: tl.constexpr = len(h)
     # Rows beyond the last contribute nothing to sums: ŷ and ȳ are loaded as 0 there.
@@ -401,14 +401,14 @@ def pull_kernel(
     if y_bar is not None:
         bar = _load(y_bar, tile)
     if sum_parts is not None:
-        sums = sum_parts + tl.program_id(0) * (2 * n_layers + n_terms) * form.width
+        sums = sum_parts + tl.program_id(0) * (2 * n_layers + n_terms) * sizes.width
     for k in tl.static_range(n_terms):
         tl.store(term_hats[k] + tile.index, _load_by_column(term_sizes[k], tile) * hat, tile.mask)
         if sum_parts is not None:
             size_terms = _load(terms[k], tile) * hat
             if y_bar is not None:
                 size_terms += _load(term_dots[k], tile) * bar
-            _store_sum(sums, n_layers + k, size_terms, form)
+            _store_sum(sums, n_layers + k, size_terms, sizes)
     for k in tl.static_range(n_layers):
         f, slope, bend = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
         h_hat = slope * hat
@@ -420,12 +420,12 @@ def pull_kernel(
         h_hat *= _load_by_column(layer_sizes[k], tile)
         tl.store(h_hats[k] + tile.h_index, h_hat, tile.h_mask)
         if sum_parts is not None:
-            _store_sum(sums, k, h_hat, form)
-            _store_sum(sums, n_layers + n_terms + k, size_terms, form)
+            _store_sum(sums, k, h_hat, sizes)
+            _store_sum(sums, n_layers + n_terms + k, size_terms, sizes)
 
 
 @triton.jit
-def _store_sum(sums, number, values, form):
+def _store_sum(sums, number, values, sizes):
     """Store the sum over rows of (rows, columns)."""
-    column = tl.arange(0, form.columns)
-    tl.store(sums + number * form.width + column, tl.sum(values, 0), column < form.width)
+    column = tl.arange(0, sizes.columns)
+    tl.store(sums + number * sizes.width + column, tl.sum(values, 0), column < sizes.width)

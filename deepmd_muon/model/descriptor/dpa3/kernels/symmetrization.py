@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.kernels.shared import constants
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import as_constexpr
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 
@@ -88,11 +88,11 @@ class Symmetrization(FourPasses):
             pairs.append((moment_dot, adjoint.squares_bar))
         return (self._symmetrize_adjoint(pairs),)
 
-    def _form(self, moment: Tensor) -> Form:
+    def _sizes(self, moment: Tensor) -> Sizes:
         node_columns = moment.shape[2] - self.edge_columns
         columns = triton.next_power_of_2(max(self.edge_columns, node_columns))
-        return constants(
-            Form(
+        return as_constexpr(
+            Sizes(
                 axis=self.axis,
                 edge_columns=self.edge_columns,
                 node_columns=node_columns,
@@ -108,7 +108,7 @@ class Symmetrization(FourPasses):
             squares=squares,
             moment=moment,
             moment_dot=moment_dot,
-            form=self._form(moment),
+            sizes=self._sizes(moment),
         )
         return squares
 
@@ -120,7 +120,7 @@ class Symmetrization(FourPasses):
             moment_bar=moment_bar,
             moments=moments,
             squares_bars=squares_bars,
-            form=self._form(moment_bar),
+            sizes=self._sizes(moment_bar),
         )
         return moment_bar
 
@@ -130,7 +130,7 @@ class Symmetrization(FourPasses):
 # that its flat row is the input of the linear layer.
 
 
-class Form(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that are known when a kernel is compiled.
 
     `rows` and `columns` are powers of two that hold `axis` and the columns of a block.
@@ -144,12 +144,12 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _block_columns(block: tl.constexpr, form):
+def _block_columns(block: tl.constexpr, sizes):
     """Return where a block of H (0: edges, 1: nodes) begins, its width, its columns and their mask."""
-    d = tl.arange(0, form.columns)
+    d = tl.arange(0, sizes.columns)
     if block == 0:
-        return 0, form.edge_columns, d, d < form.edge_columns
-    return form.edge_columns, form.node_columns, d + form.edge_columns, d < form.node_columns
+        return 0, sizes.edge_columns, d, d < sizes.edge_columns
+    return sizes.edge_columns, sizes.node_columns, d + sizes.edge_columns, d < sizes.node_columns
 
 
 @triton.jit
@@ -157,16 +157,16 @@ def symmetrize_kernel(
     squares,  # (atoms, axis·(E + N)), written
     moment,  # (atoms, 3, E + N)
     moment_dot,  # (atoms, 3, E + N); None for G
-    form,
+    sizes,
 ) -> None:
     """G_ad = Σ_c H_ca·H_cd / 3 in each block, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
-    width: tl.constexpr = form.edge_columns + form.node_columns
+    width: tl.constexpr = sizes.edge_columns + sizes.node_columns
     atom = tl.program_id(0).to(tl.int64)
-    a = tl.arange(0, form.rows)
-    a_mask = a < form.axis
+    a = tl.arange(0, sizes.rows)
+    a_mask = a < sizes.axis
     for block in tl.static_range(2):
-        begin, n_columns, d, d_mask = _block_columns(block, form)
-        total = tl.zeros([form.rows, form.columns], moment.dtype.element_ty)
+        begin, n_columns, d, d_mask = _block_columns(block, sizes)
+        total = tl.zeros([sizes.rows, sizes.columns], moment.dtype.element_ty)
         for c in tl.static_range(3):
             row = (atom * 3 + c) * width
             h_a = tl.load(moment + row + begin + a, a_mask, 0.0)
@@ -177,7 +177,7 @@ def symmetrize_kernel(
                 total += h_a_dot[:, None] * h_d[None, :] + h_a[:, None] * h_d_dot[None, :]
             else:
                 total += h_a[:, None] * h_d[None, :]
-        block_start = atom * form.axis * width + form.axis * begin
+        block_start = atom * sizes.axis * width + sizes.axis * begin
         index = block_start + a[:, None] * n_columns + (d - begin)[None, :]
         tl.store(squares + index, total / 3.0, a_mask[:, None] & d_mask[None, :])
 
@@ -187,25 +187,25 @@ def symmetrize_adjoint_kernel(
     moment_bar,  # (atoms, 3, E + N), written
     moments,  # pairs × (atoms, 3, E + N)
     squares_bars,  # pairs × (atoms, axis·(E + N))
-    form,
+    sizes,
 ) -> None:
     """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_e Ḡ_de·H_ce) / 3 in each block.
 
     The second sum is there because the first `axis` columns of H are factors on both sides.
     """
-    width: tl.constexpr = form.edge_columns + form.node_columns
+    width: tl.constexpr = sizes.edge_columns + sizes.node_columns
     atom = tl.program_id(0).to(tl.int64)
-    a = tl.arange(0, form.rows)
-    a_mask = a < form.axis
+    a = tl.arange(0, sizes.rows)
+    a_mask = a < sizes.axis
     for block in tl.static_range(2):
-        begin, n_columns, d, d_mask = _block_columns(block, form)
-        block_start = atom * form.axis * width + form.axis * begin
+        begin, n_columns, d, d_mask = _block_columns(block, sizes)
+        block_start = atom * sizes.axis * width + sizes.axis * begin
         index = block_start + a[:, None] * n_columns + (d - begin)[None, :]
         block_mask = a_mask[:, None] & d_mask[None, :]
         same_column = a[:, None] == (d - begin)[None, :]
         for c in tl.static_range(3):
             row = (atom * 3 + c) * width
-            total = tl.zeros([form.columns], moment_bar.dtype.element_ty)
+            total = tl.zeros([sizes.columns], moment_bar.dtype.element_ty)
             for pair in tl.static_range(len(moments)):
                 g_bar = tl.load(squares_bars[pair] + index, block_mask, 0.0)
                 h_a = tl.load(moments[pair] + row + begin + a, a_mask, 0.0)
