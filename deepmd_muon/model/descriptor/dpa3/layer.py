@@ -225,29 +225,29 @@ class RepflowLayer(torch.nn.Module):
         if kernels_fit(node, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
                 ResidualSum,
-                SumInputs,
+                ResidualSumInputs,
             )
             from deepmd_muon.model.descriptor.dpa3.kernels.symmetrization import (
-                Moment,
                 Symmetrization,
+                SymmetrizationInputs,
             )
 
             symmetrize = Symmetrization(axis=repflow.axis_neuron, edge_columns=repflow.e_dim)
-            (environment,) = run(symmetrize, Moment(moment), force=force)
+            (symmetrized,) = run(symmetrize, SymmetrizationInputs(moment), force=force)
             alpha, step_sizes = _residual_weights(
                 repflow.update_style, self.n_residual, node, 2 + len(messages)
             )
-            passes = ResidualSum(activation=self.activation, alpha=alpha, reads_x=True)
+            passes = ResidualSum(activation=self.activation, alpha=alpha, first_layer_reads_x=True)
             self_weight, self_bias, _ = self.node_self_mlp.tensors
             symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
-            inputs = SumInputs(
+            inputs = ResidualSumInputs(
                 x=node,
                 terms=tuple(messages),
-                arguments=(environment,),
+                layer_inputs=(symmetrized,),
                 weights=(self_weight, symmetric_weight),
                 biases=(self_bias, symmetric_bias),
-                term_sizes=tuple(step_sizes[2:]),
-                layer_sizes=tuple(step_sizes[:2]),
+                term_steps=tuple(step_sizes[2:]),
+                layer_steps=tuple(step_sizes[:2]),
             )
             node_new: Tensor
             (node_new,) = run(passes, inputs, force=force)
@@ -339,25 +339,25 @@ class RepflowLayer(torch.nn.Module):
         if smooth_and_padded and kernels_fit(edge, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
                 ResidualSum,
-                SumInputs,
+                ResidualSumInputs,
             )
 
             alpha, (update_size, angle_size) = _residual_weights(style, self.e_residual, edge, 2)
             passes = ResidualSum(
                 activation=self.activation,
                 alpha=alpha,
-                slots=edge.shape[1],
-                near=graph.plan.blocks[0].width,
+                n_slots=edge.shape[1],
+                n_near=graph.plan.blocks[0].width,
             )
             weight, bias, _ = self.edge_angle_linear2.tensors
-            inputs = SumInputs(
+            inputs = ResidualSumInputs(
                 x=edge.flatten(0, 1),
                 terms=(update.flatten(0, 1),),
-                arguments=(angle_message,),
+                layer_inputs=(angle_message,),
                 weights=(weight,),
                 biases=(bias,),
-                term_sizes=(update_size,),
-                layer_sizes=(angle_size,),
+                term_steps=(update_size,),
+                layer_steps=(angle_size,),
             )
             (edge_new,) = run(passes, inputs, force=force)
             return edge_new.view_as(edge)  # type: ignore[no-any-return]
