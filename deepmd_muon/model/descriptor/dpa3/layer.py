@@ -70,11 +70,23 @@ class Wanted(NamedTuple):
 
 
 class RepflowLayer(torch.nn.Module):
-    """Updates all features from their values before the layer.
+    """Updates all features from their values before the layer: x′ = α·x + Σ ρ∘u.
 
-    The input of a linear layer is several features next to each other: of a centre, a neighbour, an
-    edge. Its matrix is split by their rows, so that the product of an atom's features is computed
-    once and then gathered.
+    | x        | updates u, with the activation f                 | linear layer         |
+    |----------|--------------------------------------------------|----------------------|
+    | nodes    | f(linear(node))                                  | `node_self_mlp`      |
+    |          | f(linear(symmetrized moment of edges))           | `node_sym_linear`    |
+    |          | messages: Σ_j w_j·f(linear(node, node_j, edge_j)) | `node_edge_linear`  |
+    | edges j  | f(linear(node, node_j, edge_j))                  | `edge_self_linear`   |
+    |          | f(linear(message_j))                             | `edge_angle_linear2` |
+    | angles jk | f(linear(angle_jk, node, edge_k, edge_j))       | `angle_self_linear`  |
+
+    message_j = s_j·Σ_k s_k·f(linear(angle_jk, node, edge_k, edge_j)) is from angles, with
+    `edge_angle_linear1`.
+
+    A linear layer with several features as input is split by the rows of its matrix, so that the
+    product of an atom's or edge's features is computed once and then gathered. Layers with the same
+    input are multiplied together, see `join`.
     """
 
     def __init__(
@@ -223,37 +235,7 @@ class RepflowLayer(torch.nn.Module):
         repflow = self.repflow
         messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
-                ResidualSum,
-                ResidualSumInputs,
-            )
-            from deepmd_muon.model.descriptor.dpa3.kernels.symmetrization import (
-                Symmetrization,
-                SymmetrizationInputs,
-            )
-
-            symmetrize = Symmetrization(axis=repflow.axis_neuron, edge_columns=repflow.e_dim)
-            (symmetrized,) = run(symmetrize, SymmetrizationInputs(moment), force=force)
-            alpha, (self_step, symmetric_step, *message_steps) = _residual_coefficients(
-                repflow.update_style, self.n_residual, node, 2 + len(messages)
-            )
-            operation = ResidualSum(
-                activation=self.activation, alpha=alpha, first_layer_reads_x=True
-            )
-            self_weight, self_bias, _ = self.node_self_mlp.tensors
-            symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
-            inputs = ResidualSumInputs(
-                x=node,
-                terms=tuple(messages),
-                layer_inputs=(symmetrized,),
-                weights=(self_weight, symmetric_weight),
-                biases=(self_bias, symmetric_bias),
-                term_steps=tuple(message_steps),
-                layer_steps=(self_step, symmetric_step),
-            )
-            node_new: Tensor
-            (node_new,) = run(operation, inputs, force=force)
-            return node_new
+            return self._nodes_by_kernels(node, messages, moment, force=force)
         f = self.activation.value
         symmetrized = [  # per block: edges, nodes
             torch.bmm(h[..., : repflow.axis_neuron].transpose(1, 2), h).flatten(1) / 3.0
@@ -265,6 +247,40 @@ class RepflowLayer(torch.nn.Module):
             *messages,  # without activation: `edges` has applied it
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
+
+    def _nodes_by_kernels(
+        self, node: Tensor, messages: list[Tensor], moment: Tensor, *, force: bool
+    ) -> Tensor:
+        from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
+            ResidualSum,
+            ResidualSumInputs,
+        )
+        from deepmd_muon.model.descriptor.dpa3.kernels.symmetrization import (
+            Symmetrization,
+            SymmetrizationInputs,
+        )
+
+        repflow = self.repflow
+        symmetrize = Symmetrization(axis=repflow.axis_neuron, edge_columns=repflow.e_dim)
+        (symmetrized,) = run(symmetrize, SymmetrizationInputs(moment), force=force)
+        alpha, (self_step, symmetric_step, *message_steps) = _residual_coefficients(
+            repflow.update_style, self.n_residual, node, 2 + len(messages)
+        )
+        operation = ResidualSum(activation=self.activation, alpha=alpha, first_layer_reads_x=True)
+        self_weight, self_bias, _ = self.node_self_mlp.tensors
+        symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
+        inputs = ResidualSumInputs(
+            x=node,
+            terms=tuple(messages),
+            layer_inputs=(symmetrized,),
+            weights=(self_weight, symmetric_weight),
+            biases=(self_bias, symmetric_bias),
+            term_steps=tuple(message_steps),
+            layer_steps=(self_step, symmetric_step),
+        )
+        node_new: Tensor
+        (node_new,) = run(operation, inputs, force=force)
+        return node_new
 
     def _angles(
         self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
@@ -341,34 +357,39 @@ class RepflowLayer(torch.nn.Module):
             return _residual_sum(style, edge, [update], self.e_residual)
         smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
         if smooth_and_padded and kernels_fit(edge, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
-                ResidualSum,
-                ResidualSumInputs,
-            )
-
-            alpha, (update_step, angle_step) = _residual_coefficients(
-                style, self.e_residual, edge, 2
-            )
-            operation = ResidualSum(
-                activation=self.activation,
-                alpha=alpha,
-                n_slots=edge.shape[1],
-                n_near=graph.plan.blocks[0].width,
-            )
-            weight, bias, _ = self.edge_angle_linear2.tensors
-            inputs = ResidualSumInputs(
-                x=edge.flatten(0, 1),
-                terms=(update.flatten(0, 1),),
-                layer_inputs=(angle_message,),
-                weights=(weight,),
-                biases=(bias,),
-                term_steps=(update_step,),
-                layer_steps=(angle_step,),
-            )
-            (edge_new,) = run(operation, inputs, force=force)
-            return edge_new.view_as(edge)  # type: ignore[no-any-return]
+            return self._edge_features_by_kernels(edge, graph, update, angle_message, force=force)
         angle_update = self._update_by_angles(edge, graph, angle_message)
         return _residual_sum(style, edge, [update, angle_update], self.e_residual)
+
+    def _edge_features_by_kernels(
+        self, edge: Tensor, graph: Graph, update: Tensor, angle_message: Tensor, *, force: bool
+    ) -> Tensor:
+        from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
+            ResidualSum,
+            ResidualSumInputs,
+        )
+
+        alpha, (update_step, angle_step) = _residual_coefficients(
+            self.repflow.update_style, self.e_residual, edge, 2
+        )
+        operation = ResidualSum(
+            activation=self.activation,
+            alpha=alpha,
+            n_slots=edge.shape[1],
+            n_near=graph.plan.blocks[0].width,
+        )
+        weight, bias, _ = self.edge_angle_linear2.tensors
+        inputs = ResidualSumInputs(
+            x=edge.flatten(0, 1),
+            terms=(update.flatten(0, 1),),
+            layer_inputs=(angle_message,),
+            weights=(weight,),
+            biases=(bias,),
+            term_steps=(update_step,),
+            layer_steps=(angle_step,),
+        )
+        (edge_new,) = run(operation, inputs, force=force)
+        return edge_new.view_as(edge)  # type: ignore[no-any-return]
 
     def _update_by_angles(self, edge: Tensor, graph: Graph, angle_message: Tensor) -> Tensor:
         """Return the update of the edges by the messages of the angles, f(linear(message))."""
