@@ -176,11 +176,11 @@ class RepflowLayer(torch.nn.Module):
                 branches.lend(1, *features, *graph.plan.tensors, graph.angle_weight)
                 with branches.chain(1):
                     angle_message, angle = self._angles(
-                        features, graph, force=force, message=True, update=wanted.angle
+                        features, graph, force=force, with_message=True, with_update=wanted.angle
                     )
                 branches.take(angle_message, angle)
             message, update, moment = self._edges(
-                features, graph, force=force, message=True, update=wanted.edge
+                features, graph, force=force, with_message=True, with_update=wanted.edge
             )
             node = self._nodes(features.node, message, moment, force=force)
         edge = features.edge
@@ -189,32 +189,47 @@ class RepflowLayer(torch.nn.Module):
         return Features(node=node, edge=edge, angle=angle)
 
     def _one_after_another(self, features: Features, graph: Graph, *, force: bool) -> Features:
-        """Return the features after the layer with `sequential_update`."""
-        _, update, _ = self._edges(features, graph, force=force, message=False, update=True)
+        """Return the features after the layer with `sequential_update`.
+
+        The edges are updated first, then the angles, the edges by angles, and the nodes. Each
+        update reads the newest features.
+        """
+        _, update, _ = self._edges(
+            features, graph, force=force, with_message=False, with_update=True
+        )
         assert update is not None
         edge = torch.addcmul(features.edge, update, self.e_residual[0])
         features = features._replace(edge=edge)
-        _, angle = self._angles(features, graph, force=force, message=False, update=True)
+        _, angle = self._angles(features, graph, force=force, with_message=False, with_update=True)
         features = features._replace(angle=angle)
-        angle_message, _ = self._angles(features, graph, force=force, message=True, update=False)
+        angle_message, _ = self._angles(
+            features, graph, force=force, with_message=True, with_update=False
+        )
         angle_update = self._update_by_angles(edge, graph, angle_message)
         edge = torch.addcmul(edge, angle_update, self.e_residual[1])
         features = features._replace(edge=edge)
-        message, _, moment = self._edges(features, graph, force=force, message=True, update=False)
+        message, _, moment = self._edges(
+            features, graph, force=force, with_message=True, with_update=False
+        )
         node = self._nodes(features.node, message, moment, force=force)
         return features._replace(node=node)
 
     def _edges(
-        self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
+        self,
+        features: Features,
+        graph: Graph,
+        *,
+        force: bool,
+        with_message: bool,
+        with_update: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the messages of all edges to their centre, the update of the edges, and H.
+        """Return m, y[M:] and H of `edges`: messages to nodes, the update of the edges, moments.
 
-        `edges` explains them. Without `message` there are no messages, but 0 columns; without
-        `update` the update is None.
+        Without messages m has 0 columns; without an update y[M:] is None.
         """
         n = self.repflow.n_dim
-        layers = [self.node_edge_linear] if message else []
-        if update:
+        layers = [self.node_edge_linear] if with_message else []
+        if with_update:
             layers.append(self.edge_self_linear)
         matrix, bias = join(layers)
         centre_rows, neighbor_rows, edge_rows = matrix.split([n, n, self.repflow.e_dim])
@@ -223,7 +238,7 @@ class RepflowLayer(torch.nn.Module):
         operation = Edges(
             neighbor=graph.neighbor,
             activation=self.activation,
-            message_columns=self.repflow.message if message else 0,
+            message_columns=self.repflow.message if with_message else 0,
             incoming=graph.incoming,
         )
         terms = EdgeTerms(e=features.edge, p=p, table=table, w=graph.edge_weight, h=graph.direction)
@@ -283,17 +298,23 @@ class RepflowLayer(torch.nn.Module):
         return node_new
 
     def _angles(
-        self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
+        self,
+        features: Features,
+        graph: Graph,
+        *,
+        force: bool,
+        with_message: bool,
+        with_update: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the messages of all angles to their first edge, and the angles after the layer.
+        """Return m and a′ of `angles`: messages to first edges, and the angles after the layer.
 
-        The messages are `(nslots, e_dim)`, without `message` `(nslots, 0)`. Without `update` the
-        angles come back as they are.
+        Messages are `(nslots, e_dim)`, or `(nslots, 0)`. Without an update the angles come back as
+        they are.
         """
         repflow = self.repflow
         assert features.angle is not None
-        layers = [self.edge_angle_linear1] if message else []
-        if update:
+        layers = [self.edge_angle_linear1] if with_message else []
+        if with_update:
             layers.append(self.angle_self_linear)
         matrix, bias = join(layers)
         angle_rows, centre_rows, second_rows, first_rows = matrix.split(
@@ -325,16 +346,16 @@ class RepflowLayer(torch.nn.Module):
         operation = Angles(
             plan=graph.plan,
             activation=self.activation,
-            message_columns=repflow.e_dim if message else 0,
+            message_columns=repflow.e_dim if with_message else 0,
             alpha=alpha,
         )
         inputs = AngleInputs(
             terms=AngleTerms(a=features.angle, u=u, t=t, s=graph.angle_weight),
             weight=angle_rows,
-            rho=rho if update else None,
+            rho=rho if with_update else None,
         )
         messages, angle = run(operation, inputs, force=force)
-        return messages, angle if update else features.angle
+        return messages, angle if with_update else features.angle
 
     def _compressed(self, edge: Tensor) -> Tensor:
         """Return the features of edges `(n, …)` that enter angles, after the linear map if any."""

@@ -31,10 +31,10 @@ is not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------
-A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k; its z, y and
-their derivatives never leave the chip. With a grid (P, G, B), program (p, g, b) takes the atoms p,
-p + P, …, of each the first neighbours g, g + G, …, and one block, the last one for b = 0. Columns of
-y are taken in *chunks*, because a program's registers hold one chunk of W:
+A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k. Its z, y and
+their derivatives never leave the chip. The grid is (P, G, B): program (p, g, b) takes the atoms p,
+p + P, …, of each atom the *group* of first neighbours g, g + G, …, and block B − 1 − b. Columns of y
+are taken in *chunks*, because a program's registers hold one chunk of W:
 
     for each chunk of y:
         for every P-th atom:
@@ -45,7 +45,7 @@ No two programs add to one number. Each writes parts, which are added up afterwa
 same order:
 
 - sums over second neighbours k (m, û): one part for each block;
-- sums over first neighbours j (t̂): one part for each group g;
+- sums over first neighbours j (t̂): one part for each group;
 - ŝ, a sum over columns of y: one part for each chunk and block as first neighbour, for each chunk
   and group as second neighbour;
 - Ŵ, ρ̂, sums over all angles: one part for each program.
@@ -179,8 +179,8 @@ def gradient(
 # ----- launches ----------------------------------------------------------------------------------
 
 MAX_TILE_ROWS = 32  # second neighbours of a tile, at most
-# Programs that share an atom write parts, which must be added up. As few share it as let a launch
-# take at most this much longer than with the best number.
+# Each group of an atom's first neighbours writes parts, which must be added up. `_count_groups` takes
+# the fewest groups with which a launch takes at most this many times as long as with the best number.
 SLACK = 1.1
 
 
@@ -261,7 +261,7 @@ class Launch:
 
 
 def _count_groups(n_atoms: int, n_slots: int, n_programs: int) -> int:
-    """Return how many programs share the first neighbours of an atom; `n_programs` run at once."""
+    """Return G; `n_programs` run at once."""
 
     def tiles_in_turn(n_groups: int) -> int:
         """Return how many tiles a program takes one after another."""
@@ -275,7 +275,7 @@ def _count_groups(n_atoms: int, n_slots: int, n_programs: int) -> int:
 
 
 def _count_atom_programs(n_atoms: int, n_groups: int, n_programs: int) -> int:
-    """Return how many programs take the atoms in turn, evenly, in the least number of turns."""
+    """Return P: the atoms are spread evenly over the least number of turns."""
     turns = triton.cdiv(n_atoms * n_groups, n_programs)
     return int(triton.cdiv(n_atoms, max(1, turns)))
 

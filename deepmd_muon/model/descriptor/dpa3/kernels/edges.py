@@ -31,9 +31,9 @@ and y_ij[M:] is the update of the edge.
 
 How the work is divided
 -----------------------
-A *tile* is `EDGE_TILE` consecutive slots of one atom. `Incoming.tile_order` has the tiles that hold
-an edge first, then the empty ones. Columns of y are taken in *chunks*, because a program's
-registers hold one chunk of W. Each of n programs does
+A *tile* is `EDGE_TILE` consecutive slots of one atom. `Incoming.tile_order` lists the tiles with an
+edge first, then the empty ones. Columns of y are taken in *chunks*, because a program's registers
+hold one chunk of W. Each of n programs does
 
     for each chunk of y:
         for every n-th tile with an edge: compute and store
@@ -52,8 +52,8 @@ same order:
 m and H of an atom exist only after `add_parts`: a kernel sees one tile, so that it cannot compute
 what is not linear in them, such as a norm.
 
-Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they
-then contribute nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and
+Empty slots contribute nothing to any sum: w = h = 0, and the cotangent of y[M:] is 0 there, because
+the caller must not use it. As y[M:] the kernels store f(z) in empty slots of tiles with an edge, and
 0 in empty tiles.
 
 All tensors are contiguous and in single precision. Two tests in `test_model_kernels.py` compare the
