@@ -74,20 +74,21 @@ class Angles(FourPasses):
     alpha: float
 
     def value(self, inputs: AngleInputs) -> tuple[Perhaps, Nested]:
-        """Pass 1, see `FourPasses`."""
+        """Pass 1: return m and a′."""
         terms, weight, rho = inputs
+        M = self.message_columns
         kernels = _kernels(self, weight)
         if kernels is not None:
             return kernels.value(terms, _angle_layer(self, inputs)), ()
-        message = terms.u.new_empty(terms.u.shape[0], self.message_columns)
+        message = terms.u.new_empty(terms.u.shape[0], M)
         a_new = None if rho is None else torch.empty_like(terms.a)
         for block in self._blocks():
             y = self.activation.value(block.pre_activation(terms, weight))
             s_pairs = block.products(terms.s, terms.s)
-            message[block.slots] = (y[..., : self.message_columns] * s_pairs).sum(2).flatten(0, 1)
+            message[block.slots] = (y[..., :M] * s_pairs).sum(2).flatten(0, 1)
             if a_new is not None and rho is not None:
                 a = terms.a[block.angles]
-                step = (y[..., self.message_columns :] * rho).view_as(a)
+                step = (y[..., M:] * rho).view_as(a)
                 torch.add(step, a, alpha=self.alpha, out=a_new[block.angles])
         return (message, a_new), ()
 
@@ -124,6 +125,7 @@ class Angles(FourPasses):
         dots = AngleTerms(*tangents)
         bars, inputs = saved
         terms, weight, rho = inputs
+        M = self.message_columns
         kernels = _kernels(self, weight)
         if kernels is not None:
             return kernels.tangent(terms, dots, _angle_layer(self, inputs)), dots
@@ -135,13 +137,13 @@ class Angles(FourPasses):
             y_dot = self.activation.times_slope(keep, z_dot)
             if message_dot is not None:
                 s_pairs = block.products(terms.s, terms.s)
-                summands = y_dot[..., : self.message_columns] * s_pairs
+                summands = y_dot[..., :M] * s_pairs
                 s_pair_dots = block.product_tangents(terms.s, dots.s)
-                summands += y[..., : self.message_columns] * s_pair_dots
+                summands += y[..., :M] * s_pair_dots
                 message_dot[block.slots] = summands.sum(2).flatten(0, 1)
             if a_new_dot is not None and rho is not None:
                 a_dot = dots.a[block.angles]
-                step = (y_dot[..., self.message_columns :] * rho).view_as(a_dot)
+                step = (y_dot[..., M:] * rho).view_as(a_dot)
                 torch.add(step, a_dot, alpha=self.alpha, out=a_new_dot[block.angles])
         return (message_dot, a_new_dot), dots
 
@@ -156,6 +158,7 @@ class Angles(FourPasses):
         """Pass 4: return the gradients of a, u, t, W, ρ; s depends on positions alone."""
         hats = AngleCotangents(*cotangents)
         terms, weight, rho = inputs
+        M = self.message_columns
         bars = AngleCotangents(None, None) if adjoint_saved is None else adjoint_saved.bars
         kernels = _kernels(self, weight)
         if kernels is not None:
@@ -178,7 +181,7 @@ class Angles(FourPasses):
             y_hat = self._cotangent_of_y(block, s_pairs, hats, rho, like=y)
             if rho_hat is not None and hats.a_new is not None:
                 a_new_hat = hats.a_new[block.angles]
-                rho_hat += (y[..., self.message_columns :].reshape_as(a_new_hat) * a_new_hat).sum(0)
+                rho_hat += (y[..., M:].reshape_as(a_new_hat) * a_new_hat).sum(0)
             if dots is None:
                 z_hat = self.activation.times_slope(keep, y_hat)
             else:
@@ -186,12 +189,12 @@ class Angles(FourPasses):
                 if bars.message is not None:
                     s_pair_dots = block.product_tangents(terms.s, dots.s)
                     m_bar = block.by_first(bars.message)
-                    y_hat[..., : self.message_columns].addcmul_(m_bar, s_pair_dots)
+                    y_hat[..., :M].addcmul_(m_bar, s_pair_dots)
                 z_dot = block.pre_activation(dots, weight)
                 slope, bend = self.activation.derivatives(keep)
                 if rho_hat is not None and bars.a_new is not None:
                     a_new_bar = bars.a_new[block.angles]
-                    y_dot = slope[..., self.message_columns :] * z_dot[..., self.message_columns :]
+                    y_dot = slope[..., M:] * z_dot[..., M:]
                     rho_hat += (y_dot.view_as(a_new_bar) * a_new_bar).sum(0)
                 # In place from here on: bend becomes ẑ, y_bar becomes z̄.
                 z_hat = bend.mul_(z_dot).mul_(y_bar).addcmul_(slope, y_hat)
@@ -230,9 +233,10 @@ class Angles(FourPasses):
         like: Tensor,
     ) -> Tensor:
         """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
+        M = self.message_columns
         y_bar = torch.empty_like(like)
-        message_part = y_bar[..., : self.message_columns]
-        update_part = y_bar[..., self.message_columns :]
+        message_part = y_bar[..., :M]
+        update_part = y_bar[..., M:]
         if cotangents.message is None:
             message_part.zero_()
         else:

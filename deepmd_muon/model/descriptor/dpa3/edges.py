@@ -81,7 +81,7 @@ class Edges(FourPasses):
     incoming: Incoming | None
 
     def value(self, inputs: EdgeInputs) -> tuple[Perhaps, Nested]:
-        """Pass 1, see `FourPasses`."""
+        """Pass 1: return m, y[M:] and H."""
         terms, weight = inputs
         E, Y = weight.shape
         M = self.message_columns
