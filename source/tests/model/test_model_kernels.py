@@ -482,7 +482,7 @@ def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
         "reach": reach,
     }
     wanted = [x.detach() for x in compute(torch.float64, **sizes)]
-    monkeypatch.setattr(angle_kernels, "ROWS", 16)
+    monkeypatch.setattr(angle_kernels, "MAX_TILE_ROWS", 16)
     monkeypatch.setattr(module, "_kernels", lambda *_: launches)
     new_empty = torch.Tensor.new_empty
     # What no kernel writes must not pass for a zero.

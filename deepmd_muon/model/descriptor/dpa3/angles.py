@@ -1,19 +1,19 @@
 """The angle part of a DPA-3 layer: messages from angles to edges and the update of the angles.
 
-For the pairs (j, k) of neighbours of one atom, with the switches s and the per-edge terms u and t
+For the pairs (j, k) of neighbours of one atom, with the weights s and the per-edge terms u and t
 computed before (see `layer`),
 
     z_jk = a_jk·W + u_j + t_k,   y = f(z),
     m_j = s_j·Σ_k s_k·y_jk[:M],   a′_jk = α·a_jk + ρ∘y_jk[M:].
 
 Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see
-`four_passes`) run block by block in a CPU's cache. Only a, the adjoint of a′ and the tangent of a
-are kept between them:
+`nn.four_passes`, also for the accents) run block by block in a CPU's cache. Between them only a, the
+adjoint of a′ and the tangent of a have a row for each angle:
 
 1. `value`: m and a′;
 2. `adjoint`: ȳ = [s_j·s_k·m̄_j, ρ∘ā′], z̄ = f′(z)∘ȳ, and from it ā, ū, t̄, s̄;
-3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of m and a′;
-4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of a, u, t, W and ρ at once.
+3. `tangent`: ẏ = f′(z)∘ż, and from it ṁ and ȧ′;
+4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, and from it the gradients of a, u, t, W and ρ.
 
 The formula is written three times: here, in `kernels.angles` for a GPU (one kernel a pass, in
 single precision), and in `scripted.sum_over_angles` for frozen files. Change all three. On a CPU, a
@@ -38,11 +38,11 @@ from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensor
 
 
 class AngleInputs(NamedTuple):
-    """The inputs of the operation; of ρ there is none if a′ is not wanted."""
+    """The inputs of the operation."""
 
     terms: AngleTerms
     weight: Tensor  # W (A, Y)
-    rho: Tensor | None  # (A,)
+    rho: Tensor | None  # ρ (A,); None if a′ is not wanted
 
 
 class AdjointSaved(NamedTuple):
@@ -64,85 +64,87 @@ class Angles(FourPasses):
         f.
     message_columns
         M, the length of a message.
-    carry
+    alpha
         α.
     """
 
     plan: AnglePlan
     activation: Activation
     message_columns: int
-    carry: float
+    alpha: float
 
     def value(self, inputs: AngleInputs) -> tuple[Perhaps, Nested]:
-        """Pass 1, see `FourPasses`."""
+        """Pass 1: return m and a′."""
         terms, weight, rho = inputs
+        M = self.message_columns
         kernels = _kernels(self, weight)
         if kernels is not None:
-            return kernels.value(terms, _layer(self, inputs)), ()
-        message = terms.u.new_empty(terms.u.shape[0], self.message_columns)
+            return kernels.value(terms, _angle_layer(self, inputs)), ()
+        message = terms.u.new_empty(terms.u.shape[0], M)
         a_new = None if rho is None else torch.empty_like(terms.a)
         for block in self._blocks():
             y = self.activation.value(block.pre_activation(terms, weight))
-            pairs = block.products(terms.s, terms.s)
-            message[block.slots] = (y[..., : self.message_columns] * pairs).sum(2).flatten(0, 1)
+            s_pairs = block.products(terms.s, terms.s)
+            message[block.slots] = (y[..., :M] * s_pairs).sum(2).flatten(0, 1)
             if a_new is not None and rho is not None:
                 a = terms.a[block.angles]
-                step = (y[..., self.message_columns :] * rho).view_as(a)
-                torch.add(step, a, alpha=self.carry, out=a_new[block.angles])
+                step = (y[..., M:] * rho).view_as(a)
+                torch.add(step, a, alpha=self.alpha, out=a_new[block.angles])
         return (message, a_new), ()
 
     def adjoint(
         self, cotangents: Any, inputs: AngleInputs, value_saved: Any
     ) -> tuple[Tensors, Nested]:
-        """Pass 2: return ā, ū, t̄, s̄, and all tensors that came."""
+        """Pass 2: return ā, ū, t̄ and s̄, and save the cotangents and inputs."""
         bars = AngleCotangents(*cotangents)
         terms, weight, rho = inputs
         saved = AdjointSaved(bars=bars, inputs=inputs)
         kernels = _kernels(self, weight)
         if kernels is not None:
-            present = _without_none(self, bars, inputs)
-            return kernels.adjoint(present, terms, _layer(self, inputs)), saved
+            cotangents = _zeros_for_none(self, bars, inputs)
+            return kernels.adjoint(cotangents, terms, _angle_layer(self, inputs)), saved
         a_bar = torch.empty_like(terms.a)
         u_bar = torch.empty_like(terms.u)
         t_bar = torch.empty_like(terms.t)
         s_bar = torch.empty_like(terms.s)
         for block in self._blocks():
-            y, for_slope = self.activation(block.pre_activation(terms, weight))
-            pairs = block.products(terms.s, terms.s)
-            y_bar = self._cotangent_of_y(block, pairs, bars, rho, like=y)
+            y, keep = self.activation(block.pre_activation(terms, weight))
+            s_pairs = block.products(terms.s, terms.s)
+            y_bar = self._cotangent_of_y(block, s_pairs, bars, rho, like=y)
             s_bar[block.slots] = self._adjoint_of_s(block, bars.message, terms.s, y)
-            z_bar = self.activation.times_slope(for_slope, y_bar)
+            z_bar = self.activation.times_slope(keep, y_bar)
             torch.mm(block.rows(z_bar), weight.t(), out=a_bar[block.angles])
             u_bar[block.slots] = z_bar.sum(2).flatten(0, 1)
             t_bar[block.slots] = z_bar.sum(1).flatten(0, 1)
         if bars.a_new is not None:
-            a_bar.add_(bars.a_new, alpha=self.carry)
+            a_bar.add_(bars.a_new, alpha=self.alpha)
         return (a_bar, u_bar, t_bar, s_bar), saved
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
-        """Pass 3: return the derivatives of m and a′, and ȧ, u̇, ṫ, ṡ."""
+        """Pass 3: return ṁ and ȧ′, and save ȧ, u̇, ṫ and ṡ."""
         dots = AngleTerms(*tangents)
         bars, inputs = saved
         terms, weight, rho = inputs
+        M = self.message_columns
         kernels = _kernels(self, weight)
         if kernels is not None:
-            return kernels.tangent(terms, dots, _layer(self, inputs)), dots
+            return kernels.tangent(terms, dots, _angle_layer(self, inputs)), dots
         message_dot = None if bars.message is None else torch.empty_like(bars.message)
         a_new_dot = None if bars.a_new is None else torch.empty_like(bars.a_new)
         for block in self._blocks():
-            y, for_slope = self.activation(block.pre_activation(terms, weight))
+            y, keep = self.activation(block.pre_activation(terms, weight))
             z_dot = block.pre_activation(dots, weight)
-            y_dot = self.activation.times_slope(for_slope, z_dot)
+            y_dot = self.activation.times_slope(keep, z_dot)
             if message_dot is not None:
-                pairs = block.products(terms.s, terms.s)
-                summands = y_dot[..., : self.message_columns] * pairs
-                pair_dots = block.product_tangents(terms.s, dots.s)
-                summands += y[..., : self.message_columns] * pair_dots
+                s_pairs = block.products(terms.s, terms.s)
+                summands = y_dot[..., :M] * s_pairs
+                s_pair_dots = block.product_tangents(terms.s, dots.s)
+                summands += y[..., :M] * s_pair_dots
                 message_dot[block.slots] = summands.sum(2).flatten(0, 1)
             if a_new_dot is not None and rho is not None:
                 a_dot = dots.a[block.angles]
-                step = (y_dot[..., self.message_columns :] * rho).view_as(a_dot)
-                torch.add(step, a_dot, alpha=self.carry, out=a_new_dot[block.angles])
+                step = (y_dot[..., M:] * rho).view_as(a_dot)
+                torch.add(step, a_dot, alpha=self.alpha, out=a_new_dot[block.angles])
         return (message_dot, a_new_dot), dots
 
     def gradient(
@@ -156,15 +158,16 @@ class Angles(FourPasses):
         """Pass 4: return the gradients of a, u, t, W, ρ; s depends on positions alone."""
         hats = AngleCotangents(*cotangents)
         terms, weight, rho = inputs
+        M = self.message_columns
         bars = AngleCotangents(None, None) if adjoint_saved is None else adjoint_saved.bars
         kernels = _kernels(self, weight)
         if kernels is not None:
             a_hat, u_hat, t_hat, weight_hat, rho_hat = kernels.gradient(
-                hats=_without_none(self, hats, inputs),
-                bars=None if dots is None else _without_none(self, bars, inputs),
+                hats=_zeros_for_none(self, hats, inputs),
+                bars=None if dots is None else _zeros_for_none(self, bars, inputs),
                 terms=terms,
                 dots=dots,
-                layer=_layer(self, inputs),
+                layer=_angle_layer(self, inputs),
             )
             return a_hat, u_hat, t_hat, None, weight_hat, None if rho is None else rho_hat
         a_hat = torch.empty_like(terms.a)
@@ -173,26 +176,26 @@ class Angles(FourPasses):
         weight_hat = torch.zeros_like(weight)
         rho_hat = None if rho is None else torch.zeros_like(rho)
         for block in self._blocks():
-            y, for_slope = self.activation(block.pre_activation(terms, weight))
-            pairs = block.products(terms.s, terms.s)
-            y_hat = self._cotangent_of_y(block, pairs, hats, rho, like=y)
+            y, keep = self.activation(block.pre_activation(terms, weight))
+            s_pairs = block.products(terms.s, terms.s)
+            y_hat = self._cotangent_of_y(block, s_pairs, hats, rho, like=y)
             if rho_hat is not None and hats.a_new is not None:
-                new_hat = hats.a_new[block.angles]
-                rho_hat += (y[..., self.message_columns :].reshape_as(new_hat) * new_hat).sum(0)
+                a_new_hat = hats.a_new[block.angles]
+                rho_hat += (y[..., M:].reshape_as(a_new_hat) * a_new_hat).sum(0)
             if dots is None:
-                z_hat = self.activation.times_slope(for_slope, y_hat)
+                z_hat = self.activation.times_slope(keep, y_hat)
             else:
-                y_bar = self._cotangent_of_y(block, pairs, bars, rho, like=y)
+                y_bar = self._cotangent_of_y(block, s_pairs, bars, rho, like=y)
                 if bars.message is not None:
-                    pair_dots = block.product_tangents(terms.s, dots.s)
+                    s_pair_dots = block.product_tangents(terms.s, dots.s)
                     m_bar = block.by_first(bars.message)
-                    y_hat[..., : self.message_columns].addcmul_(m_bar, pair_dots)
+                    y_hat[..., :M].addcmul_(m_bar, s_pair_dots)
                 z_dot = block.pre_activation(dots, weight)
-                slope, bend = self.activation.derivatives(for_slope)
+                slope, bend = self.activation.derivatives(keep)
                 if rho_hat is not None and bars.a_new is not None:
-                    new_bar = bars.a_new[block.angles]
-                    y_dot = slope[..., self.message_columns :] * z_dot[..., self.message_columns :]
-                    rho_hat += (y_dot.view_as(new_bar) * new_bar).sum(0)
+                    a_new_bar = bars.a_new[block.angles]
+                    y_dot = slope[..., M:] * z_dot[..., M:]
+                    rho_hat += (y_dot.view_as(a_new_bar) * a_new_bar).sum(0)
                 # In place from here on: bend becomes ẑ, y_bar becomes z̄.
                 z_hat = bend.mul_(z_dot).mul_(y_bar).addcmul_(slope, y_hat)
                 z_bar = y_bar.mul_(slope)
@@ -202,7 +205,7 @@ class Angles(FourPasses):
             u_hat[block.slots] = z_hat.sum(2).flatten(0, 1)
             t_hat[block.slots] = z_hat.sum(1).flatten(0, 1)
         if hats.a_new is not None:
-            a_hat.add_(hats.a_new, alpha=self.carry)
+            a_hat.add_(hats.a_new, alpha=self.alpha)
         return a_hat, u_hat, t_hat, None, weight_hat, rho_hat
 
     def _blocks(self) -> Iterator[_Block]:
@@ -224,19 +227,20 @@ class Angles(FourPasses):
     def _cotangent_of_y(
         self,
         block: _Block,
-        pairs: Tensor,
+        s_pairs: Tensor,
         cotangents: AngleCotangents,
         rho: Tensor | None,
         like: Tensor,
     ) -> Tensor:
         """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
+        M = self.message_columns
         y_bar = torch.empty_like(like)
-        message_part = y_bar[..., : self.message_columns]
-        update_part = y_bar[..., self.message_columns :]
+        message_part = y_bar[..., :M]
+        update_part = y_bar[..., M:]
         if cotangents.message is None:
             message_part.zero_()
         else:
-            torch.mul(block.by_first(cotangents.message), pairs, out=message_part)
+            torch.mul(block.by_first(cotangents.message), s_pairs, out=message_part)
         if cotangents.a_new is None or rho is None:
             update_part.zero_()
         else:
@@ -249,14 +253,12 @@ class Angles(FourPasses):
         """Return s̄ of a block's slots, as first and as second neighbours."""
         if message_bar is None:
             return 0.0
-        n = block.atoms
-        k = block.neighbors
-        m_bar = message_bar[block.slots].view(n, k, self.message_columns, 1)
-        # m̄_j·y_jk (atoms, j, k)
-        along = torch.matmul(y[..., : self.message_columns], m_bar).squeeze(-1)
-        block_s = s[block.slots].view(n, k)
-        as_first = torch.bmm(along, block_s.unsqueeze(-1)).squeeze(-1)
-        as_second = torch.bmm(block_s.unsqueeze(1), along).squeeze(1)
+        m_bar = block.by_first(message_bar).transpose(2, 3)
+        # The adjoint of s_j·s_k: m̄_j·y_jk (atoms, j, k).
+        s_pair_bar = torch.matmul(y[..., : self.message_columns], m_bar).squeeze(-1)
+        block_s = s[block.slots].view(block.atoms, block.neighbors)
+        as_first = torch.bmm(s_pair_bar, block_s.unsqueeze(-1)).squeeze(-1)
+        as_second = torch.bmm(block_s.unsqueeze(1), s_pair_bar).squeeze(1)
         return (as_first + as_second).view(-1)
 
 
@@ -318,8 +320,8 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     return kernels
 
 
-def _layer(angles: Angles, inputs: AngleInputs) -> Any:
-    """Return the arguments that all passes share."""
+def _angle_layer(angles: Angles, inputs: AngleInputs) -> Any:
+    """Return the kernels' arguments that all passes share."""
     from deepmd_muon.model.descriptor.dpa3.kernels.angles import AngleLayer
 
     assert angles.activation.formula is not None
@@ -334,15 +336,15 @@ def _layer(angles: Angles, inputs: AngleInputs) -> Any:
         reach=reach,
         n_slots=block.width,
         message_columns=angles.message_columns,
-        alpha=angles.carry,
+        alpha=angles.alpha,
         formula=angles.activation.formula,
     )
 
 
-def _without_none(
+def _zeros_for_none(
     angles: Angles, cotangents: AngleCotangents, inputs: AngleInputs
 ) -> AngleCotangents:
-    """Return the cotangents as kernels take them."""
+    """Return the cotangents as `AngleCotangents` defines them for kernels."""
     message, a_new = cotangents
     if message is None:
         message = inputs.terms.u.new_zeros(inputs.terms.u.shape[0], angles.message_columns)

@@ -10,19 +10,19 @@ and y_ij[M:] updates the edge. q and the node features v come as one table, so t
 serves both.
 
 Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see
-`four_passes`) run block by block in a CPU's cache. Only the inputs, their tangents and the
-cotangents are kept between them:
+`nn.four_passes`, also for the accents) run block by block in a CPU's cache. Only the inputs, their
+tangents and the cotangents are kept between them:
 
 1. `value`: m, y[M:] and H;
-2. `adjoint`: ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ, and from it and H̄ those of e, p, q, v, w and h;
-3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of the outputs;
-4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of e, p, the table and W at once.
+2. `adjoint`: ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ, and from z̄ and H̄ the adjoints of e, p, q, v, w and h;
+3. `tangent`: ẏ = f′(z)∘ż, and from it the tangents of m, y[M:] and H;
+4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, and from it the gradients of e, p, the table and W.
 
-On a GPU each pass is one kernel in single precision (`kernels.edges`). On a CPU the passes are
-there for memory: a step of training takes as long as with autograd's (1.0 times) and 2.3 times less
-memory (six layers, 192 atoms of water, float32, 2026-11-23). The edges alone take 1.3 times as
-long, and a process 0.45 GB instead of 1.83 (six layers, 192 atoms with 110 slots, float32, one
-thread, 2026-11-27).
+On a GPU each pass is one kernel in single precision (`kernels.edges`). On a CPU the passes save
+memory: a step of training takes as long as with autograd's (1.0 times) and 2.3 times less memory
+(six layers, 192 atoms of water, float32, 2026-11-23). The edges alone take 1.3 times as long, and a
+process 0.45 GB instead of 1.83 (six layers, 192 atoms with 110 slots, float32, one thread,
+2026-11-27).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Edges(FourPasses):
     message_columns
         M, the length of a message; 0 without messages.
     incoming
-        The edges by neighbour; only kernels need it.
+        The edges sorted by neighbour; only kernels need it.
     """
 
     neighbor: Tensor
@@ -81,14 +81,14 @@ class Edges(FourPasses):
     incoming: Incoming | None
 
     def value(self, inputs: EdgeInputs) -> tuple[Perhaps, Nested]:
-        """Pass 1, see `FourPasses`."""
+        """Pass 1: return m, y[M:] and H."""
         terms, weight = inputs
         E, Y = weight.shape
         M = self.message_columns
         n_update = Y - M
         kernels = _kernels(self, weight)
         if kernels is not None:
-            message, update, moment = kernels.value(terms, _layer(self, weight))
+            message, update, moment = kernels.value(terms, _edge_layer(self, weight))
             return (message, update if n_update else None, moment), ()
         n_atoms, n_slots = self.neighbor.shape
         V = terms.table.shape[1] - Y
@@ -108,63 +108,65 @@ class Edges(FourPasses):
     def adjoint(
         self, cotangents: Any, inputs: EdgeInputs, value_saved: Any
     ) -> tuple[Tensors, Nested]:
-        """Pass 2: return the adjoints of `EdgeTerms`, and all tensors that came."""
+        """Pass 2: return the adjoints of `EdgeTerms`, and save the cotangents and inputs."""
         bars = EdgeCotangents(*cotangents)
         terms, weight = inputs
         saved = AdjointSaved(bars=bars, inputs=inputs)
         kernels = _kernels(self, weight)
         if kernels is not None:
-            present = _without_none(self, bars, inputs)
-            return kernels.adjoint(present, terms, _layer(self, weight)), saved
+            cotangents = _zeros_for_none(self, bars, inputs)
+            return kernels.adjoint(cotangents, terms, _edge_layer(self, weight)), saved
         E, Y = weight.shape
         M = self.message_columns
         adjoints = EdgeTerms(*(torch.zeros_like(term) for term in terms))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
-            y, for_slope = self.activation(block.pre_activation(weight))
+            y, keep = self.activation(block.pre_activation(weight))
             y_bar = self._cotangent_of_y(bars, atoms, block.w, like=y)
-            z_bar = self.activation.times_slope(for_slope, y_bar)
+            z_bar = self.activation.times_slope(keep, y_bar)
             e_bar = torch.matmul(z_bar, weight.t())
             v_bar = None
             if bars.message is not None:
                 m_bar = bars.message[atoms].unsqueeze(-1)
                 adjoints.w[atoms] = torch.bmm(y[..., :M], m_bar).squeeze(-1)
             if bars.moment is not None:
-                edge_moment = bars.moment[atoms, :, :E]
-                node_moment = bars.moment[atoms, :, E:]
-                e_bar = e_bar.baddbmm_(block.h, edge_moment)
-                v_bar = torch.bmm(block.h, node_moment)
-                h_bar = torch.bmm(block.e, edge_moment.transpose(1, 2))
-                adjoints.h[atoms] = h_bar.baddbmm_(block.v, node_moment.transpose(1, 2))
+                edge_moment_bar = bars.moment[atoms, :, :E]
+                node_moment_bar = bars.moment[atoms, :, E:]
+                e_bar.baddbmm_(block.h, edge_moment_bar)
+                v_bar = torch.bmm(block.h, node_moment_bar)
+                h_bar = torch.bmm(block.e, edge_moment_bar.transpose(1, 2))
+                adjoints.h[atoms] = h_bar.baddbmm_(block.v, node_moment_bar.transpose(1, 2))
             adjoints.e[atoms] = e_bar
             adjoints.p[atoms] = z_bar.sum(1)
             self._add_to_neighbors(adjoints.table, atoms, z_bar, v_bar)
         return adjoints, saved
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
-        """Pass 3: return the derivatives of m, y[M:] and H, and the tangents of `EdgeTerms`."""
+        """Pass 3: return the tangents of m, y[M:] and H, and save those of `EdgeTerms`."""
         dots = EdgeTerms(*tangents)
         bars, (terms, weight) = saved
         kernels = _kernels(self, weight)
         if kernels is not None:
-            return kernels.tangent(terms, dots, _layer(self, weight)), dots
+            return kernels.tangent(terms, dots, _edge_layer(self, weight)), dots
         E, Y = weight.shape
         M = self.message_columns
         out = EdgeCotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
-            dot = self._block(dots, atoms, Y)
-            y, for_slope = self.activation(block.pre_activation(weight))
-            y_dot = self.activation.times_slope(for_slope, dot.pre_activation(weight))
+            block_dot = self._block(dots, atoms, Y)
+            y, keep = self.activation(block.pre_activation(weight))
+            y_dot = self.activation.times_slope(keep, block_dot.pre_activation(weight))
             if out.message is not None:
-                by_y = torch.bmm(block.w.unsqueeze(1), y_dot[..., :M])
-                by_w = by_y.baddbmm_(dot.w.unsqueeze(1), y[..., :M])
-                out.message[atoms] = by_w.squeeze(1)
+                m_dot = torch.bmm(block.w.unsqueeze(1), y_dot[..., :M])
+                m_dot.baddbmm_(block_dot.w.unsqueeze(1), y[..., :M])
+                out.message[atoms] = m_dot.squeeze(1)
             if out.update is not None:
                 out.update[atoms] = y_dot[..., M:]
             if out.moment is not None:
-                out.moment[atoms, :, :E] = dot.edge_moment(block.h) + block.edge_moment(dot.h)
-                out.moment[atoms, :, E:] = dot.node_moment(block.h) + block.node_moment(dot.h)
+                edge_moment_dot = block_dot.edge_moment(block.h) + block.edge_moment(block_dot.h)
+                node_moment_dot = block_dot.node_moment(block.h) + block.node_moment(block_dot.h)
+                out.moment[atoms, :, :E] = edge_moment_dot
+                out.moment[atoms, :, E:] = node_moment_dot
         return out, dots
 
     def gradient(
@@ -185,11 +187,11 @@ class Edges(FourPasses):
         kernels = _kernels(self, weight)
         if kernels is not None:
             e_hat, p_hat, table_hat, weight_hat = kernels.gradient(
-                hats=_without_none(self, hats, inputs),
-                bars=None if dots is None else _without_none(self, bars, inputs),
+                hats=_zeros_for_none(self, hats, inputs),
+                bars=None if dots is None else _zeros_for_none(self, bars, inputs),
                 terms=terms,
                 dots=dots,
-                layer=_layer(self, weight),
+                layer=_edge_layer(self, weight),
             )
             return e_hat, p_hat, table_hat, None, None, weight_hat
         E, Y = weight.shape
@@ -200,36 +202,38 @@ class Edges(FourPasses):
         table_hat = torch.zeros_like(terms.table)
         for atoms in self._blocks():
             block = self._block(terms, atoms, Y)
-            y, for_slope = self.activation(block.pre_activation(weight))
+            y, keep = self.activation(block.pre_activation(weight))
             y_hat = self._cotangent_of_y(hats, atoms, block.w, like=y)
-            moment_pairs = []  # directions h with Ĥ, and ḣ with H̄
+            moment_pairs = []  # (h, Ĥ) and (ḣ, H̄)
             if hats.moment is not None:
                 moment_pairs.append((block.h, hats.moment[atoms]))
             if dots is None:
-                z_hat = self.activation.times_slope(for_slope, y_hat)
+                z_hat = self.activation.times_slope(keep, y_hat)
             else:
-                dot = self._block(dots, atoms, Y)
+                block_dot = self._block(dots, atoms, Y)
                 if bars.message is not None:
                     m_bar = bars.message[atoms].unsqueeze(1)
-                    y_hat[..., :M].addcmul_(dot.w.unsqueeze(-1), m_bar)
+                    y_hat[..., :M].addcmul_(block_dot.w.unsqueeze(-1), m_bar)
                 if bars.moment is not None:
-                    moment_pairs.append((dot.h, bars.moment[atoms]))
+                    moment_pairs.append((block_dot.h, bars.moment[atoms]))
                 y_bar = self._cotangent_of_y(bars, atoms, block.w, like=y)
-                slope, bend = self.activation.derivatives(for_slope)
+                slope, bend = self.activation.derivatives(keep)
                 # In place from here on: bend becomes ẑ, y_bar becomes z̄.
-                z_hat = bend.mul_(dot.pre_activation(weight)).mul_(y_bar).addcmul_(slope, y_hat)
+                z_hat = (
+                    bend.mul_(block_dot.pre_activation(weight)).mul_(y_bar).addcmul_(slope, y_hat)
+                )
                 z_bar = y_bar.mul_(slope)
-                weight_hat.addmm_(dot.e.flatten(0, 1).t(), z_bar.flatten(0, 1))
+                weight_hat.addmm_(block_dot.e.flatten(0, 1).t(), z_bar.flatten(0, 1))
             weight_hat.addmm_(block.e.flatten(0, 1).t(), z_hat.flatten(0, 1))
-            e_sum = torch.matmul(z_hat, weight.t())
-            v_sum = None
-            for direction, moment in moment_pairs:
-                e_sum = e_sum.baddbmm_(direction, moment[..., :E])
-                v_term = torch.bmm(direction, moment[..., E:])
-                v_sum = v_term if v_sum is None else v_sum.add_(v_term)
-            e_hat[atoms] = e_sum
+            block_e_hat = torch.matmul(z_hat, weight.t())
+            block_v_hat = None
+            for h, moment in moment_pairs:
+                block_e_hat.baddbmm_(h, moment[..., :E])
+                v_term = torch.bmm(h, moment[..., E:])
+                block_v_hat = v_term if block_v_hat is None else block_v_hat.add_(v_term)
+            e_hat[atoms] = block_e_hat
             p_hat[atoms] = z_hat.sum(1)
-            self._add_to_neighbors(table_hat, atoms, z_hat, v_sum)
+            self._add_to_neighbors(table_hat, atoms, z_hat, block_v_hat)
         return e_hat, p_hat, table_hat, None, None, weight_hat
 
     def _blocks(self) -> Iterator[slice]:
@@ -276,7 +280,7 @@ class Edges(FourPasses):
     def _add_to_neighbors(
         self, table: Tensor, atoms: slice, z_bar: Tensor, v_bar: Tensor | None
     ) -> None:
-        """Add the rows [z̄, v̄] of a block's edges to the rows of their neighbours."""
+        """Add [q̄, v̄] of a block's edges, where q̄ = z̄, to the table's rows of their neighbours."""
         rows = z_bar.new_zeros(*z_bar.shape[:2], table.shape[1])
         rows[..., : z_bar.shape[2]] = z_bar
         if v_bar is not None:
@@ -325,8 +329,8 @@ def _kernels(edges: Edges, weight: Tensor) -> Any:
     return kernels
 
 
-def _layer(edges: Edges, weight: Tensor) -> Any:
-    """Return the arguments that all passes share."""
+def _edge_layer(edges: Edges, weight: Tensor) -> Any:
+    """Return the kernels' arguments that all passes share."""
     from deepmd_muon.model.descriptor.dpa3.kernels.edges import EdgeLayer
 
     assert edges.activation.formula is not None
@@ -340,8 +344,8 @@ def _layer(edges: Edges, weight: Tensor) -> Any:
     )
 
 
-def _without_none(edges: Edges, cotangents: EdgeCotangents, inputs: EdgeInputs) -> EdgeCotangents:
-    """Return the cotangents as kernels take them."""
+def _zeros_for_none(edges: Edges, cotangents: EdgeCotangents, inputs: EdgeInputs) -> EdgeCotangents:
+    """Return the cotangents as `EdgeCotangents` defines them for kernels."""
     n_atoms, n_slots = edges.neighbor.shape
     E, Y = inputs.weight.shape
     n_update = Y - edges.message_columns

@@ -53,17 +53,17 @@ class Incoming(NamedTuple):
     start
         The edges to atom j are `order[start[j]:start[j + 1]]`; the empty slots begin at `start[-1]`
         `(atoms + 1,)`, int64.
-    tiles
+    tile_order
         Numbers of tiles, EDGE_TILE slots of an atom, those with an edge first `(tiles·atoms,)`,
         int32. Tile t of atom i has number t · atoms + i.
-    used
+    n_used_tiles
         How many tiles have an edge `(1,)`, int64.
     """
 
     order: Tensor
     start: Tensor
-    tiles: Tensor
-    used: Tensor
+    tile_order: Tensor
+    n_used_tiles: Tensor
 
 
 def sort_by_neighbor(neighbor: Tensor, empty: Tensor) -> Incoming:
@@ -84,13 +84,13 @@ def sort_by_neighbor(neighbor: Tensor, empty: Tensor) -> Incoming:
     atoms = torch.arange(n_atoms + 1, device=device, dtype=ends.dtype)
     tile_start = torch.arange(0, n_slots, EDGE_TILE, device=device)
     is_empty = (tile_start[:, None] >= _count_leading(~empty)).flatten().to(torch.uint8)
-    sorted_is_empty, tiles = is_empty.sort(stable=True)
+    sorted_is_empty, tile_order = is_empty.sort(stable=True)
     true = torch.ones(1, dtype=torch.uint8, device=device)
     return Incoming(
         order=order,
         start=torch.searchsorted(ends, atoms),
-        tiles=tiles.int(),
-        used=torch.searchsorted(sorted_is_empty, true),
+        tile_order=tile_order.int(),
+        n_used_tiles=torch.searchsorted(sorted_is_empty, true),
     )
 
 

@@ -30,17 +30,17 @@ class Graph:
         Number of each neighbour among the sorted atoms `(nreal, nnei)`, int64; any atom in empty
         slots.
     incoming
-        The edges by neighbour; None if kernels cannot run.
+        The edges sorted by neighbour; None if kernels cannot run.
     edge_weight
-        Switch over the edge scale `(nreal, nnei)`; 0 in empty slots.
+        Switch w, divided by the edge scale `(nreal, nnei)`; 0 in empty slots.
     direction
-        Standardised x·w/r² times w over the root of the edge scale `(nreal, nnei, 3)`; 0 in empty
-        slots.
+        w²·x/r² of the edge vector x, standardised, divided by the square root of the edge scale
+        `(nreal, nnei, 3)`; 0 in empty slots.
     plan
         Storage order of angles.
     angle_weight
-        Angular switch of the edges in angles, over the fourth root of the angle scale
-        `(nslots,)`, so that products of two are over its root; 0 in empty slots.
+        Angular switch of the edges in angles, divided by the fourth root of the angle scale: by its
+        square root in a product of two `(nslots,)`; 0 in empty slots.
     in_angle
         Which slots of the plan take part in angles `(nslots,)`.
     """
@@ -70,11 +70,23 @@ class Wanted(NamedTuple):
 
 
 class RepflowLayer(torch.nn.Module):
-    """Updates all features from their values before the layer.
+    """Updates all features from their values before the layer: x′ = α·x + Σ ρ∘u.
 
-    The input of a linear layer is several features next to each other: of a centre, a neighbour, an
-    edge. Its matrix is split by their rows, so that the product of an atom's features is computed
-    once and then gathered.
+    | x        | updates u, with the activation f                 | linear layer         |
+    |----------|--------------------------------------------------|----------------------|
+    | nodes    | f(linear(node))                                  | `node_self_mlp`      |
+    |          | f(linear(symmetrized moment of edges))           | `node_sym_linear`    |
+    |          | messages: Σ_j w_j·f(linear(node, node_j, edge_j)) | `node_edge_linear`  |
+    | edges j  | f(linear(node, node_j, edge_j))                  | `edge_self_linear`   |
+    |          | f(linear(message_j))                             | `edge_angle_linear2` |
+    | angles jk | f(linear(angle_jk, node, edge_k, edge_j))       | `angle_self_linear`  |
+
+    message_j = s_j·Σ_k s_k·f(linear(angle_jk, node, edge_k, edge_j)) is from angles, with
+    `edge_angle_linear1`.
+
+    A linear layer with several features as input is split by the rows of its matrix, so that the
+    product of an atom's or edge's features is computed once and then gathered. Layers with the same
+    input are multiplied together, see `join`.
     """
 
     def __init__(
@@ -93,7 +105,7 @@ class RepflowLayer(torch.nn.Module):
         a = repflow.a_dim
         edge_input = 2 * n + e
 
-        # `place` numbers the draws as deepmd-kit does.
+        # `place` selects the stream of random numbers, as in deepmd-kit.
         def linear(n_in: int, n_out: int, place: int, *, bias: bool = True) -> Layer:
             return Layer(
                 n_in, n_out, timestep=False, dtype=dtype, stream=stream.child(place), bias=bias
@@ -164,11 +176,11 @@ class RepflowLayer(torch.nn.Module):
                 branches.lend(1, *features, *graph.plan.tensors, graph.angle_weight)
                 with branches.chain(1):
                     angle_message, angle = self._angles(
-                        features, graph, force=force, message=True, update=wanted.angle
+                        features, graph, force=force, with_message=True, with_update=wanted.angle
                     )
                 branches.take(angle_message, angle)
             message, update, moment = self._edges(
-                features, graph, force=force, message=True, update=wanted.edge
+                features, graph, force=force, with_message=True, with_update=wanted.edge
             )
             node = self._nodes(features.node, message, moment, force=force)
         edge = features.edge
@@ -177,105 +189,132 @@ class RepflowLayer(torch.nn.Module):
         return Features(node=node, edge=edge, angle=angle)
 
     def _one_after_another(self, features: Features, graph: Graph, *, force: bool) -> Features:
-        """Return the features after the layer with `sequential_update`."""
-        _, update, _ = self._edges(features, graph, force=force, message=False, update=True)
+        """Return the features after the layer with `sequential_update`.
+
+        The edges are updated first, then the angles, the edges by angles, and the nodes. Each
+        update reads the newest features.
+        """
+        _, update, _ = self._edges(
+            features, graph, force=force, with_message=False, with_update=True
+        )
         assert update is not None
         edge = torch.addcmul(features.edge, update, self.e_residual[0])
         features = features._replace(edge=edge)
-        _, angle = self._angles(features, graph, force=force, message=False, update=True)
+        _, angle = self._angles(features, graph, force=force, with_message=False, with_update=True)
         features = features._replace(angle=angle)
-        angle_message, _ = self._angles(features, graph, force=force, message=True, update=False)
+        angle_message, _ = self._angles(
+            features, graph, force=force, with_message=True, with_update=False
+        )
         angle_update = self._update_by_angles(edge, graph, angle_message)
         edge = torch.addcmul(edge, angle_update, self.e_residual[1])
         features = features._replace(edge=edge)
-        message, _, moment = self._edges(features, graph, force=force, message=True, update=False)
+        message, _, moment = self._edges(
+            features, graph, force=force, with_message=True, with_update=False
+        )
         node = self._nodes(features.node, message, moment, force=force)
         return features._replace(node=node)
 
     def _edges(
-        self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
+        self,
+        features: Features,
+        graph: Graph,
+        *,
+        force: bool,
+        with_message: bool,
+        with_update: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the messages of all edges to their centre, the update of the edges, and H.
+        """Return m, y[M:] and H of `edges`: messages to nodes, the update of the edges, moments.
 
-        `edges` explains them. Without `message` there are no messages, but 0 columns; without
-        `update` the update is None.
+        Without messages m has 0 columns; without an update y[M:] is None.
         """
         n = self.repflow.n_dim
-        layers = [self.node_edge_linear] if message else []
-        if update:
+        layers = [self.node_edge_linear] if with_message else []
+        if with_update:
             layers.append(self.edge_self_linear)
         matrix, bias = join(layers)
         centre_rows, neighbor_rows, edge_rows = matrix.split([n, n, self.repflow.e_dim])
         p = torch.addmm(bias, features.node, centre_rows)
         table = torch.cat([torch.mm(features.node, neighbor_rows), features.node], 1)
-        passes = Edges(
+        operation = Edges(
             neighbor=graph.neighbor,
             activation=self.activation,
-            message_columns=self.repflow.message if message else 0,
+            message_columns=self.repflow.message if with_message else 0,
             incoming=graph.incoming,
         )
         terms = EdgeTerms(e=features.edge, p=p, table=table, w=graph.edge_weight, h=graph.direction)
-        messages, updates, moment = run(passes, EdgeInputs(terms, edge_rows), force=force)
+        messages, updates, moment = run(operation, EdgeInputs(terms, edge_rows), force=force)
         return messages, updates, moment
 
     def _nodes(self, node: Tensor, message: Tensor, moment: Tensor, *, force: bool) -> Tensor:
-        """Return the nodes after the layer, from the messages of edges side by side, and H."""
+        """Return the nodes after the layer, from messages `(nreal, heads·n_dim)` of edges, and H."""
         repflow = self.repflow
         messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
-                ResidualSum,
-                SumInputs,
-            )
-            from deepmd_muon.model.descriptor.dpa3.kernels.symmetrization import (
-                Moment,
-                Symmetrization,
-            )
-
-            symmetrize = Symmetrization(axis=repflow.axis_neuron, edge_columns=repflow.e_dim)
-            (environment,) = run(symmetrize, Moment(moment), force=force)
-            alpha, step_sizes = _residual_weights(
-                repflow.update_style, self.n_residual, node, 2 + len(messages)
-            )
-            passes = ResidualSum(activation=self.activation, alpha=alpha, reads_x=True)
-            self_weight, self_bias, _ = self.node_self_mlp.tensors
-            symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
-            inputs = SumInputs(
-                x=node,
-                terms=tuple(messages),
-                arguments=(environment,),
-                weights=(self_weight, symmetric_weight),
-                biases=(self_bias, symmetric_bias),
-                term_sizes=tuple(step_sizes[2:]),
-                layer_sizes=tuple(step_sizes[:2]),
-            )
-            node_new: Tensor
-            (node_new,) = run(passes, inputs, force=force)
-            return node_new
+            return self._nodes_by_kernels(node, messages, moment, force=force)
         f = self.activation.value
-        squares = [
+        symmetrized = [  # per block: edges, nodes
             torch.bmm(h[..., : repflow.axis_neuron].transpose(1, 2), h).flatten(1) / 3.0
             for h in moment.split([repflow.e_dim, repflow.n_dim], dim=2)
         ]
         updates = [
             f(_apply(self.node_self_mlp, node)),
-            f(_apply(self.node_sym_linear, torch.cat(squares, 1))),
+            f(_apply(self.node_sym_linear, torch.cat(symmetrized, 1))),
             *messages,  # without activation: `edges` has applied it
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 
-    def _angles(
-        self, features: Features, graph: Graph, *, force: bool, message: bool, update: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the messages of all angles to their first edge, and the angles after the layer.
+    def _nodes_by_kernels(
+        self, node: Tensor, messages: list[Tensor], moment: Tensor, *, force: bool
+    ) -> Tensor:
+        from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
+            ResidualSum,
+            ResidualSumInputs,
+        )
+        from deepmd_muon.model.descriptor.dpa3.kernels.symmetrization import (
+            Symmetrization,
+            SymmetrizationInputs,
+        )
 
-        The messages are `(nslots, e_dim)`, without `message` `(nslots, 0)`. Without `update` the
-        angles come back as they are.
+        repflow = self.repflow
+        symmetrize = Symmetrization(axis=repflow.axis_neuron, edge_columns=repflow.e_dim)
+        (symmetrized,) = run(symmetrize, SymmetrizationInputs(moment), force=force)
+        alpha, (self_step, symmetric_step, *message_steps) = _residual_coefficients(
+            repflow.update_style, self.n_residual, node, 2 + len(messages)
+        )
+        operation = ResidualSum(activation=self.activation, alpha=alpha, first_layer_reads_x=True)
+        self_weight, self_bias, _ = self.node_self_mlp.tensors
+        symmetric_weight, symmetric_bias, _ = self.node_sym_linear.tensors
+        inputs = ResidualSumInputs(
+            x=node,
+            terms=tuple(messages),
+            layer_inputs=(symmetrized,),
+            weights=(self_weight, symmetric_weight),
+            biases=(self_bias, symmetric_bias),
+            term_steps=tuple(message_steps),
+            layer_steps=(self_step, symmetric_step),
+        )
+        node_new: Tensor
+        (node_new,) = run(operation, inputs, force=force)
+        return node_new
+
+    def _angles(
+        self,
+        features: Features,
+        graph: Graph,
+        *,
+        force: bool,
+        with_message: bool,
+        with_update: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return m and a′ of `angles`: messages to first edges, and the angles after the layer.
+
+        Messages are `(nslots, e_dim)`, or `(nslots, 0)`. Without an update the angles come back as
+        they are.
         """
         repflow = self.repflow
         assert features.angle is not None
-        layers = [self.edge_angle_linear1] if message else []
-        if update:
+        layers = [self.edge_angle_linear1] if with_message else []
+        if with_update:
             layers.append(self.angle_self_linear)
         matrix, bias = join(layers)
         angle_rows, centre_rows, second_rows, first_rows = matrix.split(
@@ -288,10 +327,10 @@ class RepflowLayer(torch.nn.Module):
             edge_columns = repflow.e_dim  # compressed below
         centre_term = torch.addmm(bias, node, centre_rows)
         if graph.plan.padded:
-            # Slices add up in backward passes without atomic operations.
+            # Pad and slice: unlike index_select, their backward needs no atomic additions.
             n_plan_slots = graph.plan.blocks[0].width
             _, n_slots, e_dim = features.edge.shape
-            padding = (0, edge_columns - e_dim, 0, n_plan_slots - n_slots)  # negative: it cuts
+            padding = (0, edge_columns - e_dim, 0, n_plan_slots - n_slots)  # negative: slices
             edge = torch.nn.functional.pad(features.edge, padding).flatten(0, 1)
             edge = self._compressed(edge)
             first_term = torch.mm(edge, first_rows).view(-1, n_plan_slots, matrix.shape[1])
@@ -301,23 +340,25 @@ class RepflowLayer(torch.nn.Module):
             edge = self._compressed(edge)
             u = torch.addmm(centre_term.index_select(0, graph.plan.atom), edge, first_rows)
         t = torch.mm(edge, second_rows)
-        carry, (rho,) = _residual_weights(repflow.update_style, self.a_residual, features.angle, 1)
-        passes = Angles(
+        alpha, (rho,) = _residual_coefficients(
+            repflow.update_style, self.a_residual, features.angle, 1
+        )
+        operation = Angles(
             plan=graph.plan,
             activation=self.activation,
-            message_columns=repflow.e_dim if message else 0,
-            carry=carry,
+            message_columns=repflow.e_dim if with_message else 0,
+            alpha=alpha,
         )
         inputs = AngleInputs(
             terms=AngleTerms(a=features.angle, u=u, t=t, s=graph.angle_weight),
             weight=angle_rows,
-            rho=rho if update else None,
+            rho=rho if with_update else None,
         )
-        messages, angle = run(passes, inputs, force=force)
-        return messages, angle if update else features.angle
+        messages, angle = run(operation, inputs, force=force)
+        return messages, angle if with_update else features.angle
 
     def _compressed(self, edge: Tensor) -> Tensor:
-        """Return the features of edges `(n, e_dim)` that angles see, by the linear map if any."""
+        """Return the features of edges `(n, …)` that enter angles, after the linear map if any."""
         if self.a_compress_e_linear is None:
             return edge
         return torch.mm(edge, self.a_compress_e_linear.matrix)
@@ -337,45 +378,52 @@ class RepflowLayer(torch.nn.Module):
             return _residual_sum(style, edge, [update], self.e_residual)
         smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
         if smooth_and_padded and kernels_fit(edge, self.activation):
-            from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
-                ResidualSum,
-                SumInputs,
-            )
-
-            alpha, (update_size, angle_size) = _residual_weights(style, self.e_residual, edge, 2)
-            passes = ResidualSum(
-                activation=self.activation,
-                alpha=alpha,
-                slots=edge.shape[1],
-                near=graph.plan.blocks[0].width,
-            )
-            weight, bias, _ = self.edge_angle_linear2.tensors
-            inputs = SumInputs(
-                x=edge.flatten(0, 1),
-                terms=(update.flatten(0, 1),),
-                arguments=(angle_message,),
-                weights=(weight,),
-                biases=(bias,),
-                term_sizes=(update_size,),
-                layer_sizes=(angle_size,),
-            )
-            (edge_new,) = run(passes, inputs, force=force)
-            return edge_new.view_as(edge)  # type: ignore[no-any-return]
+            return self._edge_features_by_kernels(edge, graph, update, angle_message, force=force)
         angle_update = self._update_by_angles(edge, graph, angle_message)
         return _residual_sum(style, edge, [update, angle_update], self.e_residual)
 
+    def _edge_features_by_kernels(
+        self, edge: Tensor, graph: Graph, update: Tensor, angle_message: Tensor, *, force: bool
+    ) -> Tensor:
+        from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
+            ResidualSum,
+            ResidualSumInputs,
+        )
+
+        alpha, (update_step, angle_step) = _residual_coefficients(
+            self.repflow.update_style, self.e_residual, edge, 2
+        )
+        operation = ResidualSum(
+            activation=self.activation,
+            alpha=alpha,
+            n_slots=edge.shape[1],
+            n_near=graph.plan.blocks[0].width,
+        )
+        weight, bias, _ = self.edge_angle_linear2.tensors
+        inputs = ResidualSumInputs(
+            x=edge.flatten(0, 1),
+            terms=(update.flatten(0, 1),),
+            layer_inputs=(angle_message,),
+            weights=(weight,),
+            biases=(bias,),
+            term_steps=(update_step,),
+            layer_steps=(angle_step,),
+        )
+        (edge_new,) = run(operation, inputs, force=force)
+        return edge_new.view_as(edge)  # type: ignore[no-any-return]
+
     def _update_by_angles(self, edge: Tensor, graph: Graph, angle_message: Tensor) -> Tensor:
-        """Return the update of the edges by the messages of the angles."""
+        """Return the update of the edges by the messages of the angles, f(linear(message))."""
         f = self.activation.value
         linear = self.edge_angle_linear2
         slot = graph.plan.slot
         rows = edge.flatten(0, 1)
         if self.repflow.smooth_edge_update:
-            # An edge without angles takes 0 as message: f(b).
+            # The message of an edge without angles is 0; its update is f(b).
             update = f(linear.tensors.bias).expand_as(rows)
             update = update.index_copy(0, slot, f(_apply(linear, angle_message)))
         else:
-            # An edge without angles takes its features as message.
+            # The message of an edge without angles is its features.
             in_angle = graph.in_angle.unsqueeze(1)
             message = torch.where(in_angle, angle_message, rows.index_select(0, slot))
             update = f(_apply(linear, rows.index_copy(0, slot, message)))
@@ -399,12 +447,12 @@ def _apply(layer: Layer, x: Tensor) -> Tensor:
 
 
 def _residual_sum(
-    style: str, x: Tensor, updates: list[Tensor], residuals: torch.nn.ParameterList
+    style: str, x: Tensor, updates: list[Tensor], step_sizes: torch.nn.ParameterList
 ) -> Tensor:
-    """Return x with its updates added: weighted by trained vectors, averaged, or incremented."""
+    """Return x with its updates added: times trained step sizes, averaged, or incremented."""
     if style == "res_residual":
-        for weight, update in zip(residuals, updates, strict=True):
-            x = torch.addcmul(x, update, weight)
+        for step_size, update in zip(step_sizes, updates, strict=True):
+            x = torch.addcmul(x, update, step_size)
         return x
     total = updates[0]
     for update in updates[1:]:
@@ -414,15 +462,15 @@ def _residual_sum(
     return x + total / math.sqrt(len(updates))
 
 
-def _residual_weights(
-    style: str, residuals: torch.nn.ParameterList, x: Tensor, count: int
+def _residual_coefficients(
+    style: str, step_sizes: torch.nn.ParameterList, x: Tensor, count: int
 ) -> tuple[float, list[Tensor]]:
-    """Return α and ρ of x′ = α·x + Σ ρ∘u, the residual sum of features x `(…, width)`.
+    """Return α and the ρ of `_residual_sum` as α·x + Σ ρ∘u, for `count` updates u of x `(…, width)`.
 
-    `count` is the number of updates u.
+    ρ are vectors `(width,)`.
     """
     if style == "res_residual":
-        return 1.0, list(residuals)
+        return 1.0, list(step_sizes)
     if style == "res_avg":
         factor = 1.0 / math.sqrt(count + 1)
         return factor, [x.new_full(x.shape[-1:], factor)] * count

@@ -483,7 +483,7 @@ def _split(layers: list[Layer], rows: list[int]) -> Split:
 def _residual(style: str, trained: torch.nn.ParameterList, count: int, like: Tensor) -> Residual:
     """Return how `count` updates are added to features like `like` `(width,)`.
 
-    By trained vectors, averaged, or incremented; see `layer._residual_weights`.
+    By trained vectors, averaged, or incremented; see `layer._residual_coefficients`.
     """
     if style == "res_residual":
         weights = [weight.detach().clone() for weight in trained]

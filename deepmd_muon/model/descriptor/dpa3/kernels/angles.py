@@ -1,9 +1,12 @@
 """Triton kernels of the four passes over a layer's angles.
 
-`dpa3.angles.Angles` defines the results, and `nn.four_passes` explains the passes: a bar marks
-derivatives of the energy, a dot tangents, a hat derivatives of the loss. Passes 1 (`value`) and 3
-(`tangent`) launch `push_kernel`, passes 2 (`adjoint`) and 4 (`gradient`) `pull_kernel`. What a pass
-does not have is None, so that the compiler leaves it out.
+`dpa3.angles.Angles` defines the results, `nn.four_passes` the passes. `push_kernel` writes outputs
+(pass 1, `value`) or their tangents (pass 3, `tangent`). `pull_kernel` turns derivatives by the
+outputs into derivatives by the inputs: of the energy (pass 2, `adjoint`) or of the loss (pass 4,
+`gradient`). An argument that a pass does not have is None; the compiler then drops its code.
+
+A dot (`_dot`) marks tangents, a hat (`_hat`) the derivatives that the running pull propagates, a
+bar (`_bar`) derivatives of the energy that pass 4 reads.
 
 Notation (that of `dpa3.angles`)
 --------------------------------
@@ -28,10 +31,10 @@ is not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------
-A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k; its z, y and
-their derivatives never leave the chip. With a grid (P, G, B), program (p, g, b) takes the atoms p,
-p + P, …, of each the first neighbours g, g + G, …, and one block, the last one for b = 0. Columns of
-y are taken in *chunks*, because a program's registers hold one chunk of W:
+A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k. Its z, y and
+their derivatives never leave the chip. The grid is (P, G, B): program (p, g, b) takes the atoms p,
+p + P, …, of each atom the *group* of first neighbours g, g + G, …, and block B − 1 − b. Columns of y
+are taken in *chunks*, because a program's registers hold one chunk of W:
 
     for each chunk of y:
         for every P-th atom:
@@ -41,13 +44,13 @@ y are taken in *chunks*, because a program's registers hold one chunk of W:
 No two programs add to one number. Each writes parts, which are added up afterwards, always in the
 same order:
 
-- sums over second neighbours k (m, ū, û): one part for each block;
-- sums over first neighbours j (t̄, t̂): one part for each group g;
-- s̄, a sum over columns of y: one part for each chunk, as first neighbour for each block, as second
-  neighbour for each group;
+- sums over second neighbours k (m, û): one part for each block;
+- sums over first neighbours j (t̂): one part for each group;
+- ŝ, a sum over columns of y: one part for each chunk and block as first neighbour, for each chunk
+  and group as second neighbour;
 - Ŵ, ρ̂, sums over all angles: one part for each program.
 
-The contributions of all chunks to ā or â are added up in memory.
+A program adds up the contributions of all chunks to â in memory.
 
 Neighbours beyond the `reach` of an atom have s = 0 and contribute nothing.
 
@@ -65,16 +68,15 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
-    SMALLEST,
+    MIN_DOT_SIDE,
     Tensors,
     add_parts,
-    at_once,
-    constants,
+    as_constexpr,
+    concurrent_programs,
     contiguous,
-    holding,
+    dot_precision,
     load_tile,
-    precision,
-    share,
+    tile_side,
 )
 from deepmd_muon.model.descriptor.dpa3.tensors import AngleCotangents, AngleTerms
 from deepmd_muon.model.nn.activation import Formula
@@ -125,12 +127,12 @@ def value(terms: AngleTerms, layer: AngleLayer) -> tuple[Tensor, Tensor | None]:
 def adjoint(cotangents: AngleCotangents, terms: AngleTerms, layer: AngleLayer) -> AngleTerms:
     """Pass 2: return the adjoints of the terms, each in the shape of its term."""
     launch = Launch(terms, layer)
-    # An edge gets parts of s̄ as first neighbour, then as second one; they are added up together.
+    # The parts as first neighbour and those as second neighbour are added up together.
     parts_as_first = launch.n_blocks * launch.n_chunks
     parts_as_second = launch.n_groups * launch.n_chunks
     s_parts = launch.empty(parts_as_first + parts_as_second, *terms.s.shape)
     out = launch.empty_gradients()._replace(
-        s_first=s_parts[:parts_as_first], s_second=s_parts[parts_as_first:]
+        s_as_first=s_parts[:parts_as_first], s_as_second=s_parts[parts_as_first:]
     )
     pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
     u_bar, t_bar, s_bar = add_parts(out.u, out.t, s_parts)
@@ -154,20 +156,21 @@ def gradient(
 ) -> Tensors:
     """Pass 4: return the gradients of a, u, t, W and ρ; no elements for an absent ρ.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
-    such pass.
+    `hats` are the cotangents of this pass, `bars` those of pass 2. `bars` and `dots` are None
+    without forces.
     """
     launch = Launch(terms, layer)
     n_programs = math.prod(launch.grid)
-    weight_parts = launch.empty(n_programs, *launch.weight.shape)
-    rho_parts = launch.empty(n_programs, *launch.rho.shape)
-    out = launch.empty_gradients()._replace(weight=weight_parts, rho=rho_parts)
+    out = launch.empty_gradients()._replace(
+        weight=launch.empty(n_programs, *launch.weight.shape),
+        rho=launch.empty(n_programs, *launch.rho.shape),
+    )
     pull_kernel[launch.grid](
         out=out,
         hats=hats,
         bars=bars,
         dots=contiguous(dots) if dots else None,
-        num_stages=1,
+        num_stages=1,  # no prefetch of the next tile into shared memory
         **launch.arguments,
     )
     return out.a, *add_parts(out.u, out.t, out.weight, out.rho)
@@ -175,9 +178,9 @@ def gradient(
 
 # ----- launches ----------------------------------------------------------------------------------
 
-ROWS = 32  # second neighbours that a program holds at a time, at most
-#: Programs that share an atom write parts, which must be added up. So few share it that a launch
-#: takes at most this much longer than with the best number.
+MAX_TILE_ROWS = 32  # second neighbours of a tile, at most
+# Each group of an atom's first neighbours writes parts, which must be added up. `_count_groups` takes
+# the fewest groups with which a launch takes at most this many times as long as with the best number.
 SLACK = 1.1
 
 
@@ -185,7 +188,7 @@ class Tuning(NamedTuple):
     """How a pass is launched."""
 
     chunk_columns: int  # columns of y that a program holds at a time
-    programs: int  # that a multiprocessor runs at once
+    programs: int  # for each multiprocessor
 
 
 # Pass 1 keeps less than the others: smaller chunks let more programs run at once.
@@ -204,23 +207,24 @@ class Launch:
         A, Y = self.weight.shape
         n_slots = layer.n_slots
         n_atoms = self.terms.u.shape[0] // n_slots
-        tile_rows = min(ROWS, holding(n_slots))
+        tile_rows = min(MAX_TILE_ROWS, tile_side(n_slots))
         self.n_blocks = triton.cdiv(n_slots, tile_rows)
         self.n_chunks = triton.cdiv(Y, tuning.chunk_columns)
-        programs = at_once(self.weight.device, tuning.programs)
-        self.n_groups = _groups(n_atoms, n_slots, programs)
-        self.grid = (share(n_atoms, self.n_groups, programs), self.n_groups, self.n_blocks)
-        form = constants(
-            Form(
+        n_programs = concurrent_programs(self.weight.device, tuning.programs)
+        self.n_groups = _count_groups(n_atoms, n_slots, n_programs)
+        n_atom_programs = _count_atom_programs(n_atoms, self.n_groups, n_programs)
+        self.grid = (n_atom_programs, self.n_groups, self.n_blocks)
+        sizes = as_constexpr(
+            Sizes(
                 A=A,
                 M=layer.message_columns,
                 Y=Y,
                 tile_rows=tile_rows,
                 n_blocks=self.n_blocks,
-                a_width=holding(A),
+                a_width=tile_side(A),
                 chunk_columns=tuning.chunk_columns,
                 n_chunks=self.n_chunks,
-                precision=precision(),
+                dot_precision=dot_precision(),
             )
         )
         self.arguments: dict[str, Any] = {
@@ -231,9 +235,9 @@ class Launch:
             "n_atoms": n_atoms,
             "n_slots": n_slots,
             "alpha": layer.alpha,
-            "form": form,
+            "sizes": sizes,
             **layer.formula.kernel_arguments,
-            "num_warps": tile_rows // SMALLEST,
+            "num_warps": tile_rows // MIN_DOT_SIDE,  # each multiplies 16 rows
         }
 
     def empty(self, *shape: int) -> Tensor:
@@ -256,23 +260,30 @@ class Launch:
         )
 
 
-def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
-    """Return how many programs share the first neighbours of an atom."""
+def _count_groups(n_atoms: int, n_slots: int, n_programs: int) -> int:
+    """Return G; `n_programs` run at once."""
 
-    def tiles_in_turn(groups: int) -> int:
+    def tiles_in_turn(n_groups: int) -> int:
         """Return how many tiles a program takes one after another."""
-        atoms_in_turn = triton.cdiv(n_atoms, share(n_atoms, groups, programs))
-        return int(atoms_in_turn * triton.cdiv(n_slots, groups))
+        n_atom_programs = _count_atom_programs(n_atoms, n_groups, n_programs)
+        atoms_in_turn = triton.cdiv(n_atoms, n_atom_programs)
+        return int(atoms_in_turn * triton.cdiv(n_slots, n_groups))
 
     choices = range(1, n_slots + 1)
     fewest = min(map(tiles_in_turn, choices))
-    return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
+    return next(n_groups for n_groups in choices if tiles_in_turn(n_groups) <= SLACK * fewest)
+
+
+def _count_atom_programs(n_atoms: int, n_groups: int, n_programs: int) -> int:
+    """Return P: the atoms are spread evenly over the least number of turns."""
+    turns = triton.cdiv(n_atoms * n_groups, n_programs)
+    return int(triton.cdiv(n_atoms, max(1, turns)))
 
 
 # ----- arguments of the kernels ------------------------------------------------------------------
 
 
-class Form(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that are known when a kernel is compiled; A, M and Y are those of the table above.
 
     Attributes
@@ -283,8 +294,8 @@ class Form(NamedTuple):
         A power of two that holds A columns.
     chunk_columns, n_chunks
         Columns of a chunk, and how many chunks hold Y columns.
-    precision
-        Of products, see `shared.precision`.
+    dot_precision
+        See `shared.dot_precision`.
     """
 
     A: tl.constexpr
@@ -295,7 +306,7 @@ class Form(NamedTuple):
     a_width: tl.constexpr
     chunk_columns: tl.constexpr
     n_chunks: tl.constexpr
-    precision: tl.constexpr
+    dot_precision: tl.constexpr
 
 
 class OutputParts(NamedTuple):
@@ -306,13 +317,13 @@ class OutputParts(NamedTuple):
 
 
 class GradientParts(NamedTuple):
-    """What passes 2 and 4 write: adjoints, or gradients."""
+    """What passes 2 and 4 write."""
 
-    a: Any  # (angles, A)
+    a: Any  # (angles, A): â
     u: Any  # (blocks, slots, Y): parts of û
     t: Any  # (groups, slots, Y): parts of t̂
-    s_first: Any = None  # (blocks·chunks, slots): parts of s̄ as first neighbour; pass 2 only
-    s_second: Any = None  # (chunks·groups, slots): parts of s̄ as second neighbour; pass 2 only
+    s_as_first: Any = None  # (blocks·chunks, slots): parts of ŝ as first neighbour; pass 2 only
+    s_as_second: Any = None  # (chunks·groups, slots): parts of ŝ as second neighbour; pass 2 only
     weight: Any = None  # (programs, A, Y): parts of Ŵ; pass 4 only
     rho: Any = None  # (programs, A): parts of ρ̂; pass 4 only
 
@@ -333,73 +344,73 @@ def push_kernel(
     n_atoms,
     n_slots,
     alpha,
+    sizes,  # Sizes
+    kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
     curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,  # of the activation, as is `curve_constants`
 ) -> None:
     """Write m and a′ (pass 1), or their tangents (pass 3).
 
     y = f(z); m_j = s_j·Σ_k s_k·y_jk[:M], one part for each block, and a′ = α·a + ρ∘y[M:]. Their
     tangents are ẏ = f′(z)∘ż, ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
     """
-    block = _open_block(n_slots, form)
-    message = _part(out.message, block.number, n_atoms, n_slots, form.M)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
-        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+    block = _open_block(n_slots, sizes)
+    message_part = _part(out.message, block.number, n_atoms, n_slots, sizes.M)
+    for chunk_number in range(sizes.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, sizes)
+        a_new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            slot_0 = _slot_0(atom, n_slots)
+            start, end, zeros_start = _first_neighbors(reach, atom, block, sizes)
+            s_k = tl.load(terms.s + slot_0 + block.k, block.mask, 0.0)
             t_mask = z_mask & (start < end)  # nothing to load without a tile
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+            t = load_tile(terms.t, slot_0 + block.k, chunk.column, t_mask, sizes.Y)
             if dots is not None:
-                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+                s_k_dot = tl.load(dots.s + slot_0 + block.k, block.mask, 0.0)
+                t_dot = load_tile(dots.t, slot_0 + block.k, chunk.column, t_mask, sizes.Y)
             for j in range(start, end, tl.num_programs(1)):
-                slot = first_slot + j
+                slot = slot_0 + j
                 angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                a = load_tile(terms.a, angle, block.i, block.a_mask, sizes.A)
+                z = _pre_activation(terms, a, t, slot, chunk, sizes)
                 y, slope, _ = curve(z, kind, curve_constants)
-                old = terms.a
                 if dots is None:
                     m = tl.load(terms.s + slot) * tl.sum(y * s_k[:, None], 0)
+                    y_out = y
+                    a_in = terms.a
                 else:
-                    old = dots.a
-                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                    y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, sizes.A)
+                    y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, sizes)
                     s_j = tl.load(terms.s + slot)
-                    pair = (s_j * s_k)[:, None]
-                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    m = tl.sum(y_dot * pair + y * pair_dot, 0)
-                    y = y_dot
-                # In pass 3 m, y and `old` are tangents from here on.
-                tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
-                if form.Y > form.M:
-                    a_old = load_tile(old, angle, chunk.a_column, new_mask, form.A)
-                    at = out.a_new + angle[:, None] * form.A + chunk.a_column[None, :]
-                    tl.store(at, alpha * a_old + chunk.rho * y, new_mask)
+                    s_pair = (s_j * s_k)[:, None]
+                    s_pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    m = tl.sum(y_dot * s_pair + y * s_pair_dot, 0)  # ṁ
+                    y_out = y_dot
+                    a_in = dots.a
+                tl.store(message_part + slot * sizes.M + chunk.column, m, chunk.column < sizes.M)
+                if sizes.Y > sizes.M:
+                    a_old = load_tile(a_in, angle, chunk.a_column, a_new_mask, sizes.A)
+                    at = out.a_new + angle[:, None] * sizes.A + chunk.a_column[None, :]
+                    tl.store(at, alpha * a_old + chunk.rho * y_out, a_new_mask)
             _store_zeros(
-                rows=message,
-                angles=out.a_new,
-                first_slot=first_slot,
-                beyond=beyond,
+                row_part=message_part,
+                n_columns=sizes.M,
+                a_out=out.a_new,
+                slot_0=slot_0,
+                zeros_start=zeros_start,
                 n_slots=n_slots,
                 block=block,
-                c=chunk.c,
-                columns=form.M,
+                column=chunk.column,
                 chunk_number=chunk_number,
-                form=form,
+                sizes=sizes,
             )
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def pull_kernel(
     out,  # GradientParts, written
-    hats,  # AngleCotangents of this pass: in pass 2 bars, though called hats
-    bars,  # AngleCotangents of pass 2; None in pass 2, and without forces
+    hats,  # AngleCotangents of this pass: of the energy in pass 2, of the loss in pass 4
+    bars,  # AngleCotangents of pass 2, for pass 4; None in pass 2, and without forces
     weight,  # (A, Y)
     rho,  # (A,)
     reach,  # (atoms,)
@@ -408,119 +419,128 @@ def pull_kernel(
     n_atoms,
     n_slots,
     alpha,
-    curve_constants: tl.constexpr,
-    form,  # Form
+    sizes,  # Sizes
     kind: tl.constexpr,
+    curve_constants: tl.constexpr,
 ) -> None:
-    """Write the gradients of a, u, t, W and ρ (pass 4), or the adjoints of the terms (pass 2).
+    """Write â, û, t̂, and Ŵ and ρ̂ (pass 4) or ŝ (pass 2).
 
     ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ȳ = [s_j·s_k·m̄_j, ρ∘ā′];
     ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
     â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
-    Ŵ = Σ_angles (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ_angles (y∘â′ + f′(z)∘ż∘ā′).
-    Without bars and dots their terms are 0. What is left is also pass 2: each hat, here and in the
-    names below, then stands for a bar. Pass 2 writes no Ŵ and ρ̂, but
+    Ŵ = Σ_angles (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ_angles (y∘â′ + f′(z)∘ż∘ā′);
     ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
+    Without bars and dots their terms are 0.
     """
-    block = _open_block(n_slots, form)
+    block = _open_block(n_slots, sizes)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_hat = _part(out.u, block.number, n_atoms, n_slots, form.Y)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, rho, chunk_number, block.i, form)
-        new_mask = block.mask[:, None] & chunk.in_a[None, :]
+    u_part = _part(out.u, block.number, n_atoms, n_slots, sizes.Y)
+    for chunk_number in range(sizes.n_chunks):
+        chunk = _load_chunk(weight, rho, chunk_number, block.i, sizes)
+        a_new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
-        if out.weight is None:
-            s_number = block.number * form.n_chunks + chunk_number
-            s_first = _part(out.s_first, s_number, n_atoms, n_slots, 1)
-        else:
+        if out.s_as_first is not None:
+            s_number = block.number * sizes.n_chunks + chunk_number
+            s_as_first_part = _part(out.s_as_first, s_number, n_atoms, n_slots, 1)
+        else:  # pass 4
             weight_hat = tl.zeros_like(chunk.weight)
-            rho_hat = tl.zeros([form.chunk_columns], tl.float32)
+            rho_hat = tl.zeros([sizes.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            first_slot = _first_slot(atom, n_slots)
-            start, end, beyond = _first_neighbors(reach, atom, block, form)
-            s_k = tl.load(terms.s + first_slot + block.k, block.mask, 0.0)
+            slot_0 = _slot_0(atom, n_slots)
+            start, end, zeros_start = _first_neighbors(reach, atom, block, sizes)
+            s_k = tl.load(terms.s + slot_0 + block.k, block.mask, 0.0)
             t_mask = z_mask & (start < end)  # nothing to load without a tile
-            t = load_tile(terms.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+            t = load_tile(terms.t, slot_0 + block.k, chunk.column, t_mask, sizes.Y)
             if dots is not None:
-                s_k_dot = tl.load(dots.s + first_slot + block.k, block.mask, 0.0)
-                t_dot = load_tile(dots.t, first_slot + block.k, chunk.c, t_mask, form.Y)
+                s_k_dot = tl.load(dots.s + slot_0 + block.k, block.mask, 0.0)
+                t_dot = load_tile(dots.t, slot_0 + block.k, chunk.column, t_mask, sizes.Y)
             t_hat = tl.zeros_like(t)
-            s_second_hat = tl.zeros_like(s_k)
+            s_k_hat = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
-                slot = first_slot + j
+                slot = slot_0 + j
                 angle = slot * n_slots + block.k
-                a = load_tile(terms.a, angle, block.i, block.a_mask, form.A)
-                z = _pre_activation(terms, a, t, slot, chunk, form)
+                a = load_tile(terms.a, angle, block.i, block.a_mask, sizes.A)
+                z = _pre_activation(terms, a, t, slot, chunk, sizes)
                 y, slope, bend = curve(z, kind, curve_constants)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if dots is not None:
-                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
-                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, form.A)
-                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
-                m_hat = _load_message(hats.message, slot, chunk, form)
-                if out.s_first is not None:
-                    along = tl.sum(y * m_hat, 1)
-                    tl.store(s_first + slot, tl.sum(along * s_k, 0))
-                    s_second_hat += s_j * along
-                pair = (s_j * s_k)[:, None]
-                y_hat = m_hat * pair
-                rho_terms = tl.zeros_like(y)
-                if form.Y > form.M:
-                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, form.A)
-                    rho_terms += y * new_hat
-                    y_hat += chunk.rho * new_hat
+                    s_pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    a_dot = load_tile(dots.a, angle, block.i, block.a_mask, sizes.A)
+                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, sizes)
+                m_hat = _load_m_cotangent(hats.message, slot, chunk, sizes)
+                if out.s_as_first is not None:
+                    s_pair_hat = tl.sum(y * m_hat, 1)  # of s_j·s_k
+                    tl.store(s_as_first_part + slot, tl.sum(s_pair_hat * s_k, 0))
+                    s_k_hat += s_j * s_pair_hat
+                s_pair = (s_j * s_k)[:, None]
+                y_hat = m_hat * s_pair
+                rho_terms = tl.zeros_like(y)  # the compiler drops them in pass 2
+                if sizes.Y > sizes.M:
+                    a_new_hat = load_tile(hats.a_new, angle, chunk.a_column, a_new_mask, sizes.A)
+                    rho_terms += y * a_new_hat
+                    y_hat += chunk.rho * a_new_hat
                 if dots is not None:
-                    m_bar = _load_message(bars.message, slot, chunk, form)
-                    y_hat += m_bar * pair_dot
-                    y_bar = m_bar * pair
-                    if form.Y > form.M:
-                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
-                        rho_terms += slope * z_dot * new_bar
-                        y_bar += chunk.rho * new_bar
+                    m_bar = _load_m_cotangent(bars.message, slot, chunk, sizes)
+                    y_hat += m_bar * s_pair_dot
+                    y_bar = m_bar * s_pair
+                    if sizes.Y > sizes.M:
+                        a_new_bar = load_tile(
+                            bars.a_new, angle, chunk.a_column, a_new_mask, sizes.A
+                        )
+                        rho_terms += slope * z_dot * a_new_bar
+                        y_bar += chunk.rho * a_new_bar
                     z_hat = slope * y_hat + bend * z_dot * y_bar
                     z_bar = slope * y_bar
                 else:
                     z_hat = slope * y_hat
                 t_hat += z_hat
-                tl.store(u_hat + slot * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
+                tl.store(u_part + slot * sizes.Y + chunk.column, tl.sum(z_hat, 0), chunk.in_y)
                 if out.weight is not None:
                     rho_hat += tl.sum(rho_terms, 0)
-                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
-                if dots is not None:
-                    weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
-                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
-                if form.Y > form.M:
-                    a_hat += alpha * load_tile(
-                        hats.a_new, angle, block.i, block.a_mask & (chunk_number == 0), form.A
+                    weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=sizes.dot_precision)
+                if dots is not None:  # in pass 4 alone
+                    weight_hat += tl.dot(
+                        tl.trans(a_dot), z_bar, input_precision=sizes.dot_precision
                     )
-                _accumulate_a(out.a, a_hat, angle, block, chunk_number, form)
+                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=sizes.dot_precision)
+                if sizes.Y > sizes.M:
+                    first_mask = block.a_mask & (chunk_number == 0)  # α·â′ is added once
+                    a_hat += alpha * load_tile(hats.a_new, angle, block.i, first_mask, sizes.A)
+                _accumulate_a(
+                    a_out=out.a,
+                    value=a_hat,
+                    angle=angle,
+                    block=block,
+                    chunk_number=chunk_number,
+                    sizes=sizes,
+                )
             _store_zeros(
-                rows=u_hat,
-                angles=out.a,
-                first_slot=first_slot,
-                beyond=beyond,
+                row_part=u_part,
+                n_columns=sizes.Y,
+                a_out=out.a,
+                slot_0=slot_0,
+                zeros_start=zeros_start,
                 n_slots=n_slots,
                 block=block,
-                c=chunk.c,
-                columns=form.Y,
+                column=chunk.column,
                 chunk_number=chunk_number,
-                form=form,
+                sizes=sizes,
             )
             row = group.to(tl.int64) * n_atoms + atom  # of parts as (groups·atoms, n_slots, …)
-            if out.s_first is not None:
-                _store_zeros_of_s(s_first + first_slot, beyond, n_slots)
+            if out.s_as_second is not None:
+                _store_zeros_of_s(s_as_first_part + slot_0, zeros_start, n_slots)
                 s_row = chunk_number * n_groups * n_atoms + row
-                tl.store(out.s_second + s_row * n_slots + block.k, s_second_hat, block.mask)
-            t_at = out.t + (row * n_slots + block.k)[:, None] * form.Y + chunk.c[None, :]
+                tl.store(out.s_as_second + s_row * n_slots + block.k, s_k_hat, block.mask)
+            t_at = out.t + (row * n_slots + block.k)[:, None] * sizes.Y + chunk.column[None, :]
             tl.store(t_at, t_hat, z_mask)
         if out.weight is not None:
             # Of this program, as the flattened grid counts.
-            program = (tl.program_id(0) * n_groups + group) * form.n_blocks + block.number
-            _store_weight(out.weight, weight_hat, program, block, chunk, form)
-            _store_rho(out.rho, rho_hat, program, chunk, form)
-        # The next chunk adds to â, which other threads of this program have written.
+            program = (tl.program_id(0) * n_groups + group) * sizes.n_blocks + block.number
+            _store_weight(out.weight, weight_hat, program, block, chunk, sizes)
+            _store_rho(out.rho, rho_hat, program, chunk, sizes)
+        # The next chunk adds to â. Other threads of this program may have written it.
         tl.debug_barrier()
 
 
@@ -528,12 +548,12 @@ def pull_kernel(
 
 
 class Chunk(NamedTuple):
-    """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
+    """A chunk of the columns of y, and these columns of W and ρ."""
 
-    c: Any  # numbers of the columns
-    in_y: Any  # c < Y
-    a_column: Any  # c − M: the column of a′ that a column of y updates
-    in_a: Any  # M ≤ c < Y
+    column: Any  # (chunk_columns,)
+    in_y: Any  # (chunk_columns,): column < Y, since the last chunk may reach past Y
+    a_column: Any  # (chunk_columns,): column − M, the column of a′ that it updates
+    in_a: Any  # (chunk_columns,): M ≤ column < Y
     weight: Any  # (a_width, chunk_columns)
     rho: Any  # (1, chunk_columns); 0 in columns of the message
 
@@ -542,43 +562,43 @@ class Block(NamedTuple):
     """The block of second neighbours that a program takes."""
 
     number: Any
-    k: Any  # (tile_rows,): numbers of the neighbours
-    mask: Any  # (tile_rows,): which exist
-    i: Any  # (a_width,): columns of a
-    a_mask: Any  # (tile_rows, a_width): entries of a tile of a that exist
+    k: Any  # (tile_rows,)
+    mask: Any  # (tile_rows,): k < n_slots
+    i: Any  # (a_width,): all columns of a
+    a_mask: Any  # (tile_rows, a_width): i < A too
 
 
 @triton.jit
-def _open_block(n_slots, form):
+def _open_block(n_slots, sizes):
     """Return the block of a program."""
     number = tl.zeros([], tl.int32)  # not 0: callers need a tensor, to convert it to int64
-    if form.n_blocks > 1:
+    if sizes.n_blocks > 1:
         # The last block, which few atoms reach, comes first: its programs run next to those that
         # have more to do.
-        number += form.n_blocks - 1 - tl.program_id(2)
-    k = number * form.tile_rows + tl.arange(0, form.tile_rows)
-    i = tl.arange(0, form.a_width)
+        number += sizes.n_blocks - 1 - tl.program_id(2)
+    k = number * sizes.tile_rows + tl.arange(0, sizes.tile_rows)
+    i = tl.arange(0, sizes.a_width)
     mask = k < n_slots
-    a_mask = mask[:, None] & (i < form.A)[None, :]
+    a_mask = mask[:, None] & (i < sizes.A)[None, :]
     return Block(number=number, k=k, mask=mask, i=i, a_mask=a_mask)
 
 
 @triton.jit
-def _first_slot(atom, n_slots):
+def _slot_0(atom, n_slots):
     """Return the slot of an atom's neighbour 0 (int64: angles · columns may exceed 2³¹)."""
     return atom * tl.full([], n_slots, tl.int64)
 
 
 @triton.jit
-def _first_neighbors(reach, atom, block, form):
-    """Return `start`, `end` and `beyond`, which divide a program's first neighbours in two ranges.
+def _first_neighbors(reach, atom, block, sizes):
+    """Return `start`, `end` and `zeros_start`: the two ranges of a program's first neighbours.
 
-    With G groups it computes the tiles of start, start + G, … below `end`. It stores zeros for the
-    other neighbours, from `beyond` on in the same steps.
+    With G groups the program computes the tiles of start, start + G, … below `end`. It stores zeros
+    for zeros_start, zeros_start + G, … below `n_slots`.
     """
     n_within = tl.load(reach + atom)
     # If no second neighbour of the block is within reach, nor is any tile.
-    end = tl.where(n_within > block.number * form.tile_rows, n_within, 0)
+    end = tl.where(n_within > block.number * sizes.tile_rows, n_within, 0)
     start = tl.program_id(1)
     step = tl.num_programs(1)
     n_computed = (tl.maximum(end - start, 0) + step - 1) // step
@@ -586,19 +606,18 @@ def _first_neighbors(reach, atom, block, form):
 
 
 @triton.jit
-def _load_chunk(weight, rho, chunk_number, i, form):
-    """Load what a program holds of a chunk; `i` are columns of a."""
-    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-    in_y = c < form.Y
-    a_column = c - form.M
-    in_a = (c >= form.M) & in_y
-    weight_mask = (i < form.A)[:, None] & in_y[None, :]
+def _load_chunk(weight, rho, chunk_number, i, sizes):
+    column = chunk_number * sizes.chunk_columns + tl.arange(0, sizes.chunk_columns)
+    in_y = column < sizes.Y
+    a_column = column - sizes.M
+    in_a = (column >= sizes.M) & in_y
+    weight_mask = (i < sizes.A)[:, None] & in_y[None, :]
     return Chunk(
-        c=c,
+        column=column,
         in_y=in_y,
         a_column=a_column,
         in_a=in_a,
-        weight=load_tile(weight, i, c, weight_mask, form.Y),
+        weight=load_tile(weight, i, column, weight_mask, sizes.Y),
         rho=tl.load(rho + a_column, in_a, 0.0)[None, :],
     )
 
@@ -607,70 +626,77 @@ def _load_chunk(weight, rho, chunk_number, i, form):
 
 
 @triton.jit
-def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
-    """Return where a part (atoms·n_slots, columns) starts."""
-    return parts + number.to(tl.int64) * n_atoms * n_slots * columns
+def _part(parts, number, n_atoms, n_slots, n_columns: tl.constexpr):
+    """Return a pointer to a part (atoms·n_slots, n_columns)."""
+    return parts + number.to(tl.int64) * n_atoms * n_slots * n_columns
 
 
 @triton.jit
-def _pre_activation(terms, a, t, slot, chunk, form):
+def _pre_activation(terms, a, t, slot, chunk, sizes):
     """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents.
 
     What does not depend on positions, such as a bias, must not be added here: ż has none.
     """
-    u = tl.load(terms.u + slot * form.Y + chunk.c, chunk.in_y, 0.0)
-    return tl.dot(a, chunk.weight, input_precision=form.precision) + u[None, :] + t
+    u = tl.load(terms.u + slot * sizes.Y + chunk.column, chunk.in_y, 0.0)
+    return tl.dot(a, chunk.weight, input_precision=sizes.dot_precision) + u[None, :] + t
 
 
 @triton.jit
-def _load_message(message, slot, chunk, form):
-    """Load the cotangent of m_j into the columns of y (1, chunk_columns); 0 beyond M."""
-    return tl.load(message + slot * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
+def _load_m_cotangent(message, slot, chunk, sizes):
+    """Load m̂_j or m̄_j into the columns of y (1, chunk_columns); 0 beyond M."""
+    in_message = chunk.column < sizes.M
+    return tl.load(message + slot * sizes.M + chunk.column, in_message, 0.0)[None, :]
 
 
 @triton.jit
-def _accumulate_a(a_out, value, angle, block, chunk_number, form):
-    """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
+def _accumulate_a(a_out, value, angle, block, chunk_number, sizes):
+    """Store what a chunk of y contributes to â, added to that of earlier chunks."""
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), form.A)
-    tl.store(a_out + angle[:, None] * form.A + block.i[None, :], value, block.a_mask)
+    value += load_tile(a_out, angle, block.i, block.a_mask & (chunk_number > 0), sizes.A)
+    tl.store(a_out + angle[:, None] * sizes.A + block.i[None, :], value, block.a_mask)
 
 
 @triton.jit
-def _store_weight(weight_parts, value, program, block, chunk, form):
+def _store_weight(weight_parts, value, program, block, chunk, sizes):
     """Store a program's part of Ŵ in the columns of a chunk."""
-    row = (program * form.A + block.i[:, None]) * form.Y
-    mask = (block.i < form.A)[:, None] & chunk.in_y[None, :]
-    tl.store(weight_parts + row + chunk.c[None, :], value, mask)
+    row = (program * sizes.A + block.i[:, None]) * sizes.Y
+    mask = (block.i < sizes.A)[:, None] & chunk.in_y[None, :]
+    tl.store(weight_parts + row + chunk.column[None, :], value, mask)
 
 
 @triton.jit
-def _store_rho(rho_parts, value, program, chunk, form):
+def _store_rho(rho_parts, value, program, chunk, sizes):
     """Store a program's part of ρ̂ in the columns of a chunk."""
-    if form.Y > form.M:
-        tl.store(rho_parts + program * form.A + chunk.a_column, value, chunk.in_a)
+    if sizes.Y > sizes.M:
+        tl.store(rho_parts + program * sizes.A + chunk.a_column, value, chunk.in_a)
 
 
 @triton.jit
 def _store_zeros(
-    rows, angles, first_slot, beyond, n_slots, block, c, columns: tl.constexpr, chunk_number, form
+    row_part,  # (slots, n_columns), written: m or û
+    n_columns: tl.constexpr,
+    a_out,  # (angles, A), written with the first chunk: a′ or â; None if a′ is not wanted
+    slot_0,
+    zeros_start,
+    n_slots,
+    block,
+    column,  # (chunk_columns,)
+    chunk_number,
+    sizes,
 ):
-    """Store zeros for first neighbours from `beyond` on and, unless `angles` is None, their angles.
-
-    `chunk_number` is that of the chunk; zeros of angles are stored with the first one.
-    """
-    for j in range(beyond, n_slots, tl.num_programs(1)):
-        slot = first_slot + j
-        tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
-        if angles is not None:
+    """Store zeros for the first neighbours that a program does not compute."""
+    for j in range(zeros_start, n_slots, tl.num_programs(1)):
+        slot = slot_0 + j
+        zero_row = tl.zeros([sizes.chunk_columns], tl.float32)
+        tl.store(row_part + slot * n_columns + column, zero_row, column < n_columns)
+        if a_out is not None:
             angle = slot * n_slots + block.k
-            zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
-            at = angles + angle[:, None] * form.A + block.i[None, :]
+            zeros = tl.zeros([sizes.tile_rows, sizes.a_width], tl.float32)
+            at = a_out + angle[:, None] * sizes.A + block.i[None, :]
             tl.store(at, zeros, block.a_mask & (chunk_number == 0))
 
 
 @triton.jit
-def _store_zeros_of_s(s, beyond, n_slots):
-    """Store zeros of s of an atom for first neighbours from `beyond` on."""
-    for j in range(beyond, n_slots, tl.num_programs(1)):
-        tl.store(s + j, 0.0)
+def _store_zeros_of_s(s_of_atom, zeros_start, n_slots):
+    for j in range(zeros_start, n_slots, tl.num_programs(1)):
+        tl.store(s_of_atom + j, 0.0)

@@ -1,9 +1,12 @@
 """Triton kernels of the four passes over a layer's edges.
 
-`dpa3.edges.Edges` defines the results, and `nn.four_passes` explains the passes: a bar marks
-derivatives of the energy, a dot tangents, a hat derivatives of the loss. Passes 1 (`value`) and 3
-(`tangent`) launch `push_kernel`, passes 2 (`adjoint`) and 4 (`gradient`) `pull_kernel`. What a pass
-does not have is None, so that the compiler leaves it out.
+`dpa3.edges.Edges` defines the results, `nn.four_passes` the passes. `push_kernel` writes outputs
+(pass 1, `value`) or their tangents (pass 3, `tangent`). `pull_kernel` turns derivatives by the
+outputs into derivatives by the inputs: of the energy (pass 2, `adjoint`) or of the loss (pass 4,
+`gradient`). An argument that a pass does not have is None; the compiler then drops its code.
+
+A dot (`_dot`) marks tangents, a hat (`_hat`) the derivatives that the running pull propagates, a
+bar (`_bar`) derivatives of the energy that pass 4 reads.
 
 Notation (that of `dpa3.edges`)
 -------------------------------
@@ -28,9 +31,9 @@ and y_ij[M:] is the update of the edge.
 
 How the work is divided
 -----------------------
-A *tile* is `EDGE_TILE` consecutive slots of one atom. `TileOrder` has the tiles that hold an edge
-first, then the empty ones. Columns of y are taken in *chunks*, because a program's registers hold
-one chunk of W. Each of n programs does
+A *tile* is `EDGE_TILE` consecutive slots of one atom. `Incoming.tile_order` lists the tiles with an
+edge first, then the empty ones. Columns of y are taken in *chunks*, because a program's registers
+hold one chunk of W. Each of n programs does
 
     for each chunk of y:
         for every n-th tile with an edge: compute and store
@@ -40,17 +43,17 @@ one chunk of W. Each of n programs does
 No two programs add to one number. Each writes parts, which are added up afterwards, always in the
 same order:
 
-- sums over an atom's edges (m, H, p̄, p̂): one part for each tile;
-- w̄, a sum over columns of y: one part for each chunk;
+- sums over an atom's edges (m, H, p̂): one part for each tile;
+- ŵ, a sum over columns of y: one part for each chunk;
 - Ŵ, a sum over all edges: one part for each program;
-- q̄, v̄, q̂, v̂, sums over an atom's appearances as a neighbour: one row for each edge. Rows of empty
-  slots are never read.
+- q̂, v̂, sums over an atom's appearances as a neighbour: one row for each edge. Rows of empty slots
+  are never read.
 
 m and H of an atom exist only after `add_parts`: a kernel sees one tile, so that it cannot compute
 what is not linear in them, such as a norm.
 
-Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they
-then contribute nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and
+Empty slots contribute nothing to any sum: w = h = 0, and the cotangent of y[M:] is 0 there, because
+the caller must not use it. As y[M:] the kernels store f(z) in empty slots of tiles with an edge, and
 0 in empty tiles.
 
 All tensors are contiguous and in single precision. Two tests in `test_model_kernels.py` compare the
@@ -70,13 +73,13 @@ from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE, Incoming
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
     add_parts,
-    add_to_neighbors,
-    at_once,
-    constants,
+    as_constexpr,
+    concurrent_programs,
     contiguous,
-    holding,
+    dot_precision,
     load_tile,
-    precision,
+    sum_by_neighbor,
+    tile_side,
 )
 from deepmd_muon.model.descriptor.dpa3.tensors import EdgeCotangents, EdgeTerms
 from deepmd_muon.model.nn.activation import Formula
@@ -91,7 +94,7 @@ class EdgeLayer(NamedTuple):
     neighbor
         The atom j of each slot (atoms, slots), int64; any atom in empty slots.
     incoming
-        The edges by neighbour, and the order of tiles.
+        The edges sorted by neighbour, and the order of tiles.
     weight
         W (E, Y).
     message_columns
@@ -128,7 +131,8 @@ def adjoint(cotangents: EdgeCotangents, terms: EdgeTerms, layer: EdgeLayer) -> E
     )
     pull_kernel[launch.grid](out=out, hats=cotangents, bars=None, dots=None, **launch.arguments)
     p_bar, w_bar = add_parts(out.p, out.w)
-    return EdgeTerms(e=out.e, p=p_bar, table=launch.sum_table_rows(out.table), w=w_bar, h=out.h)
+    table_bar = sum_by_neighbor(out.table_rows, layer.incoming)
+    return EdgeTerms(e=out.e, p=p_bar, table=table_bar, w=w_bar, h=out.h)
 
 
 def tangent(terms: EdgeTerms, dots: EdgeTerms, layer: EdgeLayer) -> Tensors:
@@ -149,12 +153,11 @@ def gradient(
 ) -> Tensors:
     """Pass 4: return the gradients of e, p, the table and W, in the order of `EdgeInputs`.
 
-    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are None if there was no
-    such pass.
+    `hats` are the cotangents of this pass, `bars` those of pass 2. `bars` and `dots` are None
+    without forces.
     """
     launch = Launch(terms, layer)
-    weight_parts = launch.empty(*launch.grid, *layer.weight.shape)
-    out = launch.empty_gradients()._replace(weight=weight_parts)
+    out = launch.empty_gradients()._replace(weight=launch.empty(*launch.grid, *layer.weight.shape))
     pull_kernel[launch.grid](
         out=out,
         hats=hats,
@@ -163,7 +166,7 @@ def gradient(
         **launch.arguments,
     )
     weight_hat, p_hat = add_parts(out.weight, out.p)
-    return out.e, p_hat, launch.sum_table_rows(out.table), weight_hat
+    return out.e, p_hat, sum_by_neighbor(out.table_rows, layer.incoming), weight_hat
 
 
 # ----- launches ----------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Tuning(NamedTuple):
     """How a pass is launched."""
 
     chunk_columns: int  # columns of y that a program holds at a time
-    programs: int  # that a multiprocessor runs at once
+    programs: int  # for each multiprocessor
     num_warps: int
 
 
@@ -192,35 +195,36 @@ class Launch:
         E, self.Y = layer.weight.shape
         V = self.terms.table.shape[1] - self.Y
         self.M = layer.message_columns
-        self.columns = E + V
+        self.moment_columns = E + V
         self.tiles_per_atom = triton.cdiv(self.n_slots, EDGE_TILE)
         self.n_chunks = triton.cdiv(self.Y, tuning.chunk_columns)
-        programs = at_once(layer.weight.device, tuning.programs)
-        self.grid = (min(self.n_atoms * self.tiles_per_atom, programs),)
-        form = constants(
-            Form(
+        n_programs = concurrent_programs(layer.weight.device, tuning.programs)
+        self.grid = (min(self.n_atoms * self.tiles_per_atom, n_programs),)
+        sizes = as_constexpr(
+            Sizes(
                 E=E,
                 V=V,
                 M=self.M,
                 Y=self.Y,
                 tile_rows=EDGE_TILE,
-                e_width=holding(E),
+                e_width=tile_side(E),
                 chunk_columns=tuning.chunk_columns,
                 n_chunks=self.n_chunks,
-                precision=precision(),
+                dot_precision=dot_precision(),
             )
         )
         self.arguments: dict[str, Any] = {
             "neighbor": layer.neighbor.contiguous(),
-            "tile_order": TileOrder(order=layer.incoming.tiles, n_used=layer.incoming.used),
+            "tile_order": layer.incoming.tile_order,
+            "n_used_tiles": layer.incoming.n_used_tiles,
             "weight": layer.weight.contiguous(),
             "terms": self.terms,
             "n_atoms": self.n_atoms,
             "n_slots": self.n_slots,
-            "form": form,
+            "sizes": sizes,
             **layer.formula.kernel_arguments,
             "num_warps": tuning.num_warps,
-            "num_stages": 1,
+            "num_stages": 1,  # no prefetch of the next tile into shared memory
         }
 
     def empty(self, *shape: int) -> Tensor:
@@ -234,7 +238,7 @@ class Launch:
         return OutputParts(
             message=self.empty(self.tiles_per_atom, self.n_atoms, self.M),
             update=self.empty(*update_shape),
-            moment=self.empty(self.tiles_per_atom, self.n_atoms, 3, self.columns),
+            moment=self.empty(self.tiles_per_atom, self.n_atoms, 3, self.moment_columns),
         )
 
     def empty_gradients(self) -> GradientParts:
@@ -242,18 +246,14 @@ class Launch:
         return GradientParts(
             e=self.empty(*self.terms.e.shape),
             p=self.empty(self.tiles_per_atom, *self.terms.p.shape),
-            table=self.empty(self.n_atoms * self.n_slots, self.terms.table.shape[1]),
+            table_rows=self.empty(self.n_atoms * self.n_slots, self.terms.table.shape[1]),
         )
-
-    def sum_table_rows(self, rows: Tensor) -> Tensor:
-        """Return the sum over the edges that lead to each atom."""
-        return add_to_neighbors(rows, self.layer.incoming.order, self.layer.incoming.start)
 
 
 # ----- arguments of the kernels ------------------------------------------------------------------
 
 
-class Form(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that are known when a kernel is compiled; E, V, M and Y are those of the table above.
 
     Attributes
@@ -264,8 +264,8 @@ class Form(NamedTuple):
         A power of two that holds E columns.
     chunk_columns, n_chunks
         Columns of a chunk, and how many chunks hold Y columns.
-    precision
-        Of products, see `shared.precision`.
+    dot_precision
+        See `shared.dot_precision`.
     """
 
     E: tl.constexpr
@@ -276,7 +276,7 @@ class Form(NamedTuple):
     e_width: tl.constexpr
     chunk_columns: tl.constexpr
     n_chunks: tl.constexpr
-    precision: tl.constexpr
+    dot_precision: tl.constexpr
 
 
 class OutputParts(NamedTuple):
@@ -288,21 +288,14 @@ class OutputParts(NamedTuple):
 
 
 class GradientParts(NamedTuple):
-    """What passes 2 and 4 write: adjoints, or gradients."""
+    """What passes 2 and 4 write."""
 
-    e: Any  # (atoms, slots, E)
+    e: Any  # (atoms, slots, E): ê
     p: Any  # (tiles, atoms, Y): parts of p̂
-    table: Any  # (atoms·slots, Y + V): for each edge [q̂, v̂]
-    w: Any = None  # (chunks, atoms, slots): parts of w̄; pass 2 only
-    h: Any = None  # (atoms, slots, 3); pass 2 only
+    table_rows: Any  # (atoms·slots, Y + V): for each edge [q̂, v̂]
+    w: Any = None  # (chunks, atoms, slots): parts of ŵ; pass 2 only
+    h: Any = None  # (atoms, slots, 3): ĥ; pass 2 only
     weight: Any = None  # (programs, E, Y): parts of Ŵ; pass 4 only
-
-
-class TileOrder(NamedTuple):
-    """`tiles` and `used` of `geometry.Incoming`."""
-
-    order: Any  # (tiles·atoms,): the tiles with an edge, then the others
-    n_used: Any  # (1,): how many have an edge
 
 
 # ----- kernels -----------------------------------------------------------------------------------
@@ -314,32 +307,40 @@ class TileOrder(NamedTuple):
 def push_kernel(
     out,  # OutputParts, written
     neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
+    tile_order,  # (tiles·atoms,): the tiles with an edge, then the others
+    n_used_tiles,  # (1,): how many have an edge
     weight,  # (E, Y)
     terms,  # EdgeTerms
     dots,  # EdgeTerms: tangents; None in pass 1
     n_atoms,
     n_slots,
+    sizes,  # Sizes
+    kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
     curve_constants: tl.constexpr,
-    form,  # Form
-    kind: tl.constexpr,  # of the activation, as is `curve_constants`
 ) -> None:
     """Write m, y[M:] and H (pass 1), or their tangents (pass 3).
 
     y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v], one part for each tile. Their tangents are
     ẏ = f′(z)∘ż, ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ = Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
     """
-    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
+    tiles = _tiles_of_launch(
+        neighbor=neighbor,
+        tile_order=tile_order,
+        n_used_tiles=n_used_tiles,
+        n_atoms=n_atoms,
+        n_slots=n_slots,
+        sizes=sizes,
+    )
+    for chunk_number in range(sizes.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, sizes)
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
+            tile = _find_tile(index, tiles, sizes)
+            e = _load_e(terms.e, tile, sizes)
             if dots is not None:
-                e_dot = _load_e(dots.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
+                e_dot = _load_e(dots.e, tile, sizes)
+            z = _pre_activation(terms, e, tile, chunk, sizes)
             if dots is not None:
-                z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
+                z_dot = _pre_activation(dots, e_dot, tile, chunk, sizes)
             y, slope, _ = curve(z, kind, curve_constants)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             if dots is None:
@@ -350,96 +351,111 @@ def push_kernel(
                 w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
                 message = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
                 update = y_dot
-            _store_row(out.message, message, _row(tile, tiles), chunk.c, form.M)
-            _store_update(out.update, update, tile, chunk, form)
+            _store_row(out.message, message, _part_row(tile, tiles), chunk.column, sizes.M)
+            _store_update(out.update, update, tile, chunk, sizes)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            zero_row = tl.zeros([form.chunk_columns], tl.float32)
-            zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-            _store_row(out.message, zero_row, _row(tile, tiles), chunk.c, form.M)
-            _store_update(out.update, zeros, tile, chunk, form)
-    _push_moments(out.moment, terms, dots, tiles, form)
+            tile = _find_tile(index, tiles, sizes)
+            zero_row = tl.zeros([sizes.chunk_columns], tl.float32)
+            zeros = tl.zeros([sizes.tile_rows, sizes.chunk_columns], tl.float32)
+            _store_row(out.message, zero_row, _part_row(tile, tiles), chunk.column, sizes.M)
+            _store_update(out.update, zeros, tile, chunk, sizes)
+    _push_moments(out.moment, terms, dots, tiles, sizes)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def pull_kernel(
     out,  # GradientParts, written
-    hats,  # EdgeCotangents of this pass; in pass 2, each hat below stands for a bar
-    bars,  # EdgeCotangents of pass 2; None in pass 2, and without forces
+    hats,  # EdgeCotangents of this pass: of the energy in pass 2, of the loss in pass 4
+    bars,  # EdgeCotangents of pass 2, for pass 4; None in pass 2, and without forces
     neighbor,  # (atoms, slots)
-    tile_order,  # TileOrder
+    tile_order,  # (tiles·atoms,): the tiles with an edge, then the others
+    n_used_tiles,  # (1,): how many have an edge
     weight,  # (E, Y)
     terms,  # EdgeTerms
     dots,  # EdgeTerms: tangents; None in pass 2, and without forces
     n_atoms,
     n_slots,
-    curve_constants: tl.constexpr,
-    form,  # Form
+    sizes,  # Sizes
     kind: tl.constexpr,
+    curve_constants: tl.constexpr,
 ) -> None:
-    """Write the gradients of e, p, the table and W (pass 4), or the adjoints of the terms (pass 2).
+    """Write ê, p̂, q̂, v̂, and Ŵ (pass 4) or ŵ and ĥ (pass 2).
 
     ŷ = [w·m̂ + ẇ·m̄, ŷ[M:]], ȳ = [w·m̄, ȳ[M:]]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
     p̂ = Σ_j ẑ, q̂ = ẑ for each edge, Ŵ = Σ_edges (eᵀẑ + ėᵀz̄),
-    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge.
-    Without bars and dots their terms are 0. Pass 2 writes no Ŵ, but ŵ = y[:M]·m̂ and
-    ĥ_a = [e, v]·Ĥ_a.
+    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_c (h_c·Ĥ_c + ḣ_c·H̄_c), v̂ for each edge;
+    ŵ = y[:M]·m̂, ĥ_c = [e, v]·Ĥ_c.
+    Without bars and dots their terms are 0.
     """
-    tiles = _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form)
-    for chunk_number in range(form.n_chunks):
-        chunk = _load_chunk(weight, chunk_number, form)
+    tiles = _tiles_of_launch(
+        neighbor=neighbor,
+        tile_order=tile_order,
+        n_used_tiles=n_used_tiles,
+        n_atoms=n_atoms,
+        n_slots=n_slots,
+        sizes=sizes,
+    )
+    for chunk_number in range(sizes.n_chunks):
+        chunk = _load_chunk(weight, chunk_number, sizes)
         if out.weight is not None:
             weight_hat = tl.zeros_like(chunk.weight)
         if out.w is not None:
-            w_hat_chunk = out.w + chunk_number * n_atoms * n_slots
+            w_part = out.w + chunk_number * n_atoms * n_slots
         for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            e = _load_e(terms.e, tile, form)
-            z = _pre_activation(terms, e, tile, chunk, form)
+            tile = _find_tile(index, tiles, sizes)
+            e = _load_e(terms.e, tile, sizes)
+            z = _pre_activation(terms, e, tile, chunk, sizes)
             y, slope, bend = curve(z, kind, curve_constants)
-            message_hat = _load_message(hats.message, tile, chunk, form)  # 0 beyond M
+            m_hat = _load_m_cotangent(hats.message, tile, chunk, sizes)
             if out.w is not None:
-                tl.store(w_hat_chunk + tile.edge, tl.sum(y * message_hat, 1), tile.mask)
+                tl.store(w_part + tile.edge, tl.sum(y * m_hat, 1), tile.mask)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
-            y_hat = _y_cotangent(message_hat, w, hats.update, tile, chunk, form)
+            y_hat = _y_cotangent(
+                m=m_hat, w=w, update=hats.update, tile=tile, chunk=chunk, sizes=sizes
+            )
             if dots is not None:
-                e_dot = _load_e(dots.e, tile, form)
-                z_dot = _pre_activation(dots, e_dot, tile, chunk, form)
+                e_dot = _load_e(dots.e, tile, sizes)
+                z_dot = _pre_activation(dots, e_dot, tile, chunk, sizes)
                 w_dot = tl.load(dots.w + tile.edge, tile.mask, 0.0)
-                message_bar = _load_message(bars.message, tile, chunk, form)
-                y_hat += message_bar * w_dot[:, None]
-                y_bar = _y_cotangent(message_bar, w, bars.update, tile, chunk, form)
+                m_bar = _load_m_cotangent(bars.message, tile, chunk, sizes)
+                y_hat += m_bar * w_dot[:, None]
+                y_bar = _y_cotangent(
+                    m=m_bar, w=w, update=bars.update, tile=tile, chunk=chunk, sizes=sizes
+                )
                 z_hat = slope * y_hat + bend * z_dot * y_bar
                 z_bar = slope * y_bar
-                weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=form.precision)
+                # Only pass 4 has dots, and it has out.weight.
+                weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=sizes.dot_precision)
             else:
                 z_hat = slope * y_hat
             if out.weight is not None:
-                weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
-            _store_row(out.p, tl.sum(z_hat, 0), _row(tile, tiles), chunk.c, form.Y)
-            _store_q(out.table, z_hat, tile, chunk, form)
-            e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
-            _accumulate_e(out.e, e_hat, tile, chunk_number, form)
+                weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=sizes.dot_precision)
+            _store_row(out.p, tl.sum(z_hat, 0), _part_row(tile, tiles), chunk.column, sizes.Y)
+            _store_q(out.table_rows, z_hat, tile, chunk, sizes)
+            e_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=sizes.dot_precision)
+            _accumulate_e(out.e, e_hat, tile, chunk_number, sizes)
         for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-            tile = _find_tile(index, tiles, form)
-            zero_row = tl.zeros([form.chunk_columns], tl.float32)
-            _store_row(out.p, zero_row, _row(tile, tiles), chunk.c, form.Y)
-            _store_zero_e(out.e, tile, chunk_number, form)
-            zeros = tl.zeros([form.tile_rows], tl.float32)
+            tile = _find_tile(index, tiles, sizes)
+            zero_row = tl.zeros([sizes.chunk_columns], tl.float32)
+            _store_row(out.p, zero_row, _part_row(tile, tiles), chunk.column, sizes.Y)
+            _store_zero_e(out.e, tile, chunk_number, sizes)
+            zeros = tl.zeros([sizes.tile_rows], tl.float32)
             if out.w is not None:
-                tl.store(w_hat_chunk + tile.edge, zeros, tile.mask)
+                tl.store(w_part + tile.edge, zeros, tile.mask)
             if out.h is not None:
-                for a in tl.static_range(3):  # each chunk repeats this
-                    tl.store(out.h + tile.edge * 3 + a, zeros, tile.mask)
+                for c in tl.static_range(3):  # each chunk stores them again
+                    tl.store(out.h + tile.edge * 3 + c, zeros, tile.mask)
         if out.weight is not None:
-            i = tl.arange(0, form.e_width)
-            weight_row = tl.program_id(0) * form.E + i[:, None]
-            weight_mask = (i < form.E)[:, None] & chunk.in_y[None, :]
-            tl.store(out.weight + weight_row * form.Y + chunk.c[None, :], weight_hat, weight_mask)
-        # The next chunk, and the moments below, add to ê, which other threads of this program have
-        # written.
+            i = tl.arange(0, sizes.e_width)
+            weight_row = tl.program_id(0) * sizes.E + i[:, None]
+            weight_mask = (i < sizes.E)[:, None] & chunk.in_y[None, :]
+            tl.store(
+                out.weight + weight_row * sizes.Y + chunk.column[None, :], weight_hat, weight_mask
+            )
+        # The next chunk, and the moments below, add to ê. Other threads of this program may have
+        # written it.
         tl.debug_barrier()
-    _pull_moments(out, hats, bars, terms, dots, tiles, form)
+    _pull_moments(out=out, hats=hats, bars=bars, terms=terms, dots=dots, tiles=tiles, sizes=sizes)
 
 
 # ----- tiles and chunks --------------------------------------------------------------------------
@@ -449,53 +465,51 @@ class Tiles(NamedTuple):
     """The tiles of a launch, and how to find their edges."""
 
     neighbor: Any  # (atoms, slots)
-    order: Any  # (tiles·atoms,), see TileOrder
-    n_used: Any
-    n_tiles: Any
+    order: Any  # (tiles·atoms,): the tiles with an edge, then the others
+    n_used: Any  # how many have an edge
+    n_tiles: Any  # of all atoms
     n_atoms: Any
     n_slots: Any
 
 
 class Tile(NamedTuple):
-    """One tile: some consecutive slots of an atom."""
+    """One tile: `tile_rows` consecutive slots of an atom."""
 
     atom: Any
-    number: Any  # among the tiles of the atom
+    number: Any  # among the atom's tiles
     edge: Any  # (tile_rows,): atom · n_slots + slot
     mask: Any  # (tile_rows,): false past an atom's last slot; true in empty slots
     j: Any  # (tile_rows,): the neighbour, as an atom's number
 
 
 class Chunk(NamedTuple):
-    """A chunk of the columns of y, and what a program holds of it."""
+    """A chunk of the columns of y, and these columns of W."""
 
-    c: Any  # (chunk_columns,): numbers of the columns
-    in_y: Any  # (chunk_columns,): c < Y, since the last chunk may reach past Y
+    column: Any  # (chunk_columns,)
+    in_y: Any  # (chunk_columns,): column < Y, since the last chunk may reach past Y
     weight: Any  # (e_width, chunk_columns)
 
 
 @triton.jit
-def _tiles_of_launch(tile_order, neighbor, n_atoms, n_slots, form):
-    """Return the tiles of a launch."""
+def _tiles_of_launch(neighbor, tile_order, n_used_tiles, n_atoms, n_slots, sizes):
     return Tiles(
         neighbor=neighbor,
-        order=tile_order.order,
-        n_used=tl.load(tile_order.n_used),
-        n_tiles=n_atoms * ((n_slots + form.tile_rows - 1) // form.tile_rows),
+        order=tile_order,
+        n_used=tl.load(n_used_tiles),
+        n_tiles=n_atoms * ((n_slots + sizes.tile_rows - 1) // sizes.tile_rows),
         n_atoms=n_atoms,
         n_slots=n_slots,
     )
 
 
 @triton.jit
-def _find_tile(index, tiles, form):
+def _find_tile(index, tiles, sizes):
     """Return the index-th tile: the first `n_used` have an edge."""
-    item = tl.load(tiles.order + index)
-    # `order` counts tile by tile: number · n_atoms + atom. int64, since edges · columns may exceed
-    # 2³¹.
-    number = (item // tiles.n_atoms).to(tl.int64)
-    atom = (item % tiles.n_atoms).to(tl.int64)
-    slot = number * form.tile_rows + tl.arange(0, form.tile_rows)
+    row = tl.load(tiles.order + index)  # number · n_atoms + atom
+    # int64, since edges · columns may exceed 2³¹.
+    number = (row // tiles.n_atoms).to(tl.int64)
+    atom = (row % tiles.n_atoms).to(tl.int64)
+    slot = number * sizes.tile_rows + tl.arange(0, sizes.tile_rows)
     edge = atom * tiles.n_slots + slot
     mask = slot < tiles.n_slots
     return Tile(
@@ -508,158 +522,165 @@ def _find_tile(index, tiles, form):
 
 
 @triton.jit
-def _row(tile, tiles):
+def _part_row(tile, tiles):
     """Return a tile's row in parts (tiles, atoms, …).
 
-    It is computed where it is needed: a field of `Tile` would hold registers in `pull_kernel`.
+    Computed again for each use: a field of `Tile` would hold registers in `pull_kernel`.
     """
     return tile.number * tiles.n_atoms + tile.atom
 
 
 @triton.jit
-def _load_chunk(weight, chunk_number, form):
-    """Load what a program holds of a chunk."""
-    i = tl.arange(0, form.e_width)
-    c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-    in_y = c < form.Y
-    weight_mask = (i < form.E)[:, None] & in_y[None, :]
-    return Chunk(c=c, in_y=in_y, weight=load_tile(weight, i, c, weight_mask, form.Y))
+def _load_chunk(weight, chunk_number, sizes):
+    i = tl.arange(0, sizes.e_width)
+    column = chunk_number * sizes.chunk_columns + tl.arange(0, sizes.chunk_columns)
+    in_y = column < sizes.Y
+    weight_mask = (i < sizes.E)[:, None] & in_y[None, :]
+    return Chunk(
+        column=column,
+        in_y=in_y,
+        weight=load_tile(weight, i, column, weight_mask, sizes.Y),
+    )
 
 
 # ----- tensors of a tile -------------------------------------------------------------------------
 
 
 @triton.jit
-def _pre_activation(terms, e, tile, chunk, form):
+def _pre_activation(terms, e, tile, chunk, sizes):
     """Return a chunk of z = e·W + p_i + q_j (tile_rows, chunk_columns), or of ż from tangents."""
-    p = tl.load(terms.p + tile.atom * form.Y + chunk.c, chunk.in_y, 0.0)[None, :]
+    p = tl.load(terms.p + tile.atom * sizes.Y + chunk.column, chunk.in_y, 0.0)[None, :]
     q_mask = tile.mask[:, None] & chunk.in_y[None, :]
-    q = load_tile(terms.table, tile.j, chunk.c, q_mask, form.Y + form.V)
-    return tl.dot(e, chunk.weight, input_precision=form.precision) + p + q
+    q = load_tile(terms.table, tile.j, chunk.column, q_mask, sizes.Y + sizes.V)
+    return tl.dot(e, chunk.weight, input_precision=sizes.dot_precision) + p + q
 
 
 @triton.jit
-def _load_e(e, tile, form):
+def _load_e(e, tile, sizes):
     """Load edge features of a tile (tile_rows, e_width)."""
-    i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :]
-    return load_tile(e, tile.edge, i, mask, form.E)
+    i = tl.arange(0, sizes.e_width)
+    mask = tile.mask[:, None] & (i < sizes.E)[None, :]
+    return load_tile(e, tile.edge, i, mask, sizes.E)
 
 
 @triton.jit
-def _accumulate_e(e_out, value, tile, chunk_number, form):
-    """Store what a chunk of y contributes to ē or ê, added to that of earlier chunks."""
-    i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :]
+def _accumulate_e(e_out, value, tile, chunk_number, sizes):
+    """Store what a chunk of y contributes to ê, added to that of earlier chunks."""
+    i = tl.arange(0, sizes.e_width)
+    mask = tile.mask[:, None] & (i < sizes.E)[None, :]
     # The first chunk must not read: the memory is not initialized.
-    value += load_tile(e_out, tile.edge, i, mask & (chunk_number > 0), form.E)
-    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], value, mask)
+    value += load_tile(e_out, tile.edge, i, mask & (chunk_number > 0), sizes.E)
+    tl.store(e_out + tile.edge[:, None] * sizes.E + i[None, :], value, mask)
 
 
 @triton.jit
-def _store_zero_e(e_out, tile, chunk_number, form):
-    """Store zeros in ē or ê of an empty tile, once: with the first chunk."""
-    i = tl.arange(0, form.e_width)
-    mask = tile.mask[:, None] & (i < form.E)[None, :] & (chunk_number == 0)
-    zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
-    tl.store(e_out + tile.edge[:, None] * form.E + i[None, :], zeros, mask)
+def _store_zero_e(e_out, tile, chunk_number, sizes):
+    """Store zeros in ê of an empty tile, once: with the first chunk."""
+    i = tl.arange(0, sizes.e_width)
+    mask = tile.mask[:, None] & (i < sizes.E)[None, :] & (chunk_number == 0)
+    zeros = tl.zeros([sizes.tile_rows, sizes.e_width], tl.float32)
+    tl.store(e_out + tile.edge[:, None] * sizes.E + i[None, :], zeros, mask)
 
 
 @triton.jit
-def _load_message(message, tile, chunk, form):
-    """Load m̄ or m̂ of an atom into the columns of y (1, chunk_columns); 0 beyond M."""
-    return tl.load(message + tile.atom * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
+def _load_m_cotangent(message, tile, chunk, sizes):
+    """Load m̂ or m̄ of an atom into the columns of y (1, chunk_columns); 0 beyond M."""
+    in_message = chunk.column < sizes.M
+    return tl.load(message + tile.atom * sizes.M + chunk.column, in_message, 0.0)[None, :]
 
 
 @triton.jit
-def _y_cotangent(message_bar, w, update, tile, chunk, form):
-    """Return a chunk of ȳ = [w·m̄, ȳ[M:]] of a tile (tile_rows, chunk_columns), or of ŷ.
+def _y_cotangent(m, w, update, tile, chunk, sizes):
+    """Return a chunk of [w·m̂, ŷ[M:]] or [w·m̄, ȳ[M:]] of a tile (tile_rows, chunk_columns).
 
-    `message_bar` is 0 beyond M; `update` is the cotangent of y[M:].
+    `m` and `update` are cotangents of m, 0 beyond M, and of y[M:].
     """
-    y_bar = message_bar * w[:, None]
-    if form.Y > form.M:
-        column = chunk.c - form.M
-        mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
-        y_bar += load_tile(update, tile.edge, column, mask, form.Y - form.M)
-    return y_bar
+    y = m * w[:, None]
+    if sizes.Y > sizes.M:
+        update_column = chunk.column - sizes.M
+        mask = tile.mask[:, None] & ((update_column >= 0) & chunk.in_y)[None, :]
+        y += load_tile(update, tile.edge, update_column, mask, sizes.Y - sizes.M)
+    return y
 
 
 @triton.jit
-def _store_update(update, value, tile, chunk, form):
+def _store_update(update, value, tile, chunk, sizes):
     """Store the columns of y[M:] in a chunk of y of a tile."""
-    if form.Y > form.M:
-        column = chunk.c - form.M
-        mask = tile.mask[:, None] & ((column >= 0) & chunk.in_y)[None, :]
-        tl.store(update + tile.edge[:, None] * (form.Y - form.M) + column[None, :], value, mask)
+    if sizes.Y > sizes.M:
+        update_column = chunk.column - sizes.M
+        mask = tile.mask[:, None] & ((update_column >= 0) & chunk.in_y)[None, :]
+        row = tile.edge[:, None] * (sizes.Y - sizes.M)
+        tl.store(update + row + update_column[None, :], value, mask)
 
 
 @triton.jit
-def _store_q(table_out, value, tile, chunk, form):
-    """Store what a chunk of y contributes to q in the row of each edge."""
-    at = table_out + tile.edge[:, None] * (form.Y + form.V) + chunk.c[None, :]
-    tl.store(at, value, tile.mask[:, None] & chunk.in_y[None, :])
+def _store_q(table_rows, value, tile, chunk, sizes):
+    """Store a chunk of q̂ in the row of each edge."""
+    row = tile.edge[:, None] * (sizes.Y + sizes.V)
+    mask = tile.mask[:, None] & chunk.in_y[None, :]
+    tl.store(table_rows + row + chunk.column[None, :], value, mask)
 
 
 @triton.jit
-def _store_row(parts, value, row, c, columns):
-    """Store columns c of a row of parts (…, columns)."""
-    tl.store(parts + row * columns + c, value, c < columns)
+def _store_row(parts, value, row, column, n_columns):
+    """Store some columns of a row of parts (…, n_columns)."""
+    tl.store(parts + row * n_columns + column, value, column < n_columns)
 
 
 # ----- moments -----------------------------------------------------------------------------------
+# c is a component of space.
 
 
 @triton.jit
-def _push_moments(moment_parts, terms, dots, tiles, form):
+def _push_moments(moment_parts, terms, dots, tiles, sizes):
     """Write H of each tile, or its tangent, to `moment_parts` (tiles, atoms, 3, E + V)."""
-    columns: tl.constexpr = form.E + form.V
+    n_columns: tl.constexpr = sizes.E + sizes.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _find_tile(index, tiles, form)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
-            e_and_v = _load_e_and_v(terms, tile, c, form)
+        tile = _find_tile(index, tiles, sizes)
+        for chunk_number in range((n_columns + sizes.chunk_columns - 1) // sizes.chunk_columns):
+            column = chunk_number * sizes.chunk_columns + tl.arange(0, sizes.chunk_columns)
+            e_and_v = _load_e_and_v(terms, tile, column, sizes)
             if dots is not None:
-                e_and_v_dot = _load_e_and_v(dots, tile, c, form)
-            for a in tl.static_range(3):
-                h_a = tl.load(terms.h + tile.edge * 3 + a, tile.mask, 0.0)
+                e_and_v_dot = _load_e_and_v(dots, tile, column, sizes)
+            for c in tl.static_range(3):
+                h_c = tl.load(terms.h + tile.edge * 3 + c, tile.mask, 0.0)
                 if dots is None:
-                    moment = tl.sum(h_a[:, None] * e_and_v, 0)
+                    moment = tl.sum(h_c[:, None] * e_and_v, 0)
                 else:
-                    h_a_dot = tl.load(dots.h + tile.edge * 3 + a, tile.mask, 0.0)
-                    moment = tl.sum(h_a_dot[:, None] * e_and_v, 0)
-                    moment += tl.sum(h_a[:, None] * e_and_v_dot, 0)
-                _store_row(moment_parts, moment, _row(tile, tiles) * 3 + a, c, columns)
+                    h_c_dot = tl.load(dots.h + tile.edge * 3 + c, tile.mask, 0.0)
+                    moment = tl.sum(h_c_dot[:, None] * e_and_v, 0)
+                    moment += tl.sum(h_c[:, None] * e_and_v_dot, 0)
+                _store_row(moment_parts, moment, _part_row(tile, tiles) * 3 + c, column, n_columns)
     for index in range(tiles.n_used + tl.program_id(0), tiles.n_tiles, tl.num_programs(0)):
-        tile = _find_tile(index, tiles, form)
-        for start in range(0, 3 * columns, form.chunk_columns):
-            c = start + tl.arange(0, form.chunk_columns)
-            zero_row = tl.zeros([form.chunk_columns], tl.float32)
-            _store_row(moment_parts, zero_row, _row(tile, tiles), c, 3 * columns)
+        tile = _find_tile(index, tiles, sizes)
+        for start in range(0, 3 * n_columns, sizes.chunk_columns):
+            column = start + tl.arange(0, sizes.chunk_columns)
+            zero_row = tl.zeros([sizes.chunk_columns], tl.float32)
+            _store_row(moment_parts, zero_row, _part_row(tile, tiles), column, 3 * n_columns)
 
 
 @triton.jit
-def _pull_moments(out, hats, bars, terms, dots, tiles, form):
-    """Add what moments contribute to ê, and write v̂ for each edge and, in pass 2, ĥ."""
-    columns: tl.constexpr = form.E + form.V
+def _pull_moments(out, hats, bars, terms, dots, tiles, sizes):
+    """Add Σ_c (h_c·Ĥ_c + ḣ_c·H̄_c) to ê, store it as v̂ of each edge, and in pass 2 store ĥ."""
+    n_columns: tl.constexpr = sizes.E + sizes.V
     for index in range(tl.program_id(0), tiles.n_used, tl.num_programs(0)):
-        tile = _find_tile(index, tiles, form)
+        tile = _find_tile(index, tiles, sizes)
         # Three variables, because Triton cannot add to a column of a tensor.
-        h_hat_x = tl.zeros([form.tile_rows], tl.float32)
-        h_hat_y = tl.zeros([form.tile_rows], tl.float32)
-        h_hat_z = tl.zeros([form.tile_rows], tl.float32)
-        for chunk_number in range((columns + form.chunk_columns - 1) // form.chunk_columns):
-            c = chunk_number * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        h_hat_x = tl.zeros([sizes.tile_rows], tl.float32)
+        h_hat_y = tl.zeros([sizes.tile_rows], tl.float32)
+        h_hat_z = tl.zeros([sizes.tile_rows], tl.float32)
+        for chunk_number in range((n_columns + sizes.chunk_columns - 1) // sizes.chunk_columns):
+            column = chunk_number * sizes.chunk_columns + tl.arange(0, sizes.chunk_columns)
             if out.h is not None:
-                e_and_v = _load_e_and_v(terms, tile, c, form)
-                at = hats.moment + tile.atom * 3 * columns + c
-                h_hat_x += tl.sum(e_and_v * tl.load(at, c < columns, 0.0)[None, :], 1)
-                h_hat_y += tl.sum(e_and_v * tl.load(at + columns, c < columns, 0.0)[None, :], 1)
-                h_hat_z += tl.sum(e_and_v * tl.load(at + 2 * columns, c < columns, 0.0)[None, :], 1)
-            spread = _spread_moment(hats.moment, terms.h, tile, c, form)
+                e_and_v = _load_e_and_v(terms, tile, column, sizes)
+                moment_hat = hats.moment + tile.atom * 3 * n_columns
+                h_hat_x += tl.sum(e_and_v * _load_row(moment_hat, 0, column, n_columns), 1)
+                h_hat_y += tl.sum(e_and_v * _load_row(moment_hat, 1, column, n_columns), 1)
+                h_hat_z += tl.sum(e_and_v * _load_row(moment_hat, 2, column, n_columns), 1)
+            e_and_v_hat = _e_and_v_cotangent(hats.moment, terms.h, tile, column, sizes)
             if dots is not None:
-                spread += _spread_moment(bars.moment, dots.h, tile, c, form)
-            _add_spread(out, spread, tile, c, form)
+                e_and_v_hat += _e_and_v_cotangent(bars.moment, dots.h, tile, column, sizes)
+            _add_e_store_v(out, e_and_v_hat, tile, column, sizes)
         if out.h is not None:
             tl.store(out.h + tile.edge * 3, h_hat_x, tile.mask)
             tl.store(out.h + tile.edge * 3 + 1, h_hat_y, tile.mask)
@@ -667,40 +688,45 @@ def _pull_moments(out, hats, bars, terms, dots, tiles, form):
 
 
 @triton.jit
-def _load_e_and_v(terms, tile, c, form):
-    """Load columns c of [e, v] of a tile (tile_rows, chunk_columns)."""
-    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
-    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
-    e = load_tile(terms.e, tile.edge, c, e_mask, form.E)
-    v = load_tile(terms.table, tile.j, c - form.E + form.Y, v_mask, form.Y + form.V)
+def _load_e_and_v(terms, tile, column, sizes):
+    """Load columns of [e, v] of a tile (tile_rows, chunk_columns)."""
+    e_mask = tile.mask[:, None] & (column < sizes.E)[None, :]
+    in_v = (column >= sizes.E) & (column < sizes.E + sizes.V)
+    v_mask = tile.mask[:, None] & in_v[None, :]
+    e = load_tile(terms.e, tile.edge, column, e_mask, sizes.E)
+    v_column = column - sizes.E + sizes.Y  # of the table [q, v]
+    v = load_tile(terms.table, tile.j, v_column, v_mask, sizes.Y + sizes.V)
     return e + v  # each is 0 in the columns of the other
 
 
 @triton.jit
-def _spread_moment(moment, h, tile, c, form):
-    """Return columns c of Σ_a h_a·H_a of a tile (tile_rows, chunk_columns).
-
-    This is the adjoint of Σ_j h ⊗ [e, v] by [e, v].
-    """
-    columns: tl.constexpr = form.E + form.V
-    atom_moment = moment + tile.atom * 3 * columns + c
-    total = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
-    for a in tl.static_range(3):
-        h_a = tl.load(h + tile.edge * 3 + a, tile.mask, 0.0)
-        moment_a = tl.load(atom_moment + a * columns, c < columns, 0.0)
-        total += h_a[:, None] * moment_a[None, :]
+def _e_and_v_cotangent(moment, h, tile, column, sizes):
+    """Return columns of Σ_c h_c·Ĥ_c, or Σ_c ḣ_c·H̄_c, of a tile (tile_rows, chunk_columns)."""
+    n_columns: tl.constexpr = sizes.E + sizes.V
+    atom_moment = moment + tile.atom * 3 * n_columns
+    total = tl.zeros([sizes.tile_rows, sizes.chunk_columns], tl.float32)
+    for c in tl.static_range(3):
+        h_c = tl.load(h + tile.edge * 3 + c, tile.mask, 0.0)
+        total += h_c[:, None] * _load_row(atom_moment, c, column, n_columns)
     return total
 
 
 @triton.jit
-def _add_spread(out, spread, tile, c, form):
-    """Add what moments contribute to ē or ê, and store it for v in the row of each edge.
+def _load_row(matrix, row, column, n_columns):
+    """Load some columns of a row (1, chunk_columns) of a matrix (…, n_columns)."""
+    return tl.load(matrix + column + row * n_columns, column < n_columns, 0.0)[None, :]
+
+
+@triton.jit
+def _add_e_store_v(out, e_and_v_hat, tile, column, sizes):
+    """Add columns of the cotangent of [e, v] to ê, and store those of v̂ in the row of each edge.
 
     No barrier between calls: each takes other columns.
     """
-    e_mask = tile.mask[:, None] & (c < form.E)[None, :]
-    e_at = out.e + tile.edge[:, None] * form.E + c[None, :]
-    tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
-    v_mask = tile.mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
-    v_at = out.table + tile.edge[:, None] * (form.Y + form.V) + form.Y + (c - form.E)[None, :]
-    tl.store(v_at, spread, v_mask)
+    e_mask = tile.mask[:, None] & (column < sizes.E)[None, :]
+    e_at = out.e + tile.edge[:, None] * sizes.E + column[None, :]
+    tl.store(e_at, tl.load(e_at, e_mask, 0.0) + e_and_v_hat, e_mask)
+    in_v = (column >= sizes.E) & (column < sizes.E + sizes.V)
+    v_mask = tile.mask[:, None] & in_v[None, :]
+    row_at = out.table_rows + tile.edge[:, None] * (sizes.Y + sizes.V)
+    tl.store(row_at + sizes.Y + (column - sizes.E)[None, :], e_and_v_hat, v_mask)

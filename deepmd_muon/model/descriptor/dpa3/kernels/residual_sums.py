@@ -3,25 +3,27 @@
 The sum
 -------
     y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l)
-    h_l = a_l·W_l + b_l     in the first slots of each atom, which have a row in a_l
+    h_l = a_l·W_l + b_l     in the near slots, the first of each atom, which have a row in a_l
     h_l = b_l               in its other slots
 
-Nodes have one slot; m_k are messages of edges, a₀ = x and a₁ is the symmetrized moment. Edges have a
-slot for each neighbour; m₀ is their own update, and a₀ are messages of angles, which only the
-nearest edges have.
+Nodes have one slot, a near one; m_k are messages of edges, a₀ = x, and a₁ is the symmetrized
+moment. Edges have a slot for each neighbour; m₀ is their own update, and a₀ are messages of angles,
+which only the nearest edges have.
 
 | symbol | name            | shape                | meaning                                   |
 |--------|-----------------|----------------------|-------------------------------------------|
 | x, y   | `x`, `y`        | (atoms·slots, width) | features before and after the layer       |
 | m_k    | `terms`         | (atoms·slots, width) | K terms without activation                |
-| a_l    | `arguments`     | (atoms·near, …)      | inputs of L linear layers                 |
+| a_l    | `layer_inputs`  | (atoms·near, …)      | inputs of L linear layers                 |
 | W, b   | `weights`, `biases` | (…, width), (width,) | of these layers                       |
 | h_l    | `h`             | (atoms·near, width)  | a_l·W_l + b_l                             |
-| ρ, σ   | `term_sizes`, `layer_sizes` | (width,) | step sizes                                |
+| ρ, σ   | `term_steps`, `layer_steps` | (width,) | step sizes                                |
 | α      | `alpha`         | number               | weight of the old features                |
 
-`four_passes` explains the passes and the accents: a bar (`_bar`) is a derivative of the energy, a
-dot (`_dot`) a tangent, a hat (`_hat`) a derivative of the loss.
+`nn.four_passes` explains the passes. A dot (`_dot`) marks tangents. On the host a bar (`_bar`)
+marks derivatives of the energy, a hat (`_hat`) of the loss. In `pull_kernel`, which passes 2 and 4
+launch, a hat marks the derivatives that this pass propagates, a bar those that pass 4 has from
+pass 2.
 
 Reference: `RepflowLayer._nodes` and `_edge_features` compute the same from torch's operations when
 kernels cannot run, and `test_nodes_and_edge_features_of_dpa3` compares all four passes with them.
@@ -37,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts, constants
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts, as_constexpr
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 from deepmd_muon.model.nn.layer_kernels import curve
@@ -50,16 +52,16 @@ NODE_TILE = 256
 # ----- what the passes exchange ------------------------------------------------------------------
 
 
-class SumInputs(NamedTuple):
+class ResidualSumInputs(NamedTuple):
     """The inputs of the operation; shapes are in the table above."""
 
     x: Tensor
     terms: tuple[Tensor, ...]
-    arguments: tuple[Tensor, ...]  # without that of the first layer if it is x
+    layer_inputs: tuple[Tensor, ...]  # without that of the first layer if it reads x
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
-    term_sizes: tuple[Tensor, ...]
-    layer_sizes: tuple[Tensor, ...]
+    term_steps: tuple[Tensor, ...]
+    layer_steps: tuple[Tensor, ...]
 
 
 class AdjointSaved(NamedTuple):
@@ -68,14 +70,14 @@ class AdjointSaved(NamedTuple):
     y_bar: Tensor
     h_bars: tuple[Tensor, ...]
     h: tuple[Tensor, ...]
-    inputs: SumInputs
+    inputs: ResidualSumInputs
 
 
 class TangentSaved(NamedTuple):
     """What pass 3 hands over to pass 4."""
 
     term_dots: tuple[Tensor, ...]
-    argument_dots: tuple[Tensor, ...]  # of every layer
+    layer_input_dots: tuple[Tensor, ...]  # of every layer, also ẋ
     h_dots: tuple[Tensor, ...]
 
 
@@ -84,7 +86,7 @@ class TangentSaved(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidualSum(FourPasses):
-    """The operation; inputs are those of `SumInputs`, the output is y.
+    """The operation; inputs are those of `ResidualSumInputs`, the output is y.
 
     Attributes
     ----------
@@ -92,22 +94,22 @@ class ResidualSum(FourPasses):
         f; it has a formula that kernels know.
     alpha
         α.
-    slots, near
-        Rows of an atom in x, and in the arguments.
-    reads_x
+    n_slots, n_near
+        Rows of an atom in x, and in each layer's input.
+    first_layer_reads_x
         Whether a₀ is x.
     """
 
     activation: Activation
     alpha: float
-    slots: int = 1
-    near: int = 1
-    reads_x: bool = False
+    n_slots: int = 1
+    n_near: int = 1
+    first_layer_reads_x: bool = False
 
-    def value(self, inputs: SumInputs) -> tuple[Perhaps, Nested]:
+    def value(self, inputs: ResidualSumInputs) -> tuple[Perhaps, Nested]:
         """Pass 1: return y."""
-        arguments = self._all_arguments(inputs.x, inputs.arguments)
-        layers = zip(inputs.biases, arguments, inputs.weights, strict=True)
+        layer_inputs = self._all_layer_inputs(inputs.x, inputs.layer_inputs)
+        layers = zip(inputs.biases, layer_inputs, inputs.weights, strict=True)
         h = tuple(torch.addmm(bias, a, weight) for bias, a, weight in layers)
         y = inputs.x.new_empty(inputs.x.shape)
         push_kernel[self._grid(y)](
@@ -117,17 +119,17 @@ class ResidualSum(FourPasses):
             h=h,
             h_dots=None,
             alpha=self.alpha,
-            **self._common(y, inputs),
+            **self._launch_arguments(y, inputs),
         )
         return (y,), h
 
     def adjoint(
-        self, cotangents: Any, inputs: SumInputs, h: tuple[Tensor, ...]
+        self, cotangents: Any, inputs: ResidualSumInputs, h: tuple[Tensor, ...]
     ) -> tuple[Tensors, Nested]:
-        """Pass 2: return the adjoints of x, of the terms and of the arguments."""
+        """Pass 2: return the adjoints of x, the terms and the inputs of layers."""
         (y_bar,) = cotangents
         term_bars = tuple(torch.empty_like(y_bar) for _ in inputs.terms)
-        h_bars = tuple(torch.empty_like(x) for x in h)
+        h_bars = tuple(torch.empty_like(h_l) for h_l in h)
         pull_kernel[self._grid(y_bar)](
             term_hats=term_bars,
             h_hats=h_bars,
@@ -138,21 +140,21 @@ class ResidualSum(FourPasses):
             term_dots=None,
             h=h,
             h_dots=None,
-            **self._common(y_bar, inputs),
+            **self._launch_arguments(y_bar, inputs),
         )
-        x_bar, argument_bars = self._pull(y_bar, h_bars, inputs.weights)
+        x_bar, layer_input_bars = self._pull(y_bar, h_bars, inputs.weights)
         saved = AdjointSaved(y_bar=y_bar, h_bars=h_bars, h=h, inputs=inputs)
-        return (x_bar, *term_bars, *argument_bars), saved
+        return (x_bar, *term_bars, *layer_input_bars), saved
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return the tangent of y."""
         inputs = saved.inputs
         x_dot, *other_dots = tangents
         term_dots = tuple(other_dots[: len(inputs.terms)])
-        argument_dots = self._all_arguments(x_dot, tuple(other_dots[len(inputs.terms) :]))
+        layer_input_dots = self._all_layer_inputs(x_dot, tuple(other_dots[len(inputs.terms) :]))
         h_dots = tuple(
             torch.mm(a_dot, weight)
-            for a_dot, weight in zip(argument_dots, inputs.weights, strict=True)
+            for a_dot, weight in zip(layer_input_dots, inputs.weights, strict=True)
         )
         y_dot = torch.empty_like(x_dot)
         push_kernel[self._grid(y_dot)](
@@ -162,30 +164,31 @@ class ResidualSum(FourPasses):
             h=saved.h,
             h_dots=h_dots,
             alpha=self.alpha,
-            **self._common(y_dot, inputs),
+            **self._launch_arguments(y_dot, inputs),
         )
-        return (y_dot,), TangentSaved(term_dots, argument_dots, h_dots)
+        return (y_dot,), TangentSaved(term_dots, layer_input_dots, h_dots)
 
     def gradient(
         self,
         cotangents: Any,
-        inputs: SumInputs,
+        inputs: ResidualSumInputs,
         h: tuple[Tensor, ...],
         adjoint: AdjointSaved | None,
         tangent: TangentSaved | None,
     ) -> Nested:
-        """Pass 4: return the gradients of all inputs in the order of `SumInputs`.
+        """Pass 4: return the gradients of all inputs in the order of `ResidualSumInputs`.
 
         Each is the gradient of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩. The second term, from the loss on forces, is there
         only if passes 2 and 3 have run with tangents.
         """
         (y_hat,) = cotangents
         term_hats = tuple(torch.empty_like(y_hat) for _ in inputs.terms)
-        h_hats = tuple(torch.empty_like(x) for x in h)
+        h_hats = tuple(torch.empty_like(h_l) for h_l in h)
         n_layers = len(h)
         n_terms = len(term_hats)
         grid = self._grid(y_hat)
-        sum_parts = y_hat.new_empty(*grid, 2 * n_layers + n_terms, y_hat.shape[1])
+        n_sums = n_layers + n_terms + n_layers  # b̂, ρ̂ and σ̂
+        sum_parts = y_hat.new_empty(*grid, n_sums, y_hat.shape[1])
         pull_kernel[grid](
             term_hats=term_hats,
             h_hats=h_hats,
@@ -196,37 +199,39 @@ class ResidualSum(FourPasses):
             term_dots=None if tangent is None else tangent.term_dots,
             h=h,
             h_dots=None if tangent is None else tangent.h_dots,
-            **self._common(y_hat, inputs),
+            **self._launch_arguments(y_hat, inputs),
         )
         (sums,) = add_parts(sum_parts)
-        bias_hats, term_size_hats, layer_size_hats = sums.split([n_layers, n_terms, n_layers])
-        x_hat, argument_hats = self._pull(y_hat, h_hats, inputs.weights)
-        arguments = self._all_arguments(inputs.x, inputs.arguments)
-        weight_hats = [torch.mm(a.t(), h_hat) for a, h_hat in zip(arguments, h_hats, strict=True)]
+        bias_hats, term_step_hats, layer_step_hats = sums.split([n_layers, n_terms, n_layers])
+        x_hat, layer_input_hats = self._pull(y_hat, h_hats, inputs.weights)
+        layer_inputs = self._all_layer_inputs(inputs.x, inputs.layer_inputs)
+        weight_hats = [
+            torch.mm(a.t(), h_hat) for a, h_hat in zip(layer_inputs, h_hats, strict=True)
+        ]
         if adjoint is not None and tangent is not None:
-            by_layer = zip(weight_hats, tangent.argument_dots, adjoint.h_bars, strict=True)
+            by_layer = zip(weight_hats, tangent.layer_input_dots, adjoint.h_bars, strict=True)
             for weight_hat, a_dot, h_bar in by_layer:
                 weight_hat.addmm_(a_dot.t(), h_bar)
-        return SumInputs(
+        return ResidualSumInputs(
             x=x_hat,
             terms=term_hats,
-            arguments=argument_hats,
+            layer_inputs=layer_input_hats,
             weights=tuple(weight_hats),
             biases=tuple(bias_hats),
-            term_sizes=tuple(term_size_hats),
-            layer_sizes=tuple(layer_size_hats),
+            term_steps=tuple(term_step_hats),
+            layer_steps=tuple(layer_step_hats),
         )
 
-    def _all_arguments(self, x: Tensor, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _all_layer_inputs(self, x: Tensor, layer_inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the input of every linear layer, or its tangent."""
-        return (x, *arguments) if self.reads_x else arguments
+        return (x, *layer_inputs) if self.first_layer_reads_x else layer_inputs
 
     def _pull(
         self, y_bar: Tensor, h_bars: tuple[Tensor, ...], weights: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the cotangents of x and of `SumInputs.arguments` from those of y and h."""
+        """Return the cotangents of x and of `layer_inputs` from those of y and h."""
         layers = list(zip(h_bars, weights, strict=True))
-        if self.reads_x:
+        if self.first_layer_reads_x:
             h_bar, weight = layers.pop(0)
             x_bar = torch.addmm(y_bar, h_bar, weight.t(), beta=self.alpha)
         else:
@@ -237,25 +242,25 @@ class ResidualSum(FourPasses):
 
     def _tile_rows(self, x: Tensor) -> int:
         """Return how many rows of features like x a program takes."""
-        elements = EDGE_TILE if self.slots > 1 else NODE_TILE
+        elements = EDGE_TILE if self.n_slots > 1 else NODE_TILE
         return int(max(1, elements // triton.next_power_of_2(x.shape[1])))
 
     def _grid(self, x: Tensor) -> tuple[int]:
         return (triton.cdiv(len(x), self._tile_rows(x)),)
 
-    def _common(self, x: Tensor, inputs: SumInputs) -> dict[str, Any]:
+    def _launch_arguments(self, x: Tensor, inputs: ResidualSumInputs) -> dict[str, Any]:
         """Return the arguments that all kernels on features like x share."""
         assert self.activation.formula is not None
         width = x.shape[1]
         return {
             "biases": inputs.biases,
-            "term_sizes": inputs.term_sizes,
-            "layer_sizes": inputs.layer_sizes,
+            "term_steps": inputs.term_steps,
+            "layer_steps": inputs.layer_steps,
             "n_rows": len(x),
-            "n_slots": self.slots,
-            "n_near": self.near,
-            "form": constants(
-                Form(
+            "n_slots": self.n_slots,
+            "n_near": self.n_near,
+            "sizes": as_constexpr(
+                Sizes(
                     width=width,
                     rows=self._tile_rows(x),
                     columns=triton.next_power_of_2(width),
@@ -270,45 +275,45 @@ def _contiguous(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 # ----- kernels: a program computes some rows of (atoms·slots, width) ------------------------------
-# Tuples hold a pointer for each term or layer; their lengths are known when a kernel is compiled, so
+# Tuples hold a pointer for each term or layer. Their lengths are known when a kernel is compiled, so
 # that `static_range` unrolls. Sizes that differ between batches are not specialized: Triton would
 # compile a kernel again for each number of rows that 16 divides.
 
 
-class Form(NamedTuple):
-    """Sizes that are known when a kernel is compiled: columns of x, rows and columns of a tile."""
+class Sizes(NamedTuple):
+    """Sizes that are known when a kernel is compiled."""
 
     width: tl.constexpr
-    rows: tl.constexpr
-    columns: tl.constexpr
+    rows: tl.constexpr  # of a tile
+    columns: tl.constexpr  # of a tile: a power of two that holds the width
 
 
 class Tile(NamedTuple):
     """The elements of a program (rows, columns)."""
 
-    index: Any  # in (atoms·slots, width)
-    mask: Any  # which exist
-    h_index: Any  # in h (atoms·near, width)
-    h_mask: Any  # which have a place in h
+    index: Any  # flat, in (atoms·slots, width)
+    mask: Any  # false past the last row or column
+    h_index: Any  # flat, in h (atoms·near, width)
+    h_mask: Any  # false also in slots without a row in h
     is_near: Any  # (rows, 1): whether the slot has a row in h
     column: Any  # (1, columns)
     column_mask: Any  # (1, columns)
 
 
 @triton.jit
-def _open_tile(n_rows, n_slots, n_near, form):
+def _open_tile(n_rows, n_slots, n_near, sizes):
     """Return the tile of this program."""
     # int64, since rows · width may exceed 2³¹.
-    row = tl.program_id(0).to(tl.int64) * form.rows + tl.arange(0, form.rows)
-    column = tl.arange(0, form.columns)[None, :]
-    column_mask = column < form.width
+    row = tl.program_id(0).to(tl.int64) * sizes.rows + tl.arange(0, sizes.rows)
+    column = tl.arange(0, sizes.columns)[None, :]
+    column_mask = column < sizes.width
     slot = row % n_slots
     is_near = slot < n_near
     h_row = (row // n_slots) * n_near + slot
     return Tile(
-        index=row[:, None] * form.width + column,
+        index=row[:, None] * sizes.width + column,
         mask=(row < n_rows)[:, None] & column_mask,
-        h_index=h_row[:, None] * form.width + column,
+        h_index=h_row[:, None] * sizes.width + column,
         h_mask=((row < n_rows) & is_near)[:, None] & column_mask,
         is_near=is_near[:, None],
         column=column,
@@ -328,42 +333,42 @@ def _load_by_column(vector, tile):
 
 @triton.jit
 def _load_h(h, bias, tile):
-    """Load a·W + b where a has a row, b elsewhere."""
+    """Load h: a·W + b in near slots, b elsewhere."""
     near = tl.load(h + tile.h_index, tile.h_mask, 0.0)
     return tl.where(tile.is_near, near, _load_by_column(bias, tile))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_slots", "n_near"])
 def push_kernel(
-    y,  # (atoms·slots, width), written
-    x,  # (atoms·slots, width)
-    terms,  # K × (atoms·slots, width)
+    y,  # (atoms·slots, width), written; ẏ in pass 3
+    x,  # (atoms·slots, width); ẋ in pass 3
+    terms,  # K × (atoms·slots, width); tangents in pass 3
     h,  # L × (atoms·near, width)
-    h_dots,  # L × (atoms·near, width); None in pass 1. In pass 3, y, x and terms are tangents
+    h_dots,  # L × (atoms·near, width); None in pass 1
     biases,  # L × (width,)
-    term_sizes,  # K × (width,)
-    layer_sizes,  # L × (width,)
+    term_steps,  # K × (width,)
+    layer_steps,  # L × (width,)
     n_rows,  # atoms·slots
     n_slots,
     n_near,
     alpha: tl.constexpr,
+    sizes,  # Sizes
+    kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
     curve_constants: tl.constexpr,
-    form,
-    kind: tl.constexpr,
 ) -> None:
     """Write y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l), or its tangent.
 
-    ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(h_l)∘ḣ_l; ḣ = 0 in slots without a row, since b has none.
+    ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(h_l)∘ḣ_l; ḣ = 0 in slots that are not near.
     """
-    tile = _open_tile(n_rows, n_slots, n_near, form)
+    tile = _open_tile(n_rows, n_slots, n_near, sizes)
     total = alpha * _load(x, tile)
     for k in tl.static_range(len(terms)):
-        total += _load_by_column(term_sizes[k], tile) * _load(terms[k], tile)
-    for k in tl.static_range(len(h)):
-        f, slope, _ = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
+        total += _load_by_column(term_steps[k], tile) * _load(terms[k], tile)
+    for layer in tl.static_range(len(h)):
+        f, slope, _ = curve(_load_h(h[layer], biases[layer], tile), kind, curve_constants)
         if h_dots is not None:
-            f = slope * tl.load(h_dots[k] + tile.h_index, tile.h_mask, 0.0)
-        total += _load_by_column(layer_sizes[k], tile) * f
+            f = slope * tl.load(h_dots[layer] + tile.h_index, tile.h_mask, 0.0)  # ḟ
+        total += _load_by_column(layer_steps[layer], tile) * f
     tl.store(y + tile.index, total, tile.mask)
 
 
@@ -371,29 +376,29 @@ def push_kernel(
 def pull_kernel(
     term_hats,  # K × (atoms·slots, width), written
     h_hats,  # L × (atoms·near, width), written
-    sum_parts,  # (programs, 2L + K, width), written: gradients of b, ρ and σ; None in pass 2
-    y_hat,  # (atoms·slots, width); in pass 2 ȳ, and all hats below are bars
-    y_bar,  # (atoms·slots, width); None in pass 2, and without forces, as are all dots
-    terms,  # K × (atoms·slots, width)
-    term_dots,  # K × (atoms·slots, width)
+    sum_parts,  # (programs, L + K + L, width), written: parts of b̂, ρ̂ and σ̂; None in pass 2
+    y_hat,  # (atoms·slots, width)
+    y_bar,  # (atoms·slots, width); None in pass 2, and without forces
+    terms,  # K × (atoms·slots, width); None in pass 2
+    term_dots,  # K × (atoms·slots, width); None if y_bar is
     h,  # L × (atoms·near, width)
-    h_dots,  # L × (atoms·near, width)
+    h_dots,  # L × (atoms·near, width); None if y_bar is
     biases,  # L × (width,)
-    term_sizes,  # K × (width,)
-    layer_sizes,  # L × (width,)
+    term_steps,  # K × (width,)
+    layer_steps,  # L × (width,)
     n_rows,  # atoms·slots
     n_slots,
     n_near,
+    sizes,  # Sizes
+    kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
     curve_constants: tl.constexpr,
-    form,
-    kind: tl.constexpr,
 ) -> None:
-    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by m and h, and in pass 4 by b, ρ and σ.
+    """Write m̂ and ĥ, and in pass 4 b̂, ρ̂ and σ̂: derivatives of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩.
 
-    m̂ = ρ∘ŷ, ĥ = σ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ). The gradient of b is the sum of ĥ over all slots, also
-    those without a row in h; that of ρ the sum of m∘ŷ + ṁ∘ȳ, that of σ of f(h)∘ŷ + f′(h)∘ḣ∘ȳ.
+    m̂ = ρ∘ŷ, ĥ = σ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ). Sums over all slots, also those that are not near:
+    b̂ = Σ ĥ, ρ̂ = Σ (m∘ŷ + ṁ∘ȳ), σ̂ = Σ (f(h)∘ŷ + f′(h)∘ḣ∘ȳ).
     """
-    tile = _open_tile(n_rows, n_slots, n_near, form)
+    tile = _open_tile(n_rows, n_slots, n_near, sizes)
     n_terms: tl.constexpr = len(term_hats)
     n_layers: tl.constexpr = len(h)
     # Rows beyond the last contribute nothing to sums: ŷ and ȳ are loaded as 0 there.
@@ -401,31 +406,31 @@ def pull_kernel(
     if y_bar is not None:
         bar = _load(y_bar, tile)
     if sum_parts is not None:
-        sums = sum_parts + tl.program_id(0) * (2 * n_layers + n_terms) * form.width
+        sums = sum_parts + tl.program_id(0) * (2 * n_layers + n_terms) * sizes.width
     for k in tl.static_range(n_terms):
-        tl.store(term_hats[k] + tile.index, _load_by_column(term_sizes[k], tile) * hat, tile.mask)
+        tl.store(term_hats[k] + tile.index, _load_by_column(term_steps[k], tile) * hat, tile.mask)
         if sum_parts is not None:
-            size_terms = _load(terms[k], tile) * hat
+            step_hat = _load(terms[k], tile) * hat
             if y_bar is not None:
-                size_terms += _load(term_dots[k], tile) * bar
-            _store_sum(sums, n_layers + k, size_terms, form)
-    for k in tl.static_range(n_layers):
-        f, slope, bend = curve(_load_h(h[k], biases[k], tile), kind, curve_constants)
+                step_hat += _load(term_dots[k], tile) * bar
+            _store_sum(sums, n_layers + k, step_hat, sizes)
+    for layer in tl.static_range(n_layers):
+        f, slope, bend = curve(_load_h(h[layer], biases[layer], tile), kind, curve_constants)
         h_hat = slope * hat
-        size_terms = f * hat
+        step_hat = f * hat
         if y_bar is not None:
-            h_dot_bar = tl.load(h_dots[k] + tile.h_index, tile.h_mask, 0.0) * bar
+            h_dot_bar = tl.load(h_dots[layer] + tile.h_index, tile.h_mask, 0.0) * bar  # ḣ∘ȳ
             h_hat += bend * h_dot_bar
-            size_terms += slope * h_dot_bar
-        h_hat *= _load_by_column(layer_sizes[k], tile)
-        tl.store(h_hats[k] + tile.h_index, h_hat, tile.h_mask)
+            step_hat += slope * h_dot_bar
+        h_hat *= _load_by_column(layer_steps[layer], tile)
+        tl.store(h_hats[layer] + tile.h_index, h_hat, tile.h_mask)
         if sum_parts is not None:
-            _store_sum(sums, k, h_hat, form)
-            _store_sum(sums, n_layers + n_terms + k, size_terms, form)
+            _store_sum(sums, layer, h_hat, sizes)
+            _store_sum(sums, n_layers + n_terms + layer, step_hat, sizes)
 
 
 @triton.jit
-def _store_sum(sums, number, values, form):
-    """Store the sum over rows of (rows, columns)."""
-    column = tl.arange(0, form.columns)
-    tl.store(sums + number * form.width + column, tl.sum(values, 0), column < form.width)
+def _store_sum(sums, number, values, sizes):
+    """Store the sum over rows of (rows, columns) as row `number` of this program's part."""
+    column = tl.arange(0, sizes.columns)
+    tl.store(sums + number * sizes.width + column, tl.sum(values, 0), column < sizes.width)

@@ -1,15 +1,17 @@
-"""The symmetrization of a DPA-3 layer's moments on a GPU: four passes of one kernel each.
+"""The symmetrization of a DPA-3 layer's moments on a GPU.
 
     G_ad = Σ_c H_ca·H_cd / 3
 
-The sum is over the components c of space, in the E and the N columns of H apart, with a < `axis`.
+c is a component of space. H has two blocks of columns, of edges and of nodes; a and d are columns of
+one block, a among its first `axis`.
 
-| symbol | name      | shape                 | meaning                                              |
-|--------|-----------|-----------------------|------------------------------------------------------|
-| H      | `moment`  | (atoms, 3, E + N)     | from `edges`: columns of edges, then of nodes        |
-| G      | `squares` | (atoms, axis·(E + N)) | environment of a node, the input of its linear layer |
+| symbol | name          | shape                 | meaning                                      |
+|--------|---------------|-----------------------|----------------------------------------------|
+| H      | `moment`      | (atoms, 3, E + N)     | from `edges`: E columns of edges, N of nodes |
+| G      | `symmetrized` | (atoms, axis·(E + N)) | (axis, E) and (axis, N), flat: the input of a linear layer |
 
-`four_passes` explains the passes and the accents. Reference: `RepflowLayer._nodes`, as for
+`nn.four_passes` explains the passes and the accents. `symmetrize_kernel` computes passes 1 and 3,
+`symmetrize_adjoint_kernel` passes 2 and 4. Reference: `RepflowLayer._nodes`, as for
 `residual_sums`.
 """
 
@@ -24,11 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.kernels.shared import constants
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import as_constexpr
 from deepmd_muon.model.nn.four_passes import FourPasses, Nested, Perhaps, Tensors
 
 
-class Moment(NamedTuple):
+class SymmetrizationInputs(NamedTuple):
     """The input of the operation."""
 
     moment: Tensor
@@ -38,7 +40,7 @@ class AdjointSaved(NamedTuple):
     """What pass 2 hands over: H for pass 3, Ḡ for pass 4."""
 
     moment: Tensor
-    squares_bar: Tensor
+    symmetrized_bar: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,7 @@ class Symmetrization(FourPasses):
     Attributes
     ----------
     axis
-        Rows a of G: how many leading columns of each block of H are multiplied with all columns of
-        that block.
+        How many leading columns of each block of H are multiplied with all columns of the block.
     edge_columns
         E, the columns of H from edge features.
     """
@@ -57,15 +58,17 @@ class Symmetrization(FourPasses):
     axis: int
     edge_columns: int
 
-    def value(self, inputs: Moment) -> tuple[Perhaps, Nested]:
+    def value(self, inputs: SymmetrizationInputs) -> tuple[Perhaps, Nested]:
         """Pass 1: return G."""
         return (self._symmetrize(inputs.moment),), ()
 
-    def adjoint(self, cotangents: Any, inputs: Moment, value_saved: Any) -> tuple[Tensors, Nested]:
+    def adjoint(
+        self, cotangents: Any, inputs: SymmetrizationInputs, value_saved: Any
+    ) -> tuple[Tensors, Nested]:
         """Pass 2: return H̄."""
-        (squares_bar,) = cotangents
-        moment_bar = self._symmetrize_adjoint([(inputs.moment, squares_bar)])
-        return (moment_bar,), AdjointSaved(inputs.moment, squares_bar)
+        (symmetrized_bar,) = cotangents
+        moment_bar = self._symmetrize_adjoint([(inputs.moment, symmetrized_bar)])
+        return (moment_bar,), AdjointSaved(inputs.moment, symmetrized_bar)
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return Ġ, and save Ḣ."""
@@ -75,24 +78,24 @@ class Symmetrization(FourPasses):
     def gradient(
         self,
         cotangents: Any,
-        inputs: Moment,
+        inputs: SymmetrizationInputs,
         value_saved: Any,
         adjoint: AdjointSaved | None,
         tangent: tuple[Tensor] | None,
     ) -> Nested:
         """Pass 4: return the gradient of ⟨Ĝ, G⟩ + ⟨Ḡ, Ġ⟩ by H."""
-        (squares_hat,) = cotangents
-        pairs = [(inputs.moment, squares_hat)]
+        (symmetrized_hat,) = cotangents
+        pairs = [(inputs.moment, symmetrized_hat)]
         if adjoint is not None and tangent is not None:
             (moment_dot,) = tangent
-            pairs.append((moment_dot, adjoint.squares_bar))
+            pairs.append((moment_dot, adjoint.symmetrized_bar))
         return (self._symmetrize_adjoint(pairs),)
 
-    def _form(self, moment: Tensor) -> Form:
+    def _sizes(self, moment: Tensor) -> Sizes:
         node_columns = moment.shape[2] - self.edge_columns
         columns = triton.next_power_of_2(max(self.edge_columns, node_columns))
-        return constants(
-            Form(
+        return as_constexpr(
+            Sizes(
                 axis=self.axis,
                 edge_columns=self.edge_columns,
                 node_columns=node_columns,
@@ -103,34 +106,32 @@ class Symmetrization(FourPasses):
 
     def _symmetrize(self, moment: Tensor, moment_dot: Tensor | None = None) -> Tensor:
         """Return G from H, or with Ḣ the tangent of G."""
-        squares = moment.new_empty(len(moment), self.axis * moment.shape[2])
+        symmetrized = moment.new_empty(len(moment), self.axis * moment.shape[2])
         symmetrize_kernel[(len(moment),)](
-            squares=squares,
+            symmetrized=symmetrized,
             moment=moment,
             moment_dot=moment_dot,
-            form=self._form(moment),
+            sizes=self._sizes(moment),
         )
-        return squares
+        return symmetrized
 
     def _symmetrize_adjoint(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the adjoint of H: the sum over pairs of H (or Ḣ) and an adjoint of G."""
-        moments, squares_bars = zip(*pairs, strict=True)
+        """Return the derivative by H: a sum over pairs, of H with Ḡ or Ĝ, and of Ḣ with Ḡ."""
+        moments, symmetrized_bars = zip(*pairs, strict=True)
         moment_bar = torch.empty_like(moments[0])
         symmetrize_adjoint_kernel[(len(moment_bar),)](
             moment_bar=moment_bar,
             moments=moments,
-            squares_bars=squares_bars,
-            form=self._form(moment_bar),
+            symmetrized_bars=symmetrized_bars,
+            sizes=self._sizes(moment_bar),
         )
         return moment_bar
 
 
 # ----- kernels: a program computes one atom ------------------------------------------------------
-# H of an atom is (3, E + N). G is stored as an (axis, E) block and behind it an (axis, N) block, so
-# that its flat row is the input of the linear layer.
 
 
-class Form(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that are known when a kernel is compiled.
 
     `rows` and `columns` are powers of two that hold `axis` and the columns of a block.
@@ -143,75 +144,85 @@ class Form(NamedTuple):
     columns: tl.constexpr
 
 
+class Block(NamedTuple):
+    """The block of edges or of nodes, of one atom."""
+
+    begin: Any  # its first column in H
+    d_mask: Any  # (columns,): which of its columns exist
+    g_index: Any  # (rows, columns): flat, in G (atoms·axis·(E + N),)
+
+
 @triton.jit
-def _block_columns(block: tl.constexpr, form):
-    """Return where a block of H (0: edges, 1: nodes) begins, its width, its columns and their mask."""
-    d = tl.arange(0, form.columns)
-    if block == 0:
-        return 0, form.edge_columns, d, d < form.edge_columns
-    return form.edge_columns, form.node_columns, d + form.edge_columns, d < form.node_columns
+def _block(number: tl.constexpr, atom, a, d, sizes):
+    """Return the block of edges (0) or of nodes (1)."""
+    begin: tl.constexpr = 0 if number == 0 else sizes.edge_columns
+    n_columns: tl.constexpr = sizes.edge_columns if number == 0 else sizes.node_columns
+    start = atom * sizes.axis * (sizes.edge_columns + sizes.node_columns) + sizes.axis * begin
+    return Block(
+        begin=begin,
+        d_mask=d < n_columns,
+        g_index=start + a[:, None] * n_columns + d[None, :],
+    )
 
 
 @triton.jit
 def symmetrize_kernel(
-    squares,  # (atoms, axis·(E + N)), written
+    symmetrized,  # (atoms, axis·(E + N)), written
     moment,  # (atoms, 3, E + N)
     moment_dot,  # (atoms, 3, E + N); None for G
-    form,
+    sizes,
 ) -> None:
     """G_ad = Σ_c H_ca·H_cd / 3 in each block, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
-    width: tl.constexpr = form.edge_columns + form.node_columns
+    width: tl.constexpr = sizes.edge_columns + sizes.node_columns
     atom = tl.program_id(0).to(tl.int64)
-    a = tl.arange(0, form.rows)
-    a_mask = a < form.axis
-    for block in tl.static_range(2):
-        begin, n_columns, d, d_mask = _block_columns(block, form)
-        total = tl.zeros([form.rows, form.columns], moment.dtype.element_ty)
+    a = tl.arange(0, sizes.rows)
+    d = tl.arange(0, sizes.columns)
+    a_mask = a < sizes.axis
+    for number in tl.static_range(2):
+        block = _block(number, atom, a, d, sizes)
+        total = tl.zeros([sizes.rows, sizes.columns], moment.dtype.element_ty)
         for c in tl.static_range(3):
-            row = (atom * 3 + c) * width
-            h_a = tl.load(moment + row + begin + a, a_mask, 0.0)
-            h_d = tl.load(moment + row + d, d_mask, 0.0)
+            row = (atom * 3 + c) * width + block.begin
+            h_a = tl.load(moment + row + a, a_mask, 0.0)
+            h_d = tl.load(moment + row + d, block.d_mask, 0.0)
             if moment_dot is not None:
-                h_a_dot = tl.load(moment_dot + row + begin + a, a_mask, 0.0)
-                h_d_dot = tl.load(moment_dot + row + d, d_mask, 0.0)
+                h_a_dot = tl.load(moment_dot + row + a, a_mask, 0.0)
+                h_d_dot = tl.load(moment_dot + row + d, block.d_mask, 0.0)
                 total += h_a_dot[:, None] * h_d[None, :] + h_a[:, None] * h_d_dot[None, :]
             else:
                 total += h_a[:, None] * h_d[None, :]
-        block_start = atom * form.axis * width + form.axis * begin
-        index = block_start + a[:, None] * n_columns + (d - begin)[None, :]
-        tl.store(squares + index, total / 3.0, a_mask[:, None] & d_mask[None, :])
+        mask = a_mask[:, None] & block.d_mask[None, :]
+        tl.store(symmetrized + block.g_index, total / 3.0, mask)
 
 
 @triton.jit
 def symmetrize_adjoint_kernel(
     moment_bar,  # (atoms, 3, E + N), written
     moments,  # pairs × (atoms, 3, E + N)
-    squares_bars,  # pairs × (atoms, axis·(E + N))
-    form,
+    symmetrized_bars,  # pairs × (atoms, axis·(E + N))
+    sizes,
 ) -> None:
     """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_e Ḡ_de·H_ce) / 3 in each block.
 
     The second sum is there because the first `axis` columns of H are factors on both sides.
     """
-    width: tl.constexpr = form.edge_columns + form.node_columns
+    width: tl.constexpr = sizes.edge_columns + sizes.node_columns
     atom = tl.program_id(0).to(tl.int64)
-    a = tl.arange(0, form.rows)
-    a_mask = a < form.axis
-    for block in tl.static_range(2):
-        begin, n_columns, d, d_mask = _block_columns(block, form)
-        block_start = atom * form.axis * width + form.axis * begin
-        index = block_start + a[:, None] * n_columns + (d - begin)[None, :]
-        block_mask = a_mask[:, None] & d_mask[None, :]
-        same_column = a[:, None] == (d - begin)[None, :]
+    a = tl.arange(0, sizes.rows)
+    d = tl.arange(0, sizes.columns)
+    a_mask = a < sizes.axis
+    for number in tl.static_range(2):
+        block = _block(number, atom, a, d, sizes)
+        mask = a_mask[:, None] & block.d_mask[None, :]
         for c in tl.static_range(3):
-            row = (atom * 3 + c) * width
-            total = tl.zeros([form.columns], moment_bar.dtype.element_ty)
+            row = (atom * 3 + c) * width + block.begin
+            total = tl.zeros([sizes.columns], moment_bar.dtype.element_ty)
             for pair in tl.static_range(len(moments)):
-                g_bar = tl.load(squares_bars[pair] + index, block_mask, 0.0)
-                h_a = tl.load(moments[pair] + row + begin + a, a_mask, 0.0)
-                h_d = tl.load(moments[pair] + row + d, d_mask, 0.0)
+                g_bar = tl.load(symmetrized_bars[pair] + block.g_index, mask, 0.0)
+                h_a = tl.load(moments[pair] + row + a, a_mask, 0.0)
+                h_d = tl.load(moments[pair] + row + d, block.d_mask, 0.0)
                 as_right_factor = h_a[:, None] * g_bar
                 row_sums = tl.sum(g_bar * h_d[None, :], 1)  # (rows,): belongs to column d = a
-                as_left_factor = tl.where(same_column, row_sums[:, None], 0.0)
+                as_left_factor = tl.where(a[:, None] == d[None, :], row_sums[:, None], 0.0)
                 total += tl.sum(as_right_factor + as_left_factor, 0)
-            tl.store(moment_bar + row + d, total / 3.0, d_mask)
+            tl.store(moment_bar + row + d, total / 3.0, block.d_mask)
