@@ -2,10 +2,12 @@
 
     python source/benchmarks/hosted_train.py --cases mini dpa2 hybrid
     torchrun --nproc-per-node 2 source/benchmarks/hosted_train.py --cases mini --no-restart
+    python source/benchmarks/hosted_train.py --cases mini --deepmd-kit [--compile]
 
 A case is a model of `hosted_step.py`. The data are random water, made here. Each case trains once, and again from its
 middle. The printed gap compares the final weights: on a GPU, sums in another order let two equal runs differ, too;
-`--again` prints by how much.
+`--again` prints by how much. With `--deepmd-kit`, deepmd-kit's own trainer runs the input once more, with its
+HybridMuon; --compile sets its key `use_compile`, which DPA-4 alone has. DPA-4 needs ``vesin[torch]`` there.
 The script ends with status 1 if a step was not captured.
 """
 
@@ -121,6 +123,23 @@ def train(content: dict[str, Any], restart: Path | None = None) -> tuple[int, fl
     return sum(recorded), average.milliseconds
 
 
+def train_in_deepmd_kit(content: dict[str, Any]) -> float:
+    """Train with deepmd-kit's own trainer; return the time of a step [ms]."""
+    from deepmd.main import main as dp
+
+    content = copy.deepcopy(content)
+    prefix = content["training"]["save_ckpt"]
+    if content["training"].pop("enable_compile"):
+        content["model"]["use_compile"] = True
+    Path(f"{prefix}.json").write_text(json.dumps(content))
+    average = LastAverage()
+    # Its command clears the handlers of its other loggers.
+    logging.getLogger("deepmd.pt.train.training").addHandler(average)
+    words = ["train", f"{prefix}.json", "-o", f"{prefix}.out.json", "--skip-neighbor-stat"]
+    dp(["--pt", *words])
+    return average.milliseconds
+
+
 def weights_of(path: Path) -> torch.Tensor:
     """Return all numbers of a checkpoint's model in one vector."""
     model = torch.load(path, weights_only=True, map_location="cpu")["model"]
@@ -159,6 +178,9 @@ def run_case(name: str, folder: Path, options: argparse.Namespace) -> bool:
             expected = weights_of(Path(f"{first}-{step}.pt"))
             gap = (weights_of(Path(f"{again}-{step}.pt")) - expected).norm() / expected.norm()
             print(f"{label}: two equal runs differ after {step} steps by {gap:.1e}", flush=True)
+    if options.deepmd_kit:
+        content = input_of(name, system, folder / f"{label}-deepmd-kit", options)
+        print(f"{label}: {train_in_deepmd_kit(content):.2f} ms a step in deepmd-kit", flush=True)
     return graphs > 0
 
 
@@ -172,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="set training/enable_compile")
     parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--again", action="store_true", help="train once more, to compare")
+    parser.add_argument("--deepmd-kit", action="store_true", help="train in deepmd-kit, too")
     parser.add_argument("--folder", type=Path, help="where files go; new by default")
     options = parser.parse_args(arguments)
     import_deepmd_kit()

@@ -82,6 +82,37 @@ MODELS = {
     },
 }
 
+# Further models whose steps a GPU captures.
+CAPTURED_MODELS = {
+    "se_e3_tebd": {
+        "descriptor": {
+            "type": "se_e3_tebd",
+            "sel": 14,
+            **_SMOOTH,
+            "neuron": [2, 4],
+            "tebd_dim": 4,
+            "seed": 1,
+        },
+        "fitting_net": _NET,
+    },
+    "se_atten strip": {
+        "descriptor": {
+            **_ATTEN,
+            "type": "se_atten",
+            "attn": 8,
+            "attn_layer": 1,
+            "tebd_input_mode": "strip",
+            "smooth_type_embedding": True,
+        },
+        "fitting_net": _NET,
+    },
+    "dpa4 zbl": {
+        **MODELS["dpa4"],
+        "bridging_method": "zbl",
+        "bridging_r_inner": 0.8,
+        "bridging_r_outer": 1.2,
+    },
+}
 
 _SPINS = {"use_spin": [True, False], "virtual_scale": [0.3]}
 # Models that read spins. The virtual atoms of all neighbours have room in `sel`.
@@ -139,9 +170,10 @@ def write_data(folder: Path, nframes: int = 1, name: str = "sys") -> str:
 
 
 def hosted_input(kind: str, system: str, steps: int, **training: object) -> dict[str, object]:
-    """Return an input of one of `MODELS` with Adam."""
+    """Return an input of one of `MODELS` or `CAPTURED_MODELS` with Adam."""
+    model = (MODELS | CAPTURED_MODELS)[kind]
     return {
-        "model": {"type_map": TYPE_MAP, **copy.deepcopy(MODELS[kind])},
+        "model": {"type_map": TYPE_MAP, **copy.deepcopy(model)},
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": 2},
         "loss": {"type": "ener"},
         "optimizer": {"type": "Adam"},

@@ -205,6 +205,11 @@ class HostedModel(EnergyModel):
     @property
     def frozen_without(self) -> str | None:
         """What a frozen form made in this environment cannot do; None if it can do all."""
+        if isinstance(self._form, EdgeForm) and self.virtual_scale is not None:
+            return (
+                "LAMMPS can run the file on one rank only, and deepmd-kit's dp test cannot read "
+                "it, because the model has virtual atoms"
+            )
         if not self.hosted.has_message_passing() or has_operators():
             return None
         return (

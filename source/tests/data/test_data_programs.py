@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import vasp_files
 
+from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, open_systems
 from deepmd_muon.label_keys import Reading
 
@@ -90,6 +91,96 @@ def test_dpdata_reads_what_ase_does_not(tmp_path, labelled):
         np.testing.assert_array_equal(frames.box, expected["cells"])
         np.testing.assert_array_equal(frames.energy, expected["energies"])
         np.testing.assert_array_equal(frames.force, expected["forces"])
+
+
+@pytest.mark.parametrize("name", ["deepmd/npy", "deepmd/npy/mixed", "deepmd/hdf5", "deepmd/lmdb"])
+def test_spins_that_dpdata_wrote_are_converted(name, tmp_path, labelled):
+    """dpdata names them `spins` and `force_mags`."""
+    pytest.importorskip({"deepmd/hdf5": "h5py", "deepmd/lmdb": "lmdb"}.get(name, "dpdata"))
+    pytest.importorskip("dpdata.plugins.deepmd").register_spin()
+    rng = np.random.default_rng(5)
+    expected = {key: rng.normal(size=(2, 3, 3)) for key in ("spins", "force_mags")}
+    system = dpdata.LabeledSystem(data=labelled.data | expected)
+    path = str(tmp_path / "from_dpdata")
+    in_groups = name.endswith(("mixed", "lmdb"))
+    (dpdata.MultiSystems(system) if in_groups else system).to(name, path)
+    output = str(tmp_path / "data")
+    assert main(["convert-data", path, output, "--format", name]) == 0
+    (converted,) = open_systems(output)
+    frames = converted.with_all_parameters().frames([0, 1])
+    # The atoms may be sorted.
+    order = np.argsort(np.abs(frames.coord[0, :, None] - system["coords"][0]).sum(2), axis=1)[:, 0]
+    for values, key in ((frames.spin, "spins"), (frames.force_mag, "force_mags")):
+        np.testing.assert_allclose(values, expected[key][:, order], rtol=1e-7)
+
+
+ABACUS = {
+    "INPUT": "INPUT_PARAMETERS\nsuffix ABACUS\nnspin 4\n",
+    "STRU": """ATOMIC_SPECIES
+Fe 55.845 Fe.upf
+O 15.999 O.upf
+
+LATTICE_CONSTANT
+1.8897261246
+
+LATTICE_VECTORS
+0 4 0
+4 0 0
+0 0 -4
+
+ATOMIC_POSITIONS
+Direct
+
+Fe
+0.0
+2
+0.0 0.0 0.0 1 1 1
+0.5 0.5 0.1 1 1 1
+
+O
+0.0
+1
+0.5 0.0 0.5 1 1 1
+""",
+    "OUT.ABACUS/running_scf.log": """ WELCOME TO ABACUS v3.9
+ Total Magnetism (uB)
+ ---------------------------------------------
+    Fe  0.1  0.2  3.0
+    Fe -0.3  0.4 -3.1
+    O   0.0  0.01 0.02
+ ---------------------------------------------
+ Magnetic force (eV/uB)
+ ---------------------------------------------
+    Fe  0.5  0.6 -1.2
+    Fe -0.7  0.8  1.3
+    O   0.0  0.0  0.0
+ ---------------------------------------------
+ TOTAL-FORCE (eV/Angstrom)
+ ---------------------------------------------
+    Fe1  0.1  0.2  0.3
+    Fe2 -0.1 -0.1 -0.1
+    O1   0.0 -0.1 -0.2
+ ---------------------------------------------
+ !FINAL_ETOT_IS -10.5 eV
+ final etot is -10.5 eV
+""",
+}
+
+
+def test_spins_of_a_calculation_that_dpdata_reads_are_converted(tmp_path):
+    for name, text in ABACUS.items():
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    words = [str(tmp_path / "run"), str(tmp_path / "data"), "--format", "abacus/scf"]
+    assert main(["convert-data", *words]) == 0
+    (system,) = open_systems(str(tmp_path / "data"), ["O", "Fe"])
+    frames = system.with_all_parameters().frames([0])
+    assert frames.atype.tolist() == [[1, 1, 0]]
+    assert frames.spin[0].tolist() == [[0.1, 0.2, 3.0], [-0.3, 0.4, -3.1], [0.0, 0.01, 0.02]]
+    assert frames.force_mag[0].tolist() == [[0.5, 0.6, -1.2], [-0.7, 0.8, 1.3], [0.0] * 3]
+    assert frames.energy.tolist() == [-10.5]
+    assert frames.force[0, 0].tolist() == [0.1, 0.2, 0.3]
 
 
 def test_dpdata_converts_units_that_ours_refuses(tmp_path):

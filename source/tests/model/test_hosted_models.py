@@ -378,6 +378,13 @@ def test_a_bound_of_all_edges_changes_nothing(name):
         assert_near(bounded, plain)
 
 
+def test_what_deepmd_kit_cannot_do_with_a_frozen_model_is_known():
+    """It compiles DPA-4 with virtual atoms for one rank."""
+    assert "one rank" in build(SECTIONS["dpa4, virtual atoms"]).frozen_without
+    for name in ("dpa4, spins", "se_e2_a, spins"):
+        assert "one rank" not in (build(SECTIONS[name]).frozen_without or "")
+
+
 def test_names_and_statistics_are_deepmd_kits():
     """Names of tensors, and mean, deviation and bias from a sample."""
     model = build(SECTIONS["dpa2"])

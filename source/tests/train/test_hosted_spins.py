@@ -32,6 +32,7 @@ from deepmd_muon.explore.training import BaseInput
 from deepmd_muon.infer import DeepPotCalculator, Predictor
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
+from deepmd_muon.model.hosted.kit import has_operators
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.resident import ResidentBatches
 
@@ -141,6 +142,19 @@ def test_deepmd_kit_continues_our_checkpoints(tmp_path, train):
         assert {int(state["step"]) for state in states} == {7}
 
 
+def assert_agree(prediction, theirs, tolerance):
+    """Compare ours with what deepmd-kit's `DeepPot.eval` returns, relative to its largest values."""
+    energy, force, virial, force_mag, mask = theirs
+    np.testing.assert_allclose(prediction.energy, energy[:, 0], rtol=tolerance)
+    for values, expected in (
+        (prediction.force, force),
+        (prediction.force_mag, force_mag),
+        (prediction.virial, virial),
+    ):
+        np.testing.assert_allclose(values, expected, atol=tolerance * np.abs(expected).max())
+    assert (prediction.mask_mag == mask[..., 0]).all()
+
+
 @pytest.mark.parametrize("kind", SPIN_MODELS)
 def test_predictions_are_deepmd_kits(kind, in_both, caplog):
     """Energies, forces, magnetic forces and virials of its checkpoint; errors of `dp test`."""
@@ -153,13 +167,9 @@ def test_predictions_are_deepmd_kits(kind, in_both, caplog):
     theirs = DeepPot(checkpoint).eval(
         frames.coord.reshape(1, -1), frames.box.reshape(1, 9), TYPES, spin=frames.spin
     )
-    energy, force, virial, force_mag, mask = theirs
     tolerance = tolerance_of(kind)
-    np.testing.assert_allclose(ours.energy, energy[:, 0], rtol=tolerance)
-    for values, expected in ((ours.force, force), (ours.force_mag, force_mag)):
-        np.testing.assert_allclose(values, expected, atol=tolerance * np.abs(expected).max())
-    np.testing.assert_allclose(ours.virial, virial, atol=tolerance * np.abs(virial).max())
-    assert (ours.mask_mag == mask[..., 0]).all()
+    assert_agree(ours, theirs, tolerance)
+    energy, _, _, force_mag, mask = theirs
 
     atoms = Atoms(
         [predictor.type_map[k] for k in TYPES], frames.coord[0], cell=frames.box[0], pbc=True
@@ -180,6 +190,31 @@ def test_predictions_are_deepmd_kits(kind, in_both, caplog):
     (line,) = {line for line in lines if line.startswith("Force spin RMSE")}
     assert float(line.split(":")[1].split()[0]) == pytest.approx(rmse, rel=max(tolerance, 1e-6))
     assert np.loadtxt("detail.fm.out").shape == (TYPES.count(0), 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "output"),
+    [
+        ("se_e2_a", "frozen.pth"),
+        ("dpa1", "frozen.pth"),
+        # Compiling takes minutes.
+        pytest.param("dpa4_native", "frozen.pt2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_frozen_file_in_deepmd_kit_is_the_checkpoint(kind, output, tmp_path, train):
+    from deepmd.infer import DeepPot
+
+    system = write_spin_data(tmp_path)
+    assert train(spin_input(kind, system, 2), skip_neighbor_stat=True) == 0
+    if kind.startswith("dpa4") and not has_operators():
+        pytest.skip("deepmd-kit's operators do not fit the installed torch")
+    assert main(["freeze", "-c", "model.ckpt-2.pt", "-o", "frozen"]) == 0
+    predictor = Predictor("model.ckpt-2.pt", device="cpu")
+    frames = frames_for(predictor, system)
+    theirs = DeepPot(output).eval(
+        frames.coord.reshape(1, -1), frames.box.reshape(1, 9), TYPES, spin=frames.spin
+    )
+    assert_agree(predictor.evaluate(frames), theirs, tolerance_of(kind))
 
 
 @pytest.mark.parametrize("kind", ["se_e2_a", "dpa4_native"])
@@ -209,6 +244,9 @@ def test_commands_read_a_checkpoint_or_say_why_not(in_both, caplog, capsys):
     assert Predictor("changed.pt", device="cpu").model.out_bias.shape == (1, 2, 1)
     assert main(["check", checkpoint, "-s", system]) == 2
     assert "spins (model/spin)" in capsys.readouterr().err
+    assert main(["freeze", "-c", checkpoint, "-o", "frozen"]) == 0
+    assert main(["test", "-m", "frozen.pth", "-s", system]) == 2
+    assert "test the checkpoint" in capsys.readouterr().err
     content = spin_input("se_e2_a", system, 1)
     Path("explored.json").write_text(json.dumps(content))
     with pytest.raises(ExploreError, match="model/spin"):

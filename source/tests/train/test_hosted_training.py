@@ -234,7 +234,7 @@ def test_other_types_than_deepmd_kit_can_give_a_model_are_one_error(tmp_path, tr
 
 def two_branches(system, steps, **training):
     """Return an input of two DPA-4 models with one descriptor."""
-    content = hosted_input("dpa4", system, steps, save_freq=2, **training)
+    content = hosted_input("dpa4", system, steps, **{"save_freq": 2, **training})
     model = content["model"]
     branches = {}
     for name in ("first", "second"):
