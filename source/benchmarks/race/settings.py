@@ -163,6 +163,16 @@ SETTINGS |= {
     for steps in (1, 2, 3)
     for coefficient in (4.32, 12.96)
 }
+# The same in the fitting net alone: no matrix of the embedding nets has 96 rows and columns.
+SETTINGS |= {
+    f"fitting_depth_{steps}_c{coefficient:g}": muon(
+        large_schedule=[[3.4445, -4.775, 2.0315]] * steps,
+        large_matrix_dim=96,
+        lr_adjust_coeff=coefficient,
+    )
+    for steps in (1, 2, 3)
+    for coefficient in (4.32, 12.96)
+}
 
 # AdamW at one rate, for sets whose best one is not known.
 SETTINGS |= {
