@@ -155,12 +155,13 @@ SETTINGS |= {
     for ratio in RATIOS
 }
 
-# Few Newton–Schulz steps leave small singular values small: n of them multiply these by 3.4445^n.
+#: Few Newton–Schulz steps, which leave small singular values small: n of them multiply these by 3.4445^n.
+DEPTHS = (1, 2, 3)
 SETTINGS |= {
     f"depth_{steps}_c{coefficient:g}": muon(
         schedule=[[3.4445, -4.775, 2.0315]] * steps, lr_adjust_coeff=coefficient
     )
-    for steps in (1, 2, 3)
+    for steps in DEPTHS
     for coefficient in (4.32, 12.96)
 }
 # The same in the fitting net alone: no matrix of the embedding nets has 96 rows and columns.
@@ -170,7 +171,7 @@ SETTINGS |= {
         large_matrix_dim=96,
         lr_adjust_coeff=coefficient,
     )
-    for steps in (1, 2, 3)
+    for steps in DEPTHS
     for coefficient in (4.32, 12.96)
 }
 

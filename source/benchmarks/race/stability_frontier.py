@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from settings import ADAMW, COEFFICIENTS, RATIOS, ROUTES, SETTINGS
+from settings import ADAMW, COEFFICIENTS, DEPTHS, RATIOS, ROUTES, SETTINGS
 from stability_table import Potential, SettingRow, grouped, mean_of, read_results, shown
 
 from deepmd_muon.show.palette import OPTIMIZERS, PURPLE
@@ -269,26 +269,45 @@ def _cells(row: SettingRow | None) -> tuple[str, str, str]:
 
 
 def routes_table(potentials: Sequence[Potential]) -> list[str]:
-    """Compare each route and its rates with the default's potentials of the same seeds, as Markdown.
+    """Compare each route and its rates with the default, as Markdown."""
+    settings = {
+        f"{part}_c{coefficient:g}_r{ratio:g}": (part, f"{coefficient:g}", f"{ratio:g}")
+        for part in ROUTES
+        for coefficient in COEFFICIENTS
+        for ratio in RATIOS
+    }
+    settings["adamw"] = ("all", "–", "–")
+    return _compared_table(potentials, ("on AdamW", "coefficient", "ratio"), settings)
+
+
+def depth_table(potentials: Sequence[Potential]) -> list[str]:
+    """Compare few Newton–Schulz steps with the default, as Markdown."""
+    settings = {
+        f"{prefix}depth_{steps}_c{coefficient:g}": (nets, str(steps), f"{coefficient:g}")
+        for prefix, nets in (("", "all"), ("fitting_", "fitting"))
+        for steps in DEPTHS
+        for coefficient in COEFFICIENTS
+    }
+    return _compared_table(potentials, ("nets", "Newton–Schulz steps", "coefficient"), settings)
+
+
+def _compared_table(
+    potentials: Sequence[Potential],
+    heads: Sequence[str],
+    settings: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """Compare settings, each with its first cells, with the default's potentials of the same seeds.
 
     A cell has the ratio of test errors with its standard error, that of errors out of distribution, and the runs that
     blew up, with the default's in brackets.
     """
-    names = [name for name in SETS if any(p.set == name for p in potentials)]
-    lines = [
-        "| on AdamW | coefficient | ratio | " + " | ".join(names) + " |",
-        "|" + "---|" * (3 + len(names)),
-    ]
-    settings = [
-        (part, f"{coefficient:g}", f"{ratio:g}", f"{part}_c{coefficient:g}_r{ratio:g}")
-        for part in ROUTES
-        for coefficient in COEFFICIENTS
-        for ratio in RATIOS
-    ]
     long = {
         (p.set, p.setting, p.seed): p for p in potentials if (p.model, p.steps) == (MODEL, LONG)
     }
-    for *words, setting in [*settings, ("all", "–", "–", "adamw")]:
+    trained = {name for name, setting, _ in long if setting in settings}
+    names = [name for name in SETS if name in trained]
+    lines = ["| " + " | ".join([*heads, *names]) + " |", "|" + "---|" * (len(heads) + len(names))]
+    for setting, words in settings.items():
         cells = [_compared(long, name, setting) for name in names]
         if any(cells):
             lines.append("| " + " | ".join([*words, *(cell or "–" for cell in cells)]) + " |")
@@ -419,7 +438,15 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="file that gets the picture")
     args = parser.parse_args()
     potentials, _ = read_results(args.results)
-    tables = (goal_table, frontier_table, sets_table, lengths_table, routes_table, dpa3_table)
+    tables = (
+        goal_table,
+        frontier_table,
+        sets_table,
+        lengths_table,
+        routes_table,
+        depth_table,
+        dpa3_table,
+    )
     for table in [make(potentials) for make in tables]:
         print("\n".join(table), end="\n\n")
     if args.picture:
