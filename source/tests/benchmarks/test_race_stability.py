@@ -249,7 +249,6 @@ def test_the_page_shows_the_tables_of_the_published_runs(tmp_path):
         frontier.sets_table,
         frontier.lengths_table,
         frontier.routes_table,
-        frontier.depth_table,
         frontier.dpa3_table,
     ):
         assert "\n".join(make(potentials)) in page
