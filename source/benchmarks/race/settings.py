@@ -155,6 +155,7 @@ SETTINGS |= {
     for ratio in RATIOS
 }
 
+SETTINGS["none_c6_r3"] = muon(lr_adjust_coeff=6.0, adam_lr_ratio=3.0)
 #: Few Newton–Schulz steps, which leave small singular values small: n of them multiply these by 3.4445^n.
 DEPTHS = (1, 2, 3)
 SETTINGS |= {

@@ -54,6 +54,8 @@ SHIPPED = {
     "aluminides": ROUTED,
 }
 SHIPPED |= {"molecules": "default"}
+#: What an input that sets nothing takes at `SHORT` steps today; the potentials called `default` had higher rates there.
+DEFAULT_SHORT = "none_c4.32_r3"
 #: The goal allows errors this much larger than the default's.
 LARGER = 1.05
 #: Parts of DPA-3 on AdamW, with their names in its table.
@@ -203,7 +205,7 @@ def goal_table(potentials: Sequence[Potential]) -> list[str]:
     ]
     groups = grouped(potentials, lambda p: (p.model, p.set, p.steps, p.setting))
     shipped = [(MODEL, name, LONG, setting) for name, setting in SHIPPED.items()]
-    shipped += [(MODEL, name, SHORT, "default") for name in ("water", "alloys")]
+    shipped += [(MODEL, name, SHORT, DEFAULT_SHORT) for name in ("water", "alloys")]
     shipped += [key for key in groups if key[0] == "dpa3" and key[3] == "default"]
     for model, name, steps, setting in shipped:
         chosen = groups[model, name, steps, setting]
@@ -211,8 +213,10 @@ def goal_table(potentials: Sequence[Potential]) -> list[str]:
             groups[key] for rate in ADAMW_SETTINGS if (key := (model, name, steps, rate)) in groups
         ]
         compared = min(rates, key=lambda some: mean_of([p.test for p in some])[0])
+        routed = setting not in ("default", DEFAULT_SHORT)
         plain = {p.seed: p.test for p in groups[model, name, steps, "default"]}
-        ratio = mean_of([p.test / plain[p.seed] for p in chosen if p.seed in plain])
+        ratios = [p.test / plain[p.seed] if routed else 1.0 for p in chosen if p.seed in plain]
+        ratio = mean_of(ratios)
         point = Point.of(chosen)
         theirs = Point.of(compared)
         out = point.row.out_of_distribution / theirs.row.out_of_distribution
@@ -231,11 +235,11 @@ def goal_table(potentials: Sequence[Potential]) -> list[str]:
         cells = [
             name if model == MODEL else f"DPA-3, {name}",
             f"{steps:,}",
-            "nothing" if setting == "default" else TABLE[setting],
+            TABLE[setting] if routed else "nothing",
             str(point.row.seeds),
             f"{_blown(point.row)} ({_blown(theirs.row)})",
             f"{point.row.departures_per_ps:.2f} ({theirs.row.departures_per_ps:.2f})",
-            "1" if setting == "default" else shown(ratio, 2),
+            shown(ratio, 2) if routed else "1",
             f"{out:.2f}",
             f"missed: {', '.join(missed)}" if missed else "reached",
         ]
