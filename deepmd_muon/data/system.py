@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from deepmd_muon.data.frames import (
     label_shape,
     longest_vector,
 )
-from deepmd_muon.data.stores.memory import FrameOrigin
+from deepmd_muon.data.stores.memory import CONFIG_TYPES, NO_CONFIG_TYPE, FrameOrigin
 from deepmd_muon.data.stores.storage import Store
 
 _PADDING = -1  # type of the atoms that fill up frames of a mixed-type system
@@ -433,8 +434,25 @@ class System:
     def origin(self, number: int) -> FrameOrigin:
         """Return the file of a frame, its number there and its kind; else name the system."""
         number = int(self._numbers_in_sets(np.array([number]))[0])
-        origins = getattr(self._store, "origins", ())
-        return origins[number] if origins else FrameOrigin(self.name, number)
+        origins: Sequence[FrameOrigin] = getattr(self._store, "origins", ())
+        if origins:
+            return origins[number]
+        config_types = self._written_config_types
+        return FrameOrigin(self.name, number, config_types[number] if config_types else "")
+
+    @functools.cached_property
+    def _written_config_types(self) -> list[str]:
+        """The kinds of the frames of all sets, empty if no file holds them."""
+        if CONFIG_TYPES not in self._store.names(""):
+            return []
+        words = self._store.words(CONFIG_TYPES)
+        if len(words) != self._ends[-1]:
+            raise SystemFormatError(
+                self.name,
+                CONFIG_TYPES,
+                f"expected one word per frame, {self._ends[-1]}, found {len(words)}",
+            )
+        return ["" if word == NO_CONFIG_TYPE else unquote(word) for word in words]
 
     def config_types(self) -> set[str]:
         """Return the kinds of frames that the headers of its file name."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 import h5py
 import numpy as np
@@ -24,6 +25,7 @@ from deepmd_muon.data.frames import (
     Frames,
 )
 from deepmd_muon.data.stores.lmdb_store import METADATA
+from deepmd_muon.data.stores.memory import CONFIG_TYPES, NO_CONFIG_TYPE
 from deepmd_muon.data.system import System
 from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file, whole_folder
 
@@ -70,7 +72,7 @@ def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:
         for name, system in zip(_names(systems), systems, strict=True):
             group = output.require_group(name or "/")
             for file in _files_of(system):
-                if file.path == "type_map.raw":
+                if file.path in ("type_map.raw", CONFIG_TYPES):
                     group.create_dataset(file.path, data=file.content, dtype=h5py.string_dtype())
                 elif isinstance(file.content, np.ndarray):
                     _put_with_checksums(group, file.path, file.content)
@@ -341,6 +343,7 @@ def _files_of(system: System) -> Iterator[_File]:
         yield _File("nopbc", [])
     names = (*LABELS, *PARAMETERS)
     present = np.stack([frames.present(name) for name in names], axis=1)  # (nframes, names)
+    config_types: list[str] = []
     for number, kind in enumerate(np.unique(present, axis=0)):
         rows = np.flatnonzero((present == kind).all(axis=1))
         arrays = {"coord": frames.coord[rows].reshape(len(rows), -1)}
@@ -353,3 +356,6 @@ def _files_of(system: System) -> Iterator[_File]:
                 arrays[name] = getattr(frames, name)[rows].reshape(len(rows), -1)
         for name, array in arrays.items():
             yield _File(f"set.{number:03d}/{name}.npy", array)
+        config_types += [system.origin(row).config_type for row in rows.tolist()]
+    if any(config_types):
+        yield _File(CONFIG_TYPES, [quote(word) or NO_CONFIG_TYPE for word in config_types])

@@ -34,6 +34,7 @@ _MAX_COMPRESSION = 200
 _ALWAYS_FITS = 64 << 20  # smaller contents fit in any memory [bytes]
 _BLOCK = 1 << 20  # read at once [bytes]
 _MAX_LISTED = 5  # frames that a warning lists
+_NAME_FORMAT = "name the right format if ASE or dpdata reads it: --format, or format beside systems"
 
 
 def read_ase(path: str, reading: Reading, kind: str | None = None) -> list[MemoryStore]:
@@ -72,12 +73,11 @@ def read_ase(path: str, reading: Reading, kind: str | None = None) -> list[Memor
             problem = f"ASE cannot read it as {kind}"
         raise SystemNotFoundError(
             f"system {path}: {problem} "
-            f"({type(error).__name__}: {str(error).strip() or 'unknown format'}); name the right "
-            "format if ASE or dpdata reads it: --format, or format beside systems; arrays of other "
-            "layouts (.npz) become a system by examples/write_system.py, in eV and Å"
+            f"({type(error).__name__}: {str(error).strip() or 'unknown format'}); {_NAME_FORMAT}; "
+            "arrays of other layouts (.npz) become a system by examples/write_system.py, in eV and Å"
         ) from error
     if not contents.frames:
-        raise SystemFormatError(path, "", "the file has no frames")
+        raise SystemFormatError(path, "", f"the file has no frames that ASE finds; {_NAME_FORMAT}")
     numbers: Sequence[int] = range(len(contents.frames))
     if not reading.keep_unconverged:
         numbers = _converged_frames(contents, path)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
+CONFIG_TYPES = "config_type.raw"
+"""File of a written system: the kind of each frame, quoted as in a URL; `NO_CONFIG_TYPE` for none."""
+NO_CONFIG_TYPE = "Default"  # as `config_weights` names such frames
 
 
 class FrameOrigin(NamedTuple):

@@ -55,8 +55,9 @@ def main() -> None:
     parser.add_argument("--bpa", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True, help="one line for each potential")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=2, help="0: only the first potentials")
     parser.add_argument("--first-steps", type=int, default=10_000)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> None:
             file.write(json.dumps(name | {"errors": found}) + "\n")
 
     def first(optimizer: str) -> Path:
-        content = input_of(old, optimizer, steps=args.first_steps, seed=1)
+        content = input_of(old, optimizer, steps=args.first_steps, seed=args.first_seed)
         checkpoint = train(work / f"first_{optimizer}", content)
         measured(optimizer, checkpoint)
         return checkpoint

@@ -155,12 +155,24 @@ SETTINGS |= {
     for ratio in RATIOS
 }
 
-# Few Newton–Schulz steps leave small singular values small: n of them multiply these by 3.4445^n.
+SETTINGS["none_c6_r3"] = muon(lr_adjust_coeff=6.0, adam_lr_ratio=3.0)
+#: Few Newton–Schulz steps, which leave small singular values small: n of them multiply these by 3.4445^n.
+DEPTHS = (1, 2, 3)
 SETTINGS |= {
     f"depth_{steps}_c{coefficient:g}": muon(
         schedule=[[3.4445, -4.775, 2.0315]] * steps, lr_adjust_coeff=coefficient
     )
-    for steps in (1, 2, 3)
+    for steps in DEPTHS
+    for coefficient in (4.32, 12.96)
+}
+# The same in the fitting net alone: no matrix of the embedding nets has 96 rows and columns.
+SETTINGS |= {
+    f"fitting_depth_{steps}_c{coefficient:g}": muon(
+        large_schedule=[[3.4445, -4.775, 2.0315]] * steps,
+        large_matrix_dim=96,
+        lr_adjust_coeff=coefficient,
+    )
+    for steps in DEPTHS
     for coefficient in (4.32, 12.96)
 }
 

@@ -125,6 +125,12 @@ def test_types_of_lammps_are_no_elements(tmp_path, columns):
     assert system.frames([0]).force.tolist() == [[[1, 2, 3]]]
 
 
+def test_text_without_frames_asks_for_a_format(tmp_path):
+    (tmp_path / "job.out").write_text("no output of a known program\n")
+    with pytest.raises(SystemFormatError, match=r"no frames .*--format"):
+        open_systems(tmp_path / "job.out")
+
+
 @pytest.mark.parametrize("form", ["db", "json"])
 def test_rows_of_a_database_have_words_and_calculators(tmp_path, caplog, form):
     connect = pytest.importorskip("ase.db").connect

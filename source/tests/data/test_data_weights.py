@@ -10,7 +10,13 @@ from write_systems import make_arrays, write_hdf5, write_npy
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, SystemFormatError, open_systems, with_parameters
+from deepmd_muon.data import (
+    DataError,
+    SystemFormatError,
+    open_systems,
+    with_parameters,
+    writing,
+)
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.frames import Parameters
 from deepmd_muon.label_keys import Reading
@@ -50,6 +56,26 @@ def test_a_frame_has_the_weight_of_its_header_times_that_of_its_config_type(xyz,
     weights = {"dimer": 2.0, "Default": 0.25}
     (system,) = open_systems(xyz, reading=Reading(config_weights=weights))
     assert system.frames(range(4)).weight.tolist() == [2.0, 1.0, 1.0, 0.25]
+
+
+@pytest.mark.parametrize("write", [writing.write_npy, writing.write_hdf5])
+def test_written_frames_keep_their_config_type(xyz, tmp_path, write):
+    text = Path(xyz).read_text().replace("config_type=bulk", 'config_type="cold, bulk"')
+    Path(xyz).write_text(text)
+    (system,) = open_systems(xyz)
+    paths = write([system.select(np.array([3, 2, 0]))], tmp_path / "written")
+    (written,) = open_systems(*paths)
+    assert written.frames(range(3)).energy.tolist() == [-4.0, -3.0, -1.0]
+    assert [written.origin(k).config_type for k in range(3)] == ["", "cold, bulk", "dimer"]
+    assert written.select(np.array([2])).origin(0).config_type == "dimer"
+
+
+def test_a_config_type_too_few_is_an_error(xyz, tmp_path):
+    paths = writing.write_npy(open_systems(xyz), tmp_path / "written")
+    (Path(paths[0]) / "config_type.raw").write_text("dimer dimer")
+    (system,) = open_systems(*paths)
+    with pytest.raises(SystemFormatError, match="one word per frame, 4, found 2"):
+        system.origin(0)
 
 
 def test_frames_of_weight_0_are_left_out_by_name(xyz, caplog):
