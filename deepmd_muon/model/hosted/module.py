@@ -205,7 +205,7 @@ class HostedModel(EnergyModel):
     @property
     def frozen_without(self) -> str | None:
         """What a frozen form made in this environment cannot do; None if it can do all."""
-        if isinstance(self._form, EdgeForm) and self.virtual_scale is not None:
+        if isinstance(self._evaluator, EdgeEvaluator) and self.virtual_scale is not None:
             return (
                 "LAMMPS can run the file on one rank only, and deepmd-kit's dp test cannot read "
                 "it, because the model has virtual atoms"
