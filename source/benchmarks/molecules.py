@@ -5,8 +5,7 @@ GFN2-xTB (tblite), trains each variant and prints validation errors. A set whose
 is not made again. The tables are in doc/molecules.md.
 
 `--equal-seconds` first times each variant alone on the first set, and then also trains it for the
-seconds that the first variant takes. `--rates 8.64,10 4.32,1` sets `lr_adjust_coeff` and
-`adam_lr_ratio`, which the input else omits. `--json` receives a line for each run.
+seconds that the first variant takes. `--json` receives a line for each run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms, units
@@ -69,15 +68,22 @@ _TIMED_STEPS = 600
 _DP = (sys.executable, "-m", "deepmd_muon")
 
 
+class Rates(NamedTuple):
+    """Scales of the section `optimizer`."""
+
+    lr_adjust_coeff: float
+    adam_lr_ratio: float
+
+
 @dataclass(frozen=True)
 class Run:
-    """A training: its set, variant, seed and length, and its rates, empty if the input omits them."""
+    """A training: its set, variant, seed, length, and HybridMuon's rates if they are not the default."""
 
     set: str
     variant: str
     seed: int
     steps: int
-    rates: str = ""
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,15 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=_VARIANTS[:4])
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--rates", nargs="+", default=[""], metavar="COEFFICIENT,RATIO")
     parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
     parser.add_argument("--equal-seconds", action="store_true")
+    parser.add_argument(
+        "--rates",
+        nargs=2,
+        type=float,
+        metavar=Rates._fields,
+        help="scales in the input; by default it omits both",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name in options.sets:
@@ -122,9 +134,9 @@ def main() -> None:
         for variant in options.variants[1:]:
             steps = round(options.steps * timed[options.variants[0]] / timed[variant])
             lengths.setdefault(steps, []).extend((name, variant) for name in options.sets)
+    rates = Rates(*options.rates) if options.rates else None
     runs = [
         Run(name, variant, seed, steps, rates)
-        for rates in options.rates
         for seed in options.seeds
         for steps, pairs in lengths.items()
         for name, variant in pairs
@@ -133,7 +145,7 @@ def main() -> None:
     def report(run: Run) -> None:
         result = train(options.folder, run)
         print(
-            f"{run.set:8} {run.variant:22} {run.rates:8} {run.seed} {run.steps:6} steps "
+            f"{run.set:8} {run.variant:22} {run.seed} {run.steps:6} steps "
             f"{result.force:.4f} eV/Å {result.energy:.4f} eV/atom {result.step:.2f} ms",
             flush=True,
         )
@@ -217,11 +229,10 @@ def train(top: Path, run: Run) -> Result:
     if "atom_ener" in variant:
         energies = _free_energies(systems)
         model["fitting_net"]["atom_ener"] = [energies[name] for name in model["type_map"]]
-    if run.rates:
-        coefficient, ratio = map(float, run.rates.split(","))
-        rates = {"lr_adjust_coeff": coefficient, "adam_lr_ratio": ratio}
-        content["optimizer"] = {"type": "HybridMuon", **rates}
-    place = folder / f"{variant}-{run.seed}-{run.steps}-{run.rates}"
+    place = folder / f"{variant}-{run.seed}-{run.steps}"
+    if run.rates is not None:
+        content["optimizer"] |= run.rates._asdict()
+        place = place.with_name(f"{place.name}-{'-'.join(map(str, run.rates))}")
     place.mkdir(exist_ok=True)
     (place / "input.json").write_text(json.dumps(content, indent=2))
     subprocess.run(
