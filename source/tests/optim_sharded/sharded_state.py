@@ -223,6 +223,10 @@ def momenta_gathered_early():
             each.step()
         assert len(gathers) == 1  # of the other optimizer
     same()
+    states = early.optimizers[1].state.values()
+    momenta = [weakref.ref(local_of(x["momentum_buffer"])) for x in states]
+    early.optimizers[1].offload()
+    assert all(momentum() is None for momentum in momenta)
 
 
 @on_ranks(2, 8)
