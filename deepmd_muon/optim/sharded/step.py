@@ -166,8 +166,6 @@ class ShardedStep:
     def reset(self) -> None:
         """Release all references to parameters and state; the next step binds them again."""
         self._bound = False
-        self._compiled = False
-        self._prepared = (), {}
         if self._elements is not None:
             self._elements.waves = []
         if self._pipeline is not None:

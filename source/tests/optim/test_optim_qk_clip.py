@@ -276,6 +276,7 @@ def test_wrong_declarations_and_logits_are_named_together():
         FusedQKV("c", "missing.weight", 6),
         FusedQKV("d", "q.weight", 5),
         LatentQK("e", "q.weight", "k.weight", 6, 4, 2, 3),
+        FusedQKV("f", "b.q_norm.weight", 2),
     )
     with pytest.raises(QKClipError) as error:
         HybridMuon(params.items(), qk_clip=QKClip(layers))
@@ -284,7 +285,8 @@ def test_wrong_declarations_and_logits_are_named_together():
     assert "'b.q_norm.weight' normalizes queries or keys" in problems["b"]
     assert "no parameter 'missing.weight'" in problems["c"]
     assert "24 rows of 'q.weight' do not divide" in problems["d"]
-    assert set(problems) == set("abcde")
+    assert problems["f"].endswith("is not a matrix")
+    assert set(problems) == set("abcdef")
     good = HybridMuon(
         params.items(), qk_clip=QKClip((SeparateQK("a", "q.weight", "b.q.weight", 6),))
     )

@@ -158,7 +158,7 @@ def cut_state_where_rounding_is_the_same():
 
 @on_ranks(2, 8)
 def schedules():
-    """Numbers that schedulers change reach all parts of the step."""
+    """Numbers that schedulers change reach all parts of the step, and so do a rule and a state."""
     mesh = mesh_of((dist.get_world_size(),))
     for replication in ("repeat", "spread"):
         shapes = [*SHAPES["even"], (16,)]
@@ -168,6 +168,14 @@ def schedules():
                 (group,) = optimizer.param_groups
                 group |= {"momentum": number, "weight_decay": number, "adam_betas": (number, 0.99)}
             replicas.step()
+        replicas.assert_equal(1e-6)
+        for optimizer in replicas.optimizers:
+            optimizer.param_groups[0]["normuon"] = True
+        replicas.step()
+        for optimizer in replicas.optimizers:
+            for state in optimizer.state.values():
+                state |= {key: 2 * state[key] for key in ALL_MOMENTS if key in state}
+        replicas.step()
         replicas.assert_equal(1e-6)
 
 
@@ -223,6 +231,10 @@ def momenta_gathered_early():
             each.step()
         assert len(gathers) == 1  # of the other optimizer
     same()
+    states = early.optimizers[1].state.values()
+    momenta = [weakref.ref(local_of(x["momentum_buffer"])) for x in states]
+    early.optimizers[1].offload()
+    assert all(momentum() is None for momentum in momenta)
 
 
 @on_ranks(2, 8)
