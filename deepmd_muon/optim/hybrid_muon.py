@@ -192,7 +192,7 @@ class HybridMuon(QuickOptimizer):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
-        holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
+        holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.state_holders
         move_state(
             state=self.state,
             before=self._routing,

@@ -310,7 +310,9 @@ class CompiledStep:
 
     def compile_kernels(self, groups: Sequence[Group], workspace: int) -> None:
         """Compile the kernels of the Muon route of one process before the first step, on a GPU."""
-        exchanges = self.sharded is not None and self.sharded.params and not self.sharded.gathers
+        exchanges = (
+            self.sharded is not None and self.sharded.params and not self.sharded.gathers_momenta
+        )
         if unavailable() or exchanges:
             return
         from deepmd_muon.optim.update.fused_steps import compile_kernels  # needs Triton

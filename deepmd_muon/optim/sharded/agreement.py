@@ -1,8 +1,8 @@
 """Agreement of ranks on routes, settings, gradients and the values of replicas.
 
 Before the first common step, `check_settings` and `check_replicas` compare routes, settings and
-values. In every step, `GradientPresence` compares which gradients exist, and the settings of
-groups; its collective also carries flags of the caller.
+values. In every step, `StepComparison` compares which gradients exist, and the settings of groups;
+its collective also carries flags of the caller.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _CONFIG_KEYS = tuple(
     for field in dataclasses.fields(HybridMuonConfig)
     if field.name not in OF_ALL_GROUPS.union(LISTS)
 )
-KEYS = ("lr", "maximize", *_CONFIG_KEYS)
-"""The settings of a group that must be the same on all ranks that hold its parameters."""
+# The settings of a group that must be the same on all ranks that hold its parameters.
+_KEYS = ("lr", "maximize", *_CONFIG_KEYS)
 
 _NUMERIC_KEYS = {"lr", "maximize"}.union(
     field.name
@@ -73,13 +73,12 @@ def check_settings(
         for param in params
     ]
     settings = []
-    for entry in settings_entries(params):
-        group = groups[entry.group]
-        values = [float(group.values["lr"]), group.values["maximize"]]
-        values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
+    for shared in shared_groups(params):
+        group = groups[shared.group]
+        values = _settings_of(group, lr=float(group.values["lr"]))
         settings += [
-            Statement(entry.ranks, f"{key} of {entry.label} is {value!r}")
-            for key, value in zip(KEYS, values, strict=True)
+            Statement(shared.ranks, f"{key} of {shared.label} is {value!r}")
+            for key, value in zip(_KEYS, values, strict=True)
         ]
     for among in largest_groups([statement.ranks for statement in routes], device):
         members = set(among.ranks)
@@ -99,7 +98,9 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
         On all ranks, with the names of all parameters that differ.
     """
     fresh = [
-        p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()
+        param
+        for param in params
+        if not isinstance(param.p, DTensor) and not state.get(param.p) and param.p.numel()
     ]
     if not fresh:
         return
@@ -111,7 +112,7 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     extremes = torch.stack([checksums, -checksums])  # maximum and −minimum, (2, parameters)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
     is_same = (extremes[0] == -extremes[1]).tolist()
-    names = [repr(p.entry.name) for p, same in zip(fresh, is_same, strict=True) if not same]
+    names = [repr(param.entry.name) for param, same in zip(fresh, is_same, strict=True) if not same]
     if names:
         listed = ", ".join(names[:_LISTED_NAMES])
         if len(names) > _LISTED_NAMES:
@@ -134,29 +135,27 @@ def _checksum(x: Tensor) -> Tensor:
     return checksum
 
 
-class SettingsEntry(NamedTuple):
-    """The settings of one group, on the ranks that share some of its parameters."""
+class SharedGroup(NamedTuple):
+    """A parameter group, on the ranks that share some of its parameters."""
 
     ranks: RankSet
     label: str  # with the name of the first such parameter
-    group: int
+    group: int  # its number on this rank
 
 
-def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
-    """Return an entry for each group and each set of ranks that hold some of its parameters."""
-    entries: dict[tuple[RankSet, int], SettingsEntry] = {}
+def shared_groups(params: Sequence[ShardedParameter]) -> list[SharedGroup]:
+    """Return each group once for each set of ranks that hold some of its parameters."""
+    shared: dict[tuple[RankSet, int], SharedGroup] = {}
     for param in params:
         ranks = param.layout.sorted_ranks
-        entry = SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
-        entries.setdefault((ranks, param.group), entry)
-    return list(entries.values())
+        label = f"the group of {param.entry.name!r}"
+        shared.setdefault((ranks, param.group), SharedGroup(ranks, label, param.group))
+    return list(shared.values())
 
 
-def _numbers_of(group: Group) -> list[float]:
-    """Return the settings `KEYS` of a group as numbers."""
-    values = [_lr_on_host(group), group.values["maximize"]]
-    values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
-    return [_as_number(value) for value in values]
+def _settings_of(group: Group, lr: float) -> list[object]:
+    """Return the values of `_KEYS`."""
+    return [lr, group.values["maximize"], *(getattr(group.settings, key) for key in _CONFIG_KEYS)]
 
 
 def _lr_on_host(group: Group) -> float:
@@ -185,12 +184,12 @@ class ComparedParameter(NamedTuple):
     ranks: RankSet
 
 
-class _Comparison:
-    """What one group of ranks compares in a step: numbers, float32 (2, columns), reduced by MAX.
+class _ComparisonTable:
+    """The values that one group of ranks compares in a step, float32 (2, columns), reduced by MAX.
 
-    A column has a number that must be the same on all ranks that have it: 1 for a parameter with a
-    gradient and 0 without, or a setting. The second row has the negative number, so that the
-    maxima over ranks give the largest and the smallest number. The constructor compares names.
+    A column has a value that must be the same on all ranks that have it: 1 for a parameter with a
+    gradient and 0 without, or a setting as a number. The second row has the negative values, so the
+    maxima over ranks give the largest and the smallest value. The constructor compares names.
 
     Attributes
     ----------
@@ -199,92 +198,92 @@ class _Comparison:
     names
         Names of the parameters of all ranks, one for each of the first columns.
     labels
-        Groups of parameters of all ranks: each has `len(KEYS)` of the columns that follow.
-    table
-        This rank's table on the device, (2 · columns,).
-    result
+        Labels of the groups of all ranks; each has `len(_KEYS)` of the columns that follow.
+    reduced
         The last reduced table, in host memory.
     """
-
-    table: Tensor
 
     def __init__(
         self,
         among: RankGroup,
         params: Sequence[ComparedParameter],
-        entries: Sequence[SettingsEntry],
+        groups: Sequence[SharedGroup],
     ) -> None:
         names = [Statement(param.ranks, param.name) for param in params]
-        labels = [Statement(entry.ranks, entry.label) for entry in entries]
-        number_of_name = check_statements(names, among)
-        number_of_label = check_statements(labels, among)
+        labels = [Statement(shared.ranks, shared.label) for shared in groups]
+        place_of_name = check_statements(names, among)
+        place_of_label = check_statements(labels, among)
         self.process_group = among.process_group
-        self.names = [statement.text for statement in number_of_name]
-        self.labels = [statement.text for statement in number_of_label]
+        self.names = [statement.text for statement in place_of_name]
+        self.labels = [statement.text for statement in place_of_label]
         self._params = [param.p for param in params]
-        self._groups = [entry.group for entry in entries]
-        self._numbers: list[float] | None = None  # of this rank, in the table
-        columns = [number_of_name[name] for name in names]
+        self._groups = [shared.group for shared in groups]
+        self._device = among.device
+        columns = [place_of_name[name] for name in names]
         for label in labels:
-            start = len(self.names) + len(KEYS) * number_of_label[label]
-            columns += range(start, start + len(KEYS))
-        self._columns = torch.tensor(columns, dtype=torch.int64, device="cpu")  # of these numbers
-        n_columns = len(self.names) + len(KEYS) * len(self.labels)
+            start = len(self.names) + len(_KEYS) * place_of_label[label]
+            columns += range(start, start + len(_KEYS))
+        # This rank's values, their columns, and its table on the device, (2 · columns,).
+        self._values: list[float] | None = None
+        self._columns = torch.tensor(columns, dtype=torch.int64, device="cpu")
+        self._local = torch.empty(0, device="cpu")
+        n_columns = len(self.names) + len(_KEYS) * len(self.labels)
         # Pinned, so that copies from a GPU are asynchronous.
         on_gpu = among.device.type == "cuda"
-        self.result = torch.zeros(2, n_columns, device="cpu", pin_memory=on_gpu)
+        self.reduced = torch.zeros(2, n_columns, device="cpu", pin_memory=on_gpu)
 
-    def update(self, groups: Sequence[Group], device: torch.device) -> None:
-        """Update the table if this rank's gradients or settings have changed."""
-        numbers = [float(p.grad is not None) for p in self._params]
-        for group in self._groups:
-            numbers += _numbers_of(groups[group])
-        if numbers == self._numbers:
-            return
-        self._numbers = numbers
-        # Below the numbers of the ranks that have a column.
-        table = torch.full(self.result.shape, -torch.inf, device="cpu")
-        local = torch.tensor(numbers, device="cpu")
-        table[:, self._columns] = torch.stack([local, -local])
-        self.table = table.view(-1).to(device)
+    def local(self, groups: Sequence[Group]) -> Tensor:
+        """Return this rank's table; it is made again if gradients or settings have changed."""
+        values = [float(p.grad is not None) for p in self._params]
+        for number in self._groups:
+            settings = _settings_of(groups[number], lr=_lr_on_host(groups[number]))
+            values += map(_as_number, settings)
+        if values != self._values:
+            self._values = values
+            # A column that this rank does not have must not change the maximum.
+            table = torch.full(self.reduced.shape, -torch.inf, device="cpu")
+            row = torch.tensor(values, device="cpu")
+            table[:, self._columns] = torch.stack([row, -row])
+            self._local = table.view(-1).to(self._device)
+        return self._local
 
     def differing(self) -> list[int]:
-        """Return the columns that differed between ranks in the last result."""
-        largest, negated = self.result.tolist()
-        pairs = zip(largest, negated, strict=True)
-        return [column for column, (high, low) in enumerate(pairs) if high != -low]
+        """Return the columns that differed between ranks in the last comparison."""
+        largest, negated_smallest = self.reduced.tolist()
+        pairs = zip(largest, negated_smallest, strict=True)
+        return [column for column, (high, negated_low) in enumerate(pairs) if high != -negated_low]
 
     def describe_setting(self, column: int) -> str:
         """Return the setting of a column, and its values."""
-        group, number = divmod(column - len(self.names), len(KEYS))
-        key = KEYS[number]
+        place, key_number = divmod(column - len(self.names), len(_KEYS))
+        key = _KEYS[key_number]
         difference = "not the same on all ranks"  # digests say nothing to a user
         if key in _NUMERIC_KEYS:
-            high, negated_low = self.result[:, column].tolist()
+            high, negated_low = self.reduced[:, column].tolist()
             difference = f"{-negated_low:.7g} on one rank and {high:.7g} on another"
-        return f"{key} of {self.labels[group]} is {difference}"
+        return f"{key} of {self.labels[place]} is {difference}"
 
 
-class GradientPresence:
-    """Compares, by one small all-reduce, which gradients exist on the ranks of each parameter.
+class StepComparison:
+    """Compares gradients and settings in every step, by one small all-reduce for each rank group.
 
-    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by
-    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together,
-    one step late.
+    A parameter must have a gradient on all of its ranks or on none. On a CPU the result is read at
+    once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so that the
+    host does not wait for the device: all ranks then raise together, one step late.
 
     Parameters
     ----------
     compared
         Parameters with steps that are not exchanged: a rank without a gradient would not step them.
-    ranks
+    sets_of_ranks
         All sets of ranks that hold parameters; a subset of another set is compared as part of it.
     device
         The device of the tables that are reduced.
     late
         Whether to read results late; None: on a GPU.
-    entries
-        Settings of groups that the same collective carries. If there is none, every hundredth step
-        has one for them.
+    groups
+        The groups that have their settings compared. They travel in the collectives of gradients
+        and flags. Where there is none, every hundredth step has one for them.
 
     Raises
     ------
@@ -295,25 +294,25 @@ class GradientPresence:
     def __init__(
         self,
         compared: Sequence[ComparedParameter],
-        ranks: Sequence[RankSet],
+        sets_of_ranks: Sequence[RankSet],
         device: torch.device,
         *,
         late: bool | None = None,
-        entries: Sequence[SettingsEntry] = (),
+        groups: Sequence[SharedGroup] = (),
     ) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
         self._late = on_gpu if late is None else late
         self._copied = torch.cuda.Event() if on_gpu else None
         self._n_steps = 0
-        rank_groups = largest_groups(ranks, device)
+        rank_groups = largest_groups(sets_of_ranks, device)
         # Replicas on one rank cannot differ.
         compared = [param for param in compared if len(param.ranks) > 1]
-        self._comparisons = [
-            _Comparison(
+        self._tables = [
+            _ComparisonTable(
                 among,
                 [x for x in compared if _first_with(rank_groups, x.ranks) is among],
-                [x for x in entries if _first_with(rank_groups, x.ranks) is among],
+                [x for x in groups if _first_with(rank_groups, x.ranks) is among],
             )
             for among in rank_groups
         ]
@@ -326,7 +325,7 @@ class GradientPresence:
         *,
         only_flags: bool = False,
     ) -> Tensor | None:
-        """Raise the error of the previous comparison, and start a comparison of the gradients.
+        """Raise the error of the previous comparison, and start the one of this step.
 
         `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their
         maximum over ranks. `groups` are the present groups. With `only_flags`, and during the
@@ -336,28 +335,26 @@ class GradientPresence:
         ------
         MissingGradientError
             On all ranks of the group, including those that do not hold the parameter.
+        PlanMismatchError
+            On all ranks of the group, when settings differ.
         """
         capturing = is_capturing()
-        with_tables = not (only_flags or capturing)
         if not capturing:
             self.raise_deferred()
-        if with_tables:
-            for comparison in self._comparisons:
-                comparison.update(groups, self._device)
-        compare_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
+        with_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         self._n_steps += 1
-        for comparison in self._comparisons:
-            table = None
-            has_entries = comparison.names or (compare_settings and comparison.labels)
-            if has_entries and with_tables:
-                table = comparison.table
-            operands = [x for x in (table, flags) if x is not None]
+        for table in self._tables:
+            local = None
+            has_columns = table.names or (with_settings and table.labels)
+            if has_columns and not (only_flags or capturing):
+                local = table.local(groups)
+            operands = [x for x in (local, flags) if x is not None]
             if not operands:
                 continue
             reduced = torch.cat(operands)
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=comparison.process_group)
-            if table is not None:
-                comparison.result.copy_(reduced[: len(table)].view(2, -1), non_blocking=True)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=table.process_group)
+            if local is not None:
+                table.reduced.copy_(reduced[: len(local)].view(2, -1), non_blocking=True)
                 self._pending = True
             if flags is not None:
                 # The next group reduces them further: its ranks may be in several groups.
@@ -382,13 +379,13 @@ class GradientPresence:
         prefix = "the last step differed between ranks; " if self._late else ""
         names = []
         settings = []
-        for comparison in self._comparisons:
-            for column in comparison.differing():
-                if column < len(comparison.names):
-                    names.append(comparison.names[column])
+        for table in self._tables:
+            for column in table.differing():
+                if column < len(table.names):
+                    names.append(table.names[column])
                 else:
-                    settings.append(comparison.describe_setting(column))
-            comparison.result.zero_()  # so that an error is raised once
+                    settings.append(table.describe_setting(column))
+            table.reduced.zero_()  # so that an error is raised once
         if names:
             raise MissingGradientError(
                 f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "

@@ -4,13 +4,13 @@
 moves, and `run` takes the step. The matrices of a domain take one of three ways:
 
 - a `Pipeline` exchanges pieces of matrices with their owners;
-- replicas that keep momenta in parts gather them and repeat the work (`RepeatedMuon`);
-- replicas with whole momenta repeat the work in the step of a single process, which is not here.
+- replicas that keep momenta in parts gather them, and each repeats the work (`RepeatedMuon`);
+- replicas with whole momenta only agree here; each then takes the step of a single process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,10 +23,10 @@ from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
-    GradientPresence,
+    StepComparison,
     check_replicas,
     check_settings,
-    settings_entries,
+    shared_groups,
 )
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
@@ -99,12 +99,11 @@ class ShardedStep:
     plan
         The plan of the Muon route; plain values, made without communication.
     params
-        The parameters; empty if every replica takes the whole step by itself.
-    holders
+        The parameters that `run` steps; empty if each replica takes the step of a single process.
+    state_holders
         By parameter, the object that creates and lays out its state.
-    gathers
-        Whether the replicas of some domain gather momenta before the step, and each orthogonalizes
-        whole matrices by itself.
+    gathers_momenta
+        Whether the replicas of some domain gather momenta before the step (`RepeatedMuon`).
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class ShardedStep:
     ) -> None:
         self._settings = settings
         self._sharded_params = list(sharded_params)
-        self.holders = {param.p: param for param in sharded_params}
+        self.state_holders = {param.p: param for param in sharded_params}
         self._device = sharded_params[0].device
         self._matrices = [param for param in sharded_params if param.entry.route == "muon"]
         self.plan = make_plan(
@@ -133,26 +132,32 @@ class ShardedStep:
         )
         # Replicas with whole state that exchange nothing take the single-process step, with all
         # its fast paths, once their plans agree.
-        self._repeating = not (
+        self._single_process = not (
             any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
             or any(domain.n_buckets for domain in self.plan.domains)
         )
-        gathering = [domain for domain in self.plan.domains if domain.gathered_bytes]
-        self.gathers = bool(gathering)
-        # The two ways that the matrices take: those whose momenta are gathered, and, by position
-        # in the plan, those with pieces that are exchanged.
-        self._gathered = [self._matrices[i] for domain in gathering for i in domain.parameters]
-        gathered = {param.p for param in self._gathered}
-        self._exchanged = {i: x for i, x in enumerate(self._matrices) if x.p not in gathered}
-        self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
+        # By position in the plan: matrices of `RepeatedMuon`, and matrices of the `Pipeline`.
+        self._gathered = {
+            i: self._matrices[i]
+            for domain in self.plan.domains
+            if domain.gathered_bytes
+            for i in domain.parameters
+        }
+        self._exchanged = {i: x for i, x in enumerate(self._matrices) if i not in self._gathered}
+        self.gathers_momenta = bool(self._gathered)
+        self.params: list[Tensor] = []
+        if not self._single_process:
+            self.params = [param.p for param in sharded_params]
 
-        # Of `prepare` and `agree`.
-        self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
-        self._prepared: tuple[Sequence[Group], State] = ((), {})
-        self._structures: list[HybridMuonConfig] = []
+        # Set by `prepare`, read by `agree`.
+        self._groups: Sequence[Group] = ()
+        self._state: State = {}
+        self._structures: list[HybridMuonConfig] = []  # the settings of groups that are bound
         self._error: ShardingError | None = None
-        self._agreed = False
-        self._presence: GradientPresence | None = None
+        self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
+        # Set by `agree`.
+        self._agreed = False  # whether the checks of the first step have passed
+        self._comparison: StepComparison | None = None
 
         # The parts of the step, made before the first one.
         self._process_groups: list[dist.ProcessGroup | None] = []  # of the plan's domains
@@ -167,7 +172,8 @@ class ShardedStep:
         """Release all references to parameters and state; the next step binds them again."""
         self._bound = False
         self._compiled = False
-        self._prepared = (), {}
+        self._groups = ()
+        self._state = {}
         if self._elements is not None:
             self._elements.waves = []
         if self._pipeline is not None:
@@ -179,21 +185,21 @@ class ShardedStep:
         """Raise deferred errors from the previous step; without communication."""
         if self._repeated is not None:
             self._repeated.wait()
-        if self._presence is not None:
-            self._presence.raise_deferred()
+        if self._comparison is not None:
+            self._comparison.raise_deferred()
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return the parameters among these that each process steps by itself."""
-        if self._repeating:
+        if self._single_process:
             return routed
-        return [(p, entry) for p, entry in routed if p not in self.holders]
+        return [(p, entry) for p, entry in routed if p not in self.state_holders]
 
     def never_met(self) -> int:
         """Return the number of matrices that have had no gradient here in any step.
 
         They have state nevertheless.
         """
-        if self._repeating:
+        if self._single_process:
             return 0
         return sum(param.p not in self._with_gradient for param in self._matrices)
 
@@ -205,11 +211,11 @@ class ShardedStep:
         self._error = layout_error(state, self._sharded_params)
         # The parts of the step read the numbers of groups when they run; other settings are bound.
         structures = [group.settings.structure for group in groups]
-        same_structures = structures == self._structures
-        self._structures = structures
-        self._prepared = groups, state
+        self._bound = self._bound and same_tensors and structures == self._structures
         self._compiled = False
-        self._bound = self._bound and same_tensors and same_structures
+        self._structures = structures
+        self._groups = groups
+        self._state = state
 
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
         """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
@@ -231,7 +237,7 @@ class ShardedStep:
         CaptureError
             During the capture of a CUDA graph, if no such step was taken before.
         """
-        ready = self._repeating or (self._bound and self._elements is not None)
+        ready = self._single_process or (self._bound and self._elements is not None)
         if is_capturing() and not (self._agreed and ready):
             raise CaptureError(
                 "parameters or state have changed since the last step, or there was none; "
@@ -242,15 +248,14 @@ class ShardedStep:
         if self._error is not None:
             raise self._error
         if not self._agreed:
-            groups, state = self._prepared
-            check_settings(groups, self._sharded_params, self._device)
-            check_replicas(state, self._sharded_params, self._device)
+            check_settings(self._groups, self._sharded_params, self._device)
+            check_replicas(self._state, self._sharded_params, self._device)
         self._agreed = True
-        if self._presence is None:
-            self._presence = self._compare_presence()
+        if self._comparison is None:
+            self._comparison = self._make_comparison()
         if flags is not None:
             flags = flags.to(self._device).reshape(-1)
-        return self._presence.compare(flags, self._prepared[0], only_flags=same_gradients)
+        return self._comparison.compare(flags, self._groups, only_flags=same_gradients)
 
     def _compare_plans(self) -> None:
         """Make the process groups of the plan, and raise the errors of all ranks."""
@@ -263,21 +268,26 @@ class ShardedStep:
                 statements = [Statement(domain.ranks, text) for text in texts]
                 check_statements(statements, among, self._error)
 
-    def _compare_presence(self) -> GradientPresence:
-        """Return the comparison of gradients of parameters with replicas that would diverge."""
-        # Headers of exchanged matrices tell which gradients exist.
+    def _make_comparison(self) -> StepComparison:
+        """Return the comparison of every step.
+
+        It has the gradients of parameters whose replicas would diverge. Exchanged matrices are not
+        among them: the headers of their pieces tell which gradients exist.
+        """
         exchanged: set[Tensor] = set()
-        if not self._repeating:
+        if not self._single_process:
             exchanged = {param.p for param in self._exchanged.values()}
         compared = []
         for param in self._sharded_params:
             if param.p not in exchanged and len(param.layout.replicas()) > 1:
-                ranks = param.layout.sorted_ranks
                 name = f"{param} (route {param.entry.route})"
-                compared.append(ComparedParameter(param.p, name, ranks))
-        sets_of_ranks = [param.layout.sorted_ranks for param in self._sharded_params]
-        entries = settings_entries(self._sharded_params)
-        return GradientPresence(compared, sets_of_ranks, self._device, entries=entries)
+                compared.append(ComparedParameter(param.p, name, param.layout.sorted_ranks))
+        return StepComparison(
+            compared,
+            [param.layout.sorted_ranks for param in self._sharded_params],
+            self._device,
+            groups=shared_groups(self._sharded_params),
+        )
 
     # ----- the step ------------------------------------------------------------------------------
 
@@ -289,10 +299,10 @@ class ShardedStep:
     def run(self, context: StepContext, control: StepControl, step_matrices: StepMatrices) -> None:
         """Take the step; `step_matrices` takes the step of a single process.
 
-        The Adam routes run while momenta are gathered and the first pieces are exchanged. Next to
-        gathered momenta alone, small Adam routes run on another stream of the GPU.
+        The Adam routes run while momenta are gathered and the first pieces are exchanged. If all
+        matrices have gathered momenta, small Adam routes run on another stream of the GPU.
         """
-        if self._repeating:
+        if self._single_process:
             return
         elements = self._elements or self._build()
         self._bind(elements, context)
@@ -303,21 +313,26 @@ class ShardedStep:
         if repeated is not None:
             repeated.start()
         pipeline_step = None
-        if self._pipeline is not None:
+        if self._pipeline is not None:  # starts the first gathers
             pipeline_step = PipelineStep(self._pipeline, context, control, moments)
         if repeated is not None and self._side_stream is not None and moments is None:
             control = control.on(self._device)  # before the fork: both streams read it
             self._side_stream.fork()
             repeated.step(control, None, step_matrices)
             with self._side_stream:
-                _finish(elements.step(control, None), None)
+                for wait in elements.step(control, None):
+                    wait()
         else:
-            arriving = elements.step(control, moments)
+            waits = elements.step(control, moments)
             if repeated is not None:
                 repeated.step(control, moments, step_matrices)
             if pipeline_step is not None:
-                arriving += pipeline_step.finish()
-            _finish(arriving, moments)
+                waits += pipeline_step.finish()
+            if moments is not None:
+                for _ in moments:  # exhausting it copies the last batch back to the host
+                    pass
+            for wait in waits:
+                wait()
         if repeated is not None and self._settings.free_gradients:
             repeated.free_gradients()
 
@@ -328,7 +343,7 @@ class ShardedStep:
         if self._exchanged:
             self._pipeline = Pipeline(self.plan, self._exchanged, self._process_groups, collectives)
         if self._gathered:
-            self._repeated = RepeatedMuon(self._gathered, collectives)
+            self._repeated = RepeatedMuon(list(self._gathered.values()), collectives)
             n_elements = sum(param.p.numel() for param in elementwise)
             is_small = n_elements <= MOST_BESIDE
             if self._device.type == "cuda" and is_small and self._pipeline is None:
@@ -352,7 +367,7 @@ class ShardedStep:
     def _transfer_batches(
         self, elements: ElementwiseStep, context: StepContext
     ) -> list[TransferBatch]:
-        """Return the batches of offloaded moments, in the order in which the step takes them."""
+        """Return the batches of offloaded moments, in the order in which `run` takes them."""
         batches = [
             wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
         ]
@@ -365,14 +380,3 @@ class ShardedStep:
         first = self._pipeline.transfer_batches(context, self._pipeline.packing_order[:n_first])
         others = self._pipeline.transfer_batches(context, self._pipeline.packing_order[n_first:])
         return [*first, *batches, *others]
-
-
-def _finish(
-    arriving: Sequence[Callable[[], object]], moments: Iterator[list[Tensor]] | None
-) -> None:
-    """Copy the last batch of moments back to the host, and wait for other ranks' parts."""
-    if moments is not None:
-        for _ in moments:  # exhausting it copies the last batch
-            pass
-    for take in arriving:
-        take()

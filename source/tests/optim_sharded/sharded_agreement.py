@@ -18,7 +18,7 @@ from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.errors import InvalidParameterError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
 from deepmd_muon.optim.sharded import ShardedSettings, agreement, step
-from deepmd_muon.optim.sharded.agreement import GradientPresence
+from deepmd_muon.optim.sharded.agreement import StepComparison
 
 WAYS = {
     "repeated": ShardedSettings(replication="repeat"),
@@ -148,8 +148,8 @@ def settings_compared_late():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 step,
-                "GradientPresence",
-                lambda *args, entries, **_: GradientPresence(*args, late=True, entries=entries),
+                "StepComparison",
+                lambda *args, groups, **_: StepComparison(*args, late=True, groups=groups),
             )
             gradients(model.parameters())
             optimizer.step()

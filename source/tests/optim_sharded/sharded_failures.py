@@ -27,7 +27,7 @@ from deepmd_muon.optim.errors import (
     UnsupportedTransportError,
 )
 from deepmd_muon.optim.sharded import ShardedSettings, step
-from deepmd_muon.optim.sharded.agreement import GradientPresence
+from deepmd_muon.optim.sharded.agreement import StepComparison
 
 
 @on_ranks(2, 3, 8)
@@ -94,7 +94,7 @@ def gradients_compared_late():
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                step, "GradientPresence", lambda *args, **_: GradientPresence(*args, late=True)
+                step, "StepComparison", lambda *args, **_: StepComparison(*args, late=True)
             )
             ones(model)
             optimizer.step()
