@@ -20,7 +20,10 @@ replica
     One complete copy of a parameter, on one rank or several.
 job
     What moves for one block: its owner, its sources and its destinations, each with its number of
-    elements. Replicas that repeat the work have one job each for the same block.
+    elements.
+spread, repeat
+    Replicas may spread the blocks among them: a block has one job. Or they repeat the work: each
+    replica has a job for every block.
 domain
     Parameters on the same ranks with elements of the same size. Each domain has its own exchanges.
 leg

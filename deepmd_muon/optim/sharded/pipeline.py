@@ -5,8 +5,8 @@ The story of a step
 A bucket passes through five stages. `PipelineStep` runs them; the words are in the glossary of this
 package.
 
-1. **advance**: β m + (1 − β) g for the parameters of which this rank packs or updates a piece
-   (`advance_momenta`).
+1. **advance**: m ← β m + (1 − β) g for the parameters of which this rank packs or updates a piece,
+   and their directions.
 2. **pack** and start the gather: the pieces of all directions travel to the owners of their blocks.
 3. **orthogonalize**: the owner assembles whole matrices and computes their updates with the rules
    of their group.
@@ -16,14 +16,14 @@ package.
 Both collectives are asynchronous. The setting `slots` is the number of buckets in flight, and of
 buffers. With three:
 
-    work     pack 0 1 2 | local blocks | orth 0 | orth 1 | apply 0 | pack 3 | orth 2 | apply 1 | …
+    work     pack 0 1 2 |   portions   | orth 0 | orth 1 | apply 0 | pack 3 | orth 2 | apply 1 | …
     gather        ├─────── 0, 1, 2 ──────────────┤                  ├── 3 ──────┤
     return                                       ├── 0 ──┤
                                                           ├──────── 1 ──────┤
                                                                              ├─ 2 …
 
-Blocks that never leave this rank need no collective. They are computed while the first gathers are
-on their way.
+Portions (jobs that stay on this rank) need no collective. They are computed while the first gathers
+are on their way.
 
 All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or
 disjoint (the plan refuses others), larger domains come first, and the order within a domain follows
@@ -41,7 +41,7 @@ gradient or none: the owner asks one of them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, MomentumGroup, OwnedBlocks
 from deepmd_muon.optim.sharded.elements import gathered_parts
 from deepmd_muon.optim.sharded.messages import (
+    PRESENCE,
     local_parts,
     local_shape,
     piece_of,
@@ -63,7 +64,7 @@ from deepmd_muon.optim.sharded.messages import (
     travelling_jobs,
 )
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Plan, carried
+from deepmd_muon.optim.sharded.plan import Plan, rule_values
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
@@ -78,7 +79,7 @@ from deepmd_muon.optim.update.muon import (
 from deepmd_muon.optim.waves import StepContext
 
 Wait = Callable[[], Any]
-"""Makes the current stream wait until a collective has arrived."""
+"""Makes the current stream wait for a collective."""
 
 
 # ----- what is compiled once from the plan -------------------------------------------------------
@@ -88,17 +89,18 @@ class Pipeline:
     """The domains of a plan that exchange pieces, compiled for this rank.
 
     Their parameters are `sharded_params`, at least one, by position in the plan. `process_groups`
-    has the process group of each domain of the plan. `RepeatedMuon` steps the other domains.
+    has the process group of each domain of the plan.
 
     Attributes
     ----------
     travelling, staying
-        The buckets exchanged between ranks, and portions of the blocks that stay on this rank.
-    n_slots, n_first
-        Number of buckets that may be in flight, and of those whose gathers start at once: the
-        constructor of `PipelineStep` packs them, before the portions.
+        The buckets exchanged between ranks, and the portions of jobs that stay on this rank.
+    n_slots
+        Number of buckets that may be in flight.
+    n_first
+        Number of travelling buckets that the constructor of `PipelineStep` packs.
     packing_order
-        All of these in the order in which they are packed.
+        All buckets in the order in which they are packed: the first ones, the portions, the others.
     last_reader
         By position in the plan: the last bucket that reads the parameter's direction.
     idle
@@ -129,14 +131,14 @@ class Pipeline:
         groups = {i: param.group for i, param in sharded_params.items()}
         for domain, process_group in zip(plan.domains, process_groups, strict=True):
             if domain.gathered_bytes:
-                continue
+                continue  # `RepeatedMuon` steps it
             for jobs in travelling_jobs(plan, domain, self.rank):
                 self.travelling.append(Bucket(jobs, groups, process_group, self.device))
             for jobs in staying_jobs(plan, domain, self.rank):
                 self.staying.append(Bucket(jobs, groups, None, self.device))
 
-        # The first gathers start before local blocks are computed, to overlap with them. As many
-        # start as `PipelineStep._start_gathers` finds room for when nothing is in flight.
+        # The first gathers start before the portions, to overlap with them: as many as there are
+        # slots.
         self.n_slots = plan.settings.slots
         self.n_first = min(self.n_slots, len(self.travelling))
         self.packing_order = [
@@ -145,10 +147,9 @@ class Pipeline:
             *self.travelling[self.n_first :],
         ]
         self.last_reader = {i: bucket for bucket in self.packing_order for i in bucket.parameters}
-        self._first_row: dict[int, int] = {}  # in the table of statistics
-        self._n_rows = 0
         self._assign_momenta()
-        self.idle = [param for i, param in sharded_params.items() if i not in self._first_row]
+        self._lay_out_statistics()
+        self.idle = [param for i, param in sharded_params.items() if i not in self.last_reader]
         with_masters = [
             (param.p, param.sharding)
             for i, param in sharded_params.items()
@@ -158,38 +159,50 @@ class Pipeline:
         self._allocate()
 
     def _assign_momenta(self) -> None:
-        """Let the first bucket that reads a parameter advance its momentum, and lay out statistics."""
+        """Let the first bucket that packs or updates a parameter advance its momentum."""
+        assigned: set[int] = set()
         for bucket in self.packing_order:
-            first_row = self._n_rows
-            by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
+            by_kind: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
             for i in bucket.parameters:
-                if i not in self._first_row:
+                if i not in assigned:
                     param = self.sharded_params[i]
-                    by_kind.setdefault((param.group, param.p.dtype), []).append(i)
-            for (group, _dtype), positions in by_kind.items():
-                momenta = MomentumGroup(
+                    by_kind[param.group, param.p.dtype].append(i)
+            assigned.update(bucket.parameters)
+            bucket.momentum_groups = [
+                MomentumGroup(
                     group=group,
                     parameters=positions,
                     shapes=[local_shape(self.plan, i, self.rank, "gather") for i in positions],
                     part_slices=[local_parts(self.plan, i, self.rank) for i in positions],
                 )
-                bucket.momentum_groups.append(momenta)
+                for (group, _dtype), positions in by_kind.items()
+            ]
+
+    def _lay_out_statistics(self) -> None:
+        """Give momenta their rows of the table of statistics, in the order of measuring.
+
+        A parameter has one row for each part of each matrix, part by part.
+        """
+        self._first_row: dict[int, int] = {}
+        n_rows = 0
+        for bucket in self.packing_order:
+            first_row = n_rows
+            for momenta in bucket.momentum_groups:
                 for i, shape, slices in zip(
-                    positions, momenta.shapes, momenta.part_slices, strict=True
+                    momenta.parameters, momenta.shapes, momenta.part_slices, strict=True
                 ):
-                    self._first_row[i] = self._n_rows
-                    if carried(self.plan.parameters[i].rules).sums:
-                        # One row for each part of each matrix.
-                        self._n_rows += shape[0] * len(slices)
-            bucket.rows = slice(first_row, self._n_rows)
+                    self._first_row[i] = n_rows
+                    if rule_values(self.plan.parameters[i].rules).sums:
+                        n_rows += shape[0] * len(slices)
+            bucket.statistics_rows = slice(first_row, n_rows)
+        self._n_rows = n_rows
 
     def _allocate(self) -> None:
-        """Allocate buffers, which several buckets share, and memory for matrices, all float64.
+        """Allocate the buffers and the workspace of matrices, all float64, which buckets share.
 
-        Travelling buckets take turns; portions, one at a time, have their own buffers. Buckets
-        start and end in one order. So when fewer than `n_slots` are in flight, the buffers of the
-        next one are free: bucket k has those of bucket k − `n_slots`. Only one bucket at a time is
-        orthogonalized.
+        Bucket k has the buffers of bucket k − `n_slots`. Buckets start and end in one order, so
+        they are free when fewer than `n_slots` buckets are in flight. Portions share further
+        buffers, and all buckets the workspace: only one is orthogonalized at a time.
         """
 
         def memory(words: Iterator[int]) -> Tensor:
@@ -197,12 +210,12 @@ class Pipeline:
             return torch.empty(size, dtype=torch.float64, device=self.device)
 
         workspace = memory(bucket.workspace_words for bucket in self.packing_order)
-        in_turns = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
-        for buckets in (*in_turns, self.staying):
+        sharing = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
+        for buckets in (*sharing, self.staying):
             holder_buffer = memory(bucket.exchange.holder_words for bucket in buckets)
             owner_buffer = memory(bucket.exchange.owner_words for bucket in buckets)
             for bucket in buckets:
-                bucket.allocate(holder_buffer, owner_buffer, workspace)
+                bucket.use_buffers(holder_buffer, owner_buffer, workspace)
 
     def statistics(self) -> Tensor:
         """Return a new table of the rules' statistics of this rank's momenta, (rows, sums)."""
@@ -230,34 +243,37 @@ class Pipeline:
         Every rank has all state tensors in the same order, even without local elements: code that
         gathers a state dict tensor by tensor relies on it.
         """
-        groups, state, memory, _ = context
+        state = context.state
         for param in self.sharded_params.values():
             state.setdefault(param.p, {})
-        all_positions = list(self.sharded_params)
         # By bucket, so that no more than one bucket's momenta are on the device before they are
-        # offloaded.
-        for positions in (*(bucket.advanced for bucket in self.packing_order), all_positions):
-            params = [self.sharded_params[i] for i in positions]
+        # offloaded; then those that no bucket advances.
+        batches = [
+            [self.sharded_params[i] for i in bucket.advanced] for bucket in self.packing_order
+        ]
+        for params in (*batches, self.idle):
             for param in params:
-                param.complete(state[param.p], matrix_rules(groups[param.group].settings))
-            if memory is not None:
-                memory.offload(state, moments_of(state, [param.p for param in params]))
+                rules = matrix_rules(context.groups[param.group].settings)
+                param.complete(state[param.p], rules)
+            if context.memory is not None:
+                context.memory.offload(state, moments_of(state, [param.p for param in params]))
 
     def _local_parameters(self, state: State) -> dict[int, LocalParameter]:
-        """Return what this rank updates of each parameter, by position in the plan."""
-        masters = {
-            p: master for gather in self.master_gathers for p, master in gather.local_parts.items()
+        """Return this rank's part of each parameter, by position in the plan."""
+        # A part with master weights is updated in the buffer from which it is sent.
+        sent_parts = {
+            p: part for gather in self.master_gathers for p, part in gather.local_parts.items()
         }
         local_params = {}
         for i, param in self.sharded_params.items():
             param_state = state[param.p]
             rule_keys = tensors_of(self.plan.parameters[i].rules).keys() & param_state.keys()
             local_params[i] = LocalParameter(
-                p=masters[param.p] if param.p in masters else local_of(param.p).detach(),
+                p=sent_parts[param.p] if param.p in sent_parts else local_of(param.p).detach(),
                 momentum=self.momenta[i],
                 state={key: local_of(param_state[key]) for key in rule_keys},
                 group=param.group,
-                first_row=self._first_row.get(i, 0),
+                first_statistics_row=self._first_row.get(i, 0),
             )
         return local_params
 
@@ -290,9 +306,9 @@ class PipelineStep:
     Parameters
     ----------
     moments
-        Yields offloaded moments on the device: of the first buckets, of the Adam waves (which
-        the element-wise step takes), then of the other buckets; nothing for a bucket that advances
-        no momentum. None without offload.
+        Yields offloaded moments on the device in the order of `packing_order`; nothing for a bucket
+        that advances no momentum. `ShardedStep` takes those of the other routes after the first
+        buckets. None without offload.
     """
 
     def __init__(
@@ -307,13 +323,12 @@ class PipelineStep:
         self._groups = context.groups
         self._control = control.on(pipeline.device)
         self._moments = moments
-        # What buckets pack, by kind and position in the plan; kept until the last reader has packed
-        # it.
+        # The tensors that buckets pack, by kind and position in the plan, until the last reader has
+        # packed them.
         self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
         self._statistics = pipeline.statistics()
-        # Advanced copies of momenta without a gradient on this rank, by position in the plan; and
-        # for each of their blocks that is updated here, by (position, block), whether any rank has
-        # a gradient.
+        # Advanced copies of the momenta of parameters without a gradient on this rank, by position
+        # in the plan; and by (position, block), for their blocks, whether any rank has a gradient.
         self._tentative: dict[int, Tensor] = {}
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
         self._packing_order = iter(pipeline.packing_order)
@@ -325,18 +340,18 @@ class PipelineStep:
         self._start_gathers()
 
     def finish(self) -> list[Wait]:
-        """Orthogonalize local and received matrices, and apply all updates.
+        """Take the step of the portions and of all buckets.
 
         Return functions that wait for the parts that other ranks have updated, and write them.
         """
-        self._step_local_blocks()
+        for bucket in self._pipeline.staying:
+            self._apply(self._orthogonalize(InFlight(bucket, self._pack(bucket))))
         while self._gathering:
-            bucket, wait = self._gathering.popleft()
-            back = self._orthogonalize(bucket, wait)
+            returning = self._orthogonalize(self._gathering.popleft())
             # The previous bucket's updates have had the time of this orthogonalization to return.
             if self._returning:
                 self._apply(self._returning.popleft())
-            self._returning.append(InFlight(bucket, back))
+            self._returning.append(returning)
             self._start_gathers()
             if not self._gathering and self._waiting:
                 # With one slot, its buffers are free only after its updates have been applied.
@@ -353,13 +368,6 @@ class PipelineStep:
             for param in self._pipeline.idle:
                 param.p.grad = None
         return arriving
-
-    def _step_local_blocks(self) -> None:
-        """Take the whole step of blocks that stay on this rank, during the first gathers."""
-        for bucket in self._pipeline.staying:
-            gathered = self._pack(bucket)
-            back = self._orthogonalize(bucket, gathered)
-            self._apply(InFlight(bucket, back))
 
     def _start_gathers(self) -> None:
         """Pack further buckets and start their gathers while slots are free.
@@ -385,8 +393,8 @@ class PipelineStep:
         else:
             buffers = [pipeline.momenta[i] for i in bucket.advanced]
         self._advance(bucket, buffers)
-        planes = [self._planes[kind] for kind in ("direction", *bucket.asked)]
-        bucket.pack(planes, self._statistics, self._tentative)
+        planes = [self._planes[kind] for kind in ("direction", *bucket.input_kinds)]
+        bucket.pack(planes, statistics=self._statistics, without_gradient=self._tentative)
         for i in bucket.parameters:
             if pipeline.last_reader[i] is bucket:
                 for plane in self._planes.values():
@@ -396,7 +404,7 @@ class PipelineStep:
     def _advance(self, bucket: Bucket, buffers: Sequence[Tensor]) -> None:
         """Advance the momenta that are this bucket's to advance, and write their statistics."""
         remaining = iter(buffers)
-        pairs: list[Pieces] = []
+        measured_pieces: list[Pieces] = []
         for momentum_group in bucket.momentum_groups:
             positions = momentum_group.parameters
             params = [self._pipeline.sharded_params[i] for i in positions]
@@ -425,24 +433,28 @@ class PipelineStep:
                 # their memory.
                 directions = [direction.clone() for direction in directions]
             self._planes["direction"].update(zip(positions, directions, strict=True))
-            if bucket.asked:
+            if bucket.input_kinds:
                 weights = [param.elements() for param in params]
                 self._planes["gradient"].update(zip(positions, grads, strict=True))
                 self._planes["weight"].update(zip(positions, weights, strict=True))
             if any(rule.sums for rule in matrix_rules(settings)):
-                pairs += _momentum_gradient_pairs(momenta, grads, momentum_group)
+                measured_pieces += _momenta_and_gradients(momenta, grads, momentum_group)
             if self._pipeline.plan.settings.free_gradients:
                 for param in params:
                     param.p.grad = None
-        tables = [rule.measure(pairs, self._pipeline.device) for rule in bucket.measuring]
-        if tables:
-            torch.cat(tables, dim=1, out=self._statistics[bucket.rows, : bucket.n_sums])
+        sums = [
+            rule.measure(measured_pieces, self._pipeline.device) for rule in bucket.measuring_rules
+        ]
+        if sums:
+            rows = self._statistics[bucket.statistics_rows, : bucket.n_sums]
+            torch.cat(sums, dim=1, out=rows)
 
     # ----- stages 3 and 4: orthogonalize and return ----------------------------------------------
 
-    def _orthogonalize(self, bucket: Bucket, gathered: Wait) -> Wait:
+    def _orthogonalize(self, gathering: InFlight) -> InFlight:
         """Wait for a bucket's pieces, orthogonalize its matrices, and start the return."""
-        gathered()
+        bucket = gathering.bucket
+        gathering.wait()
         owned = bucket.assemble()
         updates: list[Tensor] = list(bucket.matrices)
         for group_number in dict.fromkeys(stack.group for stack in bucket.stacks):
@@ -456,7 +468,7 @@ class PipelineStep:
                         owned.state[k][key], value, owned.present[k]
                     )
         bucket.pack_updates(updates, owned)
-        return bucket.exchange.start("return", self._pipeline.collectives)
+        return InFlight(bucket, bucket.exchange.start("return", self._pipeline.collectives))
 
     def _update_stacks(
         self, bucket: Bucket, owned: OwnedBlocks, group_number: int, stacks: Sequence[int]
@@ -500,13 +512,13 @@ class PipelineStep:
         # Pieces without a local gradient: whether any rank has one is known only now, on the
         # device. Undo without a read on the host: keep the old values, and choose with `where`.
         undecided = [
-            k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative
+            k for k, piece in enumerate(bucket.updated_pieces) if piece.parameter in self._tentative
         ]
         old_values: dict[int, list[Tensor]] = {}
         if undecided:
-            present = bucket.exchange.applying.read_headers()[:, 0] > 0
+            present = bucket.exchange.applying.read_headers()[:, PRESENCE] > 0
             for k in undecided:
-                piece = bucket.applying[k]
+                piece = bucket.updated_pieces[k]
                 self._has_gradient[piece.parameter, piece.block] = present[k]
                 old_values[k] = [x.clone() for x in bucket.changed.get(k, ())]
         for group_number, update_list in bucket.update_lists:
@@ -520,7 +532,7 @@ class PipelineStep:
                 masters=update_list.masters or None,
             )
         for k, old_tensors in old_values.items():
-            piece = bucket.applying[k]
+            piece = bucket.updated_pieces[k]
             has_gradient = self._has_gradient[piece.parameter, piece.block]
             for x, old in zip(bucket.changed.get(k, ()), old_tensors, strict=True):
                 x.copy_(torch.where(has_gradient.to(x.device), x, old))
@@ -546,23 +558,20 @@ class PipelineStep:
                     old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 
 
-def _momentum_gradient_pairs(
+def _momenta_and_gradients(
     momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_group: MomentumGroup
 ) -> list[Pieces]:
-    """Return momentum and gradient of every part of every parameter.
-
-    Each is (batch, elements) when flattened.
-    """
-    pairs = []
+    """Return momentum and gradient of every part of every parameter, (batch, elements) each."""
+    pieces = []
     for momentum, grad, shape, slices in zip(
         momenta, grads, momentum_group.shapes, momentum_group.part_slices, strict=True
     ):
         batch, n_rows, n_columns = shape
         if len(slices) == 1:
-            pairs.append(Pieces(momentum, grad, (batch, n_rows * n_columns)))
+            pieces.append(Pieces(momentum, grad, (batch, n_rows * n_columns)))
             continue
         for rows, columns in slices:
             momentum_part = momentum.reshape(shape)[:, rows, columns].flatten(1)
             grad_part = grad.reshape(shape)[:, rows, columns].flatten(1)
-            pairs.append(Pieces(momentum_part, grad_part, (batch, momentum_part.shape[1])))
-    return pairs
+            pieces.append(Pieces(momentum_part, grad_part, (batch, momentum_part.shape[1])))
+    return pieces

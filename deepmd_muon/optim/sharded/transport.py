@@ -35,9 +35,8 @@ from deepmd_muon.optim.torch_hooks import in_phase, phase
 class Exchange:
     """The two collectives of one bucket, on one rank.
 
-    A portion of jobs that stay on the rank has no collectives: its messages go to the rank itself.
-    `group` is the process group of the domain's ranks in ascending order; None for a portion, and
-    for a domain of one rank, which has no collectives either.
+    `process_group` has the domain's ranks in ascending order. It is None for a portion and for a
+    domain of one rank: they have no collectives, their messages go to the rank itself.
 
     Attributes
     ----------
@@ -48,11 +47,14 @@ class Exchange:
     """
 
     def __init__(
-        self, rank_jobs: RankJobs, group: dist.ProcessGroup | None, device: torch.device
+        self,
+        rank_jobs: RankJobs,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        self._group = group
-        # Whether any rank has a message for another: a rank with messages to itself only must join
-        # the collective of the others all the same. A portion is in no leg.
+        self._process_group = process_group
+        # Whether a leg has a collective. The plan decides, not this rank's own messages: a rank
+        # with messages to itself only joins the others' collective. A portion has no number.
         crossing = rank_jobs.domain.crossing_buckets()
         self._crosses = {leg: rank_jobs.bucket in crossing[leg] for leg in LEGS}
         self.packing = Side(rank_jobs, "gather", device, owns=False)
@@ -70,16 +72,16 @@ class Exchange:
         """Words that it needs of the owner's buffer."""
         return max(self.arriving.words, self.leaving.words)
 
-    def bind(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
+    def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
         """Use these buffers; one bucket at a time may use them.
 
         Without a collective both sides of a leg share a buffer: all messages are those of ranks to
         themselves, which have the same pieces in the same order on both sides.
         """
-        self.packing.bind(holder_buffer)
-        self.arriving.bind(owner_buffer if self._crosses["gather"] else holder_buffer)
-        self.leaving.bind(owner_buffer)
-        self.applying.bind(holder_buffer if self._crosses["return"] else owner_buffer)
+        self.packing.use_buffer(holder_buffer)
+        self.arriving.use_buffer(owner_buffer if self._crosses["gather"] else holder_buffer)
+        self.leaving.use_buffer(owner_buffer)
+        self.applying.use_buffer(holder_buffer if self._crosses["return"] else owner_buffer)
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
         """Start to send the packed messages.
@@ -88,7 +90,7 @@ class Exchange:
         current stream waits, not the host.
         """
         if not self._crosses[leg]:
-            return lambda: None  # nothing moves: both sides share a buffer, see `bind`
+            return lambda: None  # nothing moves: both sides share a buffer, see `use_buffers`
         sent = self.packing if leg == "gather" else self.leaving
         received = self.arriving if leg == "gather" else self.applying
         with in_phase(leg):
@@ -98,7 +100,7 @@ class Exchange:
                 sent.buffer,
                 received.splits,
                 sent.splits,
-                group=self._group,
+                group=self._process_group,
             )
         return phase(leg)(wait)  # waiting belongs to the same range of the profiler
 
