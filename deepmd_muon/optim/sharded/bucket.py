@@ -1,4 +1,4 @@
-"""One exchange, or portion, on one rank: what it packs, orthogonalizes and updates.
+"""A bucket, or portion, on one rank: what the rank packs, orthogonalizes and updates.
 
 The glossary of this package has the words. The plan alone determines the views of buffers, matrices
 and parameters. They are created once, by `Bucket.use_buffers` and `Bucket.bind`, so that in a step
@@ -127,7 +127,7 @@ class PackSource(NamedTuple):
 
 
 class Bucket:
-    """One exchange, compiled for this rank.
+    """A bucket, or portion, compiled for this rank.
 
     `groups` has the number of the parameter group of each parameter, by position in the plan.
 
@@ -278,7 +278,7 @@ class Bucket:
         self._pack_targets: list[list[Tensor]] = [[] for _ in views_of_planes]
         # For headers with sums: positions of their pieces, and rows in the table of statistics.
         measured_pieces = []
-        statistics_rows = []
+        measured_rows = []
         for k, piece in enumerate(self._packed_pieces):
             planned = plan.parameters[piece.parameter]
             param = local_params[piece.parameter]
@@ -296,15 +296,13 @@ class Bucket:
                 part_number = piece.block % len(planned.view.block_shapes)
                 row = part_number * shape[0] + piece.batch
                 measured_pieces.append(k)
-                statistics_rows.append(param.first_statistics_row + row)
+                measured_rows.append(param.first_statistics_row + row)
         self._headers = torch.zeros(
             side.header_index.shape, dtype=torch.float64, device=self._device
         )
         self._headers[:, PRESENCE] = 1.0  # `pack` clears it where a gradient is missing
         self._measured_pieces = index_of(measured_pieces, len(self._packed_pieces), self._device)
-        self._statistics_rows = torch.tensor(
-            statistics_rows, dtype=torch.int64, device=self._device
-        )
+        self._measured_rows = torch.tensor(measured_rows, dtype=torch.int64, device=self._device)
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of parameters and master weights, and of their updates."""
@@ -369,7 +367,7 @@ class Bucket:
             torch._foreach_zero_([headers[k, PRESENCE : PRESENCE + 1] for k in absent])
         self._rule_state.pack(headers)
         if self.n_sums:
-            sums = statistics[:, : self.n_sums][self._statistics_rows]
+            sums = statistics[:, : self.n_sums][self._measured_rows]
             headers[self._measured_pieces, -self.n_sums :] = sums
         self.exchange.packing.write_headers(headers)
 
@@ -380,9 +378,9 @@ class Bucket:
             return OwnedBlocks(present=[], measured={}, state=[])
         self._arriving_copies.read_buffer()
         headers = self.exchange.arriving.read_headers()
-        # A row of zeros at the end is the padding of `_number_arriving_pieces`.
-        headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
-        headers = headers[self._pieces_of_matrix]  # (matrices, most pieces, words of a header)
+        padding = headers.new_zeros(1, headers.shape[1])  # see `_number_arriving_pieces`
+        # (matrices, most pieces, words of a header)
+        headers = torch.cat([headers, padding])[self._pieces_of_matrix]
         stack_sizes = [len(stack.job_numbers) for stack in self.stacks]
         present = headers[:, :, PRESENCE].amax(dim=1).split(stack_sizes)
         measured = {}

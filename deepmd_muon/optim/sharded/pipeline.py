@@ -42,8 +42,8 @@ gradient or none: the owner asks one of them.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ from deepmd_muon.optim.sharded.messages import (
 )
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan, rule_values
-from deepmd_muon.optim.sharded.transport import CollectiveStream
+from deepmd_muon.optim.sharded.transport import CollectiveStream, Wait
 from deepmd_muon.optim.state.host_memory import TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
@@ -77,10 +77,6 @@ from deepmd_muon.optim.update.muon import (
     update_blocks,
 )
 from deepmd_muon.optim.waves import StepContext
-
-Wait = Callable[[], Any]
-"""Makes the current stream wait for a collective."""
-
 
 # ----- what is compiled once from the plan -------------------------------------------------------
 
@@ -332,11 +328,11 @@ class PipelineStep:
         self._tentative: dict[int, Tensor] = {}
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
         self._packing_order = iter(pipeline.packing_order)
-        self._waiting = deque(pipeline.travelling)
+        self._not_started = deque(pipeline.travelling)
         self._gathering: deque[InFlight] = deque()
         self._returning: deque[InFlight] = deque()
         for gather in pipeline.master_gathers:
-            gather.read()
+            gather.read_parts()
         self._start_gathers()
 
     def finish(self) -> list[Wait]:
@@ -353,13 +349,13 @@ class PipelineStep:
                 self._apply(self._returning.popleft())
             self._returning.append(returning)
             self._start_gathers()
-            if not self._gathering and self._waiting:
+            if not self._gathering and self._not_started:
                 # With one slot, its buffers are free only after its updates have been applied.
                 self._apply(self._returning.popleft())
                 self._start_gathers()
         for returning in self._returning:
             self._apply(returning)
-        arriving = [gather.gather() for gather in self._pipeline.master_gathers]
+        arriving = [gather.start() for gather in self._pipeline.master_gathers]
         if self._moments is not None:
             for _ in self._moments:  # exhausting it copies the last batch back to the host
                 pass
@@ -375,8 +371,8 @@ class PipelineStep:
         Only the number of buckets decides, which is the same on all ranks of a domain.
         """
         n_slots = self._pipeline.n_slots
-        while self._waiting and len(self._gathering) + len(self._returning) < n_slots:
-            bucket = self._waiting.popleft()
+        while self._not_started and len(self._gathering) + len(self._returning) < n_slots:
+            bucket = self._not_started.popleft()
             self._gathering.append(InFlight(bucket, self._pack(bucket)))
 
     # ----- stages 1 and 2: advance and pack ------------------------------------------------------

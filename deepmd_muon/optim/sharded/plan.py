@@ -323,8 +323,9 @@ class Domain:
                 n_elements[key] += elements
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
         itemsize = self.itemsize if dtype == "full" else _NARROW_BYTES
+        bytes_per_element = self.n_planes(leg) * itemsize
         for key, elements in n_elements.items():
-            n_words[key] += -(-elements * self.n_planes(leg) * itemsize // WORD_BYTES)  # rounded up
+            n_words[key] += -(-elements * bytes_per_element // WORD_BYTES)  # rounded up
         return {key: WORD_BYTES * count for key, count in n_words.items()}
 
     def header_words(self, leg: Leg) -> int:

@@ -65,7 +65,7 @@ def sharded_step(
         ranks.
     """
     sharded_params = []
-    for number, group in enumerate(groups):
+    for group_number, group in enumerate(groups):
         for p, entry in group.routed:
             layout = layout_of(p, None if is_local(entry.name, group.settings) else replicas)
             if layout is None or entry.route == "frozen":
@@ -74,7 +74,7 @@ def sharded_step(
             if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
                 sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
             param = ShardedParameter(
-                p, entry, group=number, layout=layout, device=p.device, sharding=sharding
+                p, entry, group=group_number, layout=layout, device=p.device, sharding=sharding
             )
             if entry.view is not None and entry.view.groups > 1:
                 raise ShardingError(
@@ -154,7 +154,7 @@ class ShardedStep:
         self._state: State = {}
         self._structures: list[HybridMuonConfig] = []  # the settings of groups that are bound
         self._error: ShardingError | None = None
-        self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
+        self._with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
         # Set by `agree`.
         self._agreed = False  # whether the checks of the first step have passed
         self._comparison: StepComparison | None = None
@@ -195,10 +195,7 @@ class ShardedStep:
         return [(p, entry) for p, entry in routed if p not in self.state_holders]
 
     def never_met(self) -> int:
-        """Return the number of matrices that have had no gradient here in any step.
-
-        They have state nevertheless.
-        """
+        """Return the number of matrices with state that never had a gradient on this rank."""
         if self._single_process:
             return 0
         return sum(param.p not in self._with_gradient for param in self._matrices)
@@ -353,11 +350,12 @@ class ShardedStep:
 
     def _bind(self, elements: ElementwiseStep, context: StepContext) -> None:
         """Create what depends on parameters, gradients and state, if these have changed."""
-        if not self._bound and self._pipeline is not None:
-            self._pipeline.bind(context)
-        if not self._bound and self._repeated is not None:
-            self._repeated.bind(context)
-        if not self._bound or not self._compiled:
+        if not self._bound:
+            if self._pipeline is not None:
+                self._pipeline.bind(context)
+            if self._repeated is not None:
+                self._repeated.bind(context)
+        if not (self._bound and self._compiled):
             elements.compile(context)
             if self._repeated is not None:
                 self._repeated.choose()

@@ -5,8 +5,7 @@
 
 A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. It has a
 buffer for each role; the gather goes from the holder's buffer to owners' buffers, the return back.
-
-A buffer has a message for each peer; `messages` describes its words.
+A buffer has a message for each peer (`messages`).
 
 The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded to it when they are
 copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
@@ -31,6 +30,9 @@ from deepmd_muon.optim.sharded.messages import RankJobs, Side
 from deepmd_muon.optim.sharded.plan import LEGS, Leg
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
+Wait = Callable[[], Any]
+"""Waits for a collective: on a GPU the current stream waits, not the host."""
+
 
 class Exchange:
     """The two collectives of one bucket, on one rank.
@@ -53,8 +55,8 @@ class Exchange:
         device: torch.device,
     ) -> None:
         self._process_group = process_group
-        # Whether a leg has a collective. The plan decides, not this rank's own messages: a rank
-        # with messages to itself only joins the others' collective. A portion has no number.
+        # Whether a leg has a collective. The plan decides: a rank that only has messages to itself
+        # joins the collective of the others. None of a portion (bucket None) crosses.
         crossing = rank_jobs.domain.crossing_buckets()
         self._crosses = {leg: rank_jobs.bucket in crossing[leg] for leg in LEGS}
         self.packing = Side(rank_jobs, "gather", device, owns=False)
@@ -83,12 +85,8 @@ class Exchange:
         self.leaving.use_buffer(owner_buffer)
         self.applying.use_buffer(holder_buffer if self._crosses["return"] else owner_buffer)
 
-    def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
-        """Start to send the packed messages.
-
-        Return a function that waits until the messages to this rank have arrived; on a GPU the
-        current stream waits, not the host.
-        """
+    def start(self, leg: Leg, collectives: CollectiveStream) -> Wait:
+        """Start to send the packed messages; return the wait for those to this rank."""
         if not self._crosses[leg]:
             return lambda: None  # nothing moves: both sides share a buffer, see `use_buffers`
         sent = self.packing if leg == "gather" else self.leaving
@@ -121,12 +119,11 @@ class CollectiveStream:
         *args: Any,
         then: Callable[[], object] | None = None,
         **options: Any,
-    ) -> Callable[[], Any]:
-        """Start a collective after the current stream's work.
+    ) -> Wait:
+        """Start a collective after the current stream's work; return the wait, to be called once.
 
-        Return a function that makes that stream wait for the collective. `then` takes what has
-        arrived: on a GPU in parallel to the current stream's work, else in the function that is
-        returned, which is called once.
+        `then` runs after the collective: on a GPU in parallel to the current stream's work, else at
+        the end of the wait.
         """
         if self._stream is None:
             work = self._last = collective(*args, **options, async_op=True)

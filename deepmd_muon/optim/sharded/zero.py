@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
 from deepmd_muon.optim.sharded.agreement import ComparedParameter, StepComparison
-from deepmd_muon.optim.sharded.elements import GatheredParts, gathered_parts
+from deepmd_muon.optim.sharded.elements import GatheredParts, gathered_parts, start_gathers
 from deepmd_muon.optim.sharded.params import Replicas, StateSharding, layout_of, state_sharding
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 
@@ -147,11 +147,8 @@ class _Parts:
 
     def gather(self) -> None:
         """Write the other ranks' new parts to the whole parameters."""
-        for gather in self._gathers:
-            gather.read()
-        arriving = [gather.gather() for gather in self._gathers]
-        for take in arriving:
-            take()
+        for wait in start_gathers(self._gathers):
+            wait()
 
     def raise_deferred(self) -> None:
         """Raise the error of the last step, if it is not yet raised."""
