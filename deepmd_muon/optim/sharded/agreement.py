@@ -53,6 +53,7 @@ _STEPS_PER_COMPARISON = 100
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 _CHECKSUM_BITS = 62  # so that checksums and their negatives are int64
 _LISTED_NAMES = 10  # in an error
+# By bytes of an element.
 _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

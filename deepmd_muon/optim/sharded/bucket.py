@@ -129,7 +129,7 @@ class PackSource(NamedTuple):
 class Bucket:
     """A bucket, or portion, compiled for this rank.
 
-    `groups` has the number of the parameter group of each parameter, by position in the plan.
+    `group_numbers` has the parameter group of each parameter, by position in the plan.
 
     Attributes
     ----------
@@ -163,7 +163,7 @@ class Bucket:
     def __init__(
         self,
         rank_jobs: RankJobs,
-        groups: Mapping[int, int],
+        group_numbers: Mapping[int, int],
         process_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
@@ -183,7 +183,7 @@ class Bucket:
         positions = [piece.parameter for piece in (*self._packed_pieces, *self.updated_pieces)]
         self.parameters = tuple(dict.fromkeys(positions))
 
-        self.stacks = stacks_of(rank_jobs, groups)
+        self.stacks = stacks_of(rank_jobs, group_numbers)
         self._place_of_job = {
             job_number: MatrixPlace(stack_number, index)
             for stack_number, stack in enumerate(self.stacks)

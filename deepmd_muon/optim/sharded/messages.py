@@ -89,19 +89,19 @@ def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
     room = 0
     for job in domain.jobs:
         if job.bucket is None and job.owner == rank:
-            size = sum(job.sources.values()) * domain.itemsize
-            if size > room or not portions:
+            n_bytes = sum(job.sources.values()) * domain.itemsize
+            if n_bytes > room or not portions:
                 portions.append([])
                 room = plan.settings.bucket_bytes
             portions[-1].append(job)
-            room -= size
+            room -= n_bytes
     return [RankJobs(plan, domain, None, tuple(portion), rank) for portion in portions]
 
 
 class Stack(NamedTuple):
     """Matrices of one parameter group and shape that a rank orthogonalizes together."""
 
-    group: int
+    group: int  # number of the parameter group
     shape: tuple[int, int]
     job_numbers: list[int]  # positions in `RankJobs.jobs`
 
@@ -119,15 +119,12 @@ class MatrixPlace(NamedTuple):
     matrix: int
 
 
-def stacks_of(rank_jobs: RankJobs, groups: Mapping[int, int]) -> list[Stack]:
-    """Return the stacks that a rank owns.
-
-    `groups` has the number of the parameter group of each parameter, by position in the plan.
-    """
+def stacks_of(rank_jobs: RankJobs, group_numbers: Mapping[int, int]) -> list[Stack]:
+    """Return the stacks that a rank owns; see `Bucket` for `group_numbers`."""
     stacks: dict[tuple[int, tuple[int, int]], Stack] = {}
     for number, job in enumerate(rank_jobs.jobs):
         if job.owner == rank_jobs.rank:
-            group = groups[job.parameter]
+            group = group_numbers[job.parameter]
             shapes = rank_jobs.plan.parameters[job.parameter].view.block_shapes
             shape = shapes[job.block % len(shapes)]  # the parts of all matrices are alike
             stacks.setdefault((group, shape), Stack(group, shape, [])).job_numbers.append(number)

@@ -124,14 +124,14 @@ class Pipeline:
 
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
-        groups = {i: param.group for i, param in sharded_params.items()}
+        group_numbers = {i: param.group for i, param in sharded_params.items()}
         for domain, process_group in zip(plan.domains, process_groups, strict=True):
             if domain.gathered_bytes:
                 continue  # `RepeatedMuon` steps it
             for jobs in travelling_jobs(plan, domain, self.rank):
-                self.travelling.append(Bucket(jobs, groups, process_group, self.device))
+                self.travelling.append(Bucket(jobs, group_numbers, process_group, self.device))
             for jobs in staying_jobs(plan, domain, self.rank):
-                self.staying.append(Bucket(jobs, groups, None, self.device))
+                self.staying.append(Bucket(jobs, group_numbers, None, self.device))
 
         # The first gathers start before the portions, to overlap with them: as many as there are
         # slots.
@@ -327,7 +327,7 @@ class PipelineStep:
         # in the plan; and by (position, block), for their blocks, whether any rank has a gradient.
         self._tentative: dict[int, Tensor] = {}
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
-        self._packing_order = iter(pipeline.packing_order)
+        self._expected_order = iter(pipeline.packing_order)
         self._not_started = deque(pipeline.travelling)
         self._gathering: deque[InFlight] = deque()
         self._returning: deque[InFlight] = deque()
@@ -355,7 +355,7 @@ class PipelineStep:
                 self._start_gathers()
         for returning in self._returning:
             self._apply(returning)
-        arriving = [gather.start() for gather in self._pipeline.master_gathers]
+        waits = [gather.start() for gather in self._pipeline.master_gathers]
         if self._moments is not None:
             for _ in self._moments:  # exhausting it copies the last batch back to the host
                 pass
@@ -363,7 +363,7 @@ class PipelineStep:
         if self._pipeline.plan.settings.free_gradients:
             for param in self._pipeline.idle:
                 param.p.grad = None
-        return arriving
+        return waits
 
     def _start_gathers(self) -> None:
         """Pack further buckets and start their gathers while slots are free.
@@ -380,9 +380,9 @@ class PipelineStep:
     def _pack(self, bucket: Bucket) -> Wait:
         """Advance the bucket's momenta, pack its pieces, and start its gather."""
         pipeline = self._pipeline
-        # In another order this would take another bucket's offloaded momenta, and start collectives
-        # that other ranks do not start.
-        expected_bucket = next(self._packing_order)
+        # Another order would take another bucket's offloaded momenta, and start collectives that
+        # other ranks do not start.
+        expected_bucket = next(self._expected_order)
         assert expected_bucket is bucket
         if self._moments is not None and bucket.momentum_groups:
             buffers = next(self._moments)
@@ -452,18 +452,17 @@ class PipelineStep:
         bucket = gathering.bucket
         gathering.wait()
         owned = bucket.assemble()
-        updates: list[Tensor] = list(bucket.matrices)
+        updates: dict[int, Tensor] = {}  # by position in `stacks`
         for group_number in dict.fromkeys(stack.group for stack in bucket.stacks):
             stacks = [k for k, stack in enumerate(bucket.stacks) if stack.group == group_number]
             scaled, rule_state = self._update_stacks(bucket, owned, group_number, stacks)
-            for k, update in zip(stacks, scaled, strict=True):
-                updates[k] = update
+            updates.update(zip(stacks, scaled, strict=True))
             for key, values in rule_state.items():
                 for k, value in zip(stacks, values, strict=True):
                     owned.state[k][key] = self._keep_or_replace(
                         owned.state[k][key], value, owned.present[k]
                     )
-        bucket.pack_updates(updates, owned)
+        bucket.pack_updates([updates[k] for k in range(len(bucket.stacks))], owned)
         return InFlight(bucket, bucket.exchange.start("return", self._pipeline.collectives))
 
     def _update_stacks(

@@ -53,7 +53,7 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
-VERSION = 4
+VERSION = 4  # ranks with different versions refuse to step together
 WORD_BYTES = 8  # a float64, the unit of buffers and messages
 _NARROW_BYTES = 2  # an element in a 16-bit type
 
@@ -514,20 +514,16 @@ def _spread_choices(
 def _can_gather_momenta(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
     """Return whether replicas may gather the momenta of a domain before the step.
 
-    They must fit a bucket in full precision, and no other state may be in parts.
+    Momenta must fit a bucket in full precision. All must be in parts, and no other state may be.
     """
     n_bytes = sum(math.prod(p.shape) * p.itemsize for p in parameters)
-    only_momenta_in_parts = all(
+    fits = settings.gather_dtype == "full" and n_bytes <= settings.bucket_bytes
+    return fits and all(
         len(p.layout.replicas()) > 1
         and p.state_layout is not None
         and not p.masters
         and not rule_values(p.rules).line_tensors
         for p in parameters
-    )
-    return (
-        settings.gather_dtype == "full"
-        and n_bytes <= settings.bucket_bytes
-        and only_momenta_in_parts
     )
 
 
