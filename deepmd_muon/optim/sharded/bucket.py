@@ -156,8 +156,8 @@ class Bucket:
     update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     changed
-        By position in `updated_pieces`: views of the parameter and of the master weight, if any,
-        that the update of the piece changes. Set by `bind`.
+        For each of `updated_pieces`: views of the parameter and of the master weight, if any, that
+        its update changes; empty for a piece without elements. Set by `bind`.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Bucket:
         plan = self._rank_jobs.plan
         updates = self.exchange.applying.element_views()
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        self.changed: dict[int, list[Tensor]] = {}
+        self.changed: list[list[Tensor]] = [[] for _ in self.updated_pieces]
         for k, (piece, update) in enumerate(zip(self.updated_pieces, updates, strict=True)):
             if not piece.elements:
                 continue
@@ -319,7 +319,7 @@ class Bucket:
             update_list = by_kind[param.group, param.p.dtype]
             update_list.targets.append(target)
             update_list.updates.append(update)
-            self.changed[k] = [target]
+            self.changed[k].append(target)
             if MASTER in param.state:
                 master = param.state[MASTER].view(shape)[piece.local_index]
                 update_list.masters.append(master)

@@ -515,7 +515,7 @@ class PipelineStep:
             for k in undecided:
                 piece = bucket.updated_pieces[k]
                 self._has_gradient[piece.parameter, piece.block] = present[k]
-                old_values[k] = [x.clone() for x in bucket.changed.get(k, ())]
+                old_values[k] = [x.clone() for x in bucket.changed[k]]
         for group_number, update_list in bucket.update_lists:
             group = self._groups[group_number]
             apply_updates(
@@ -529,7 +529,7 @@ class PipelineStep:
         for k, old_tensors in old_values.items():
             piece = bucket.updated_pieces[k]
             has_gradient = self._has_gradient[piece.parameter, piece.block]
-            for x, old in zip(bucket.changed.get(k, ()), old_tensors, strict=True):
+            for x, old in zip(bucket.changed[k], old_tensors, strict=True):
                 x.copy_(torch.where(has_gradient.to(x.device), x, old))
 
     def _settle_tentative_momenta(self) -> None:
@@ -537,7 +537,7 @@ class PipelineStep:
         pipeline = self._pipeline
         plan = pipeline.plan
         if self._tentative and self._context.memory is not None:
-            self._context.memory.wait()  # for the copies to the host that may still write these momenta
+            self._context.memory.wait()  # copies to the host may still write these momenta
         for i, advanced in self._tentative.items():
             param = pipeline.sharded_params[i]
             momentum = local_of(self._context.state[param.p]["momentum_buffer"])
@@ -547,8 +547,8 @@ class PipelineStep:
                 if piece.elements:
                     old = momentum.view(shape)[piece.local_index]
                     new = advanced.view(shape)[piece.local_index]
-                    # Who keeps a piece of a block's momentum also updates one, so the answer is
-                    # there.
+                    # A rank with a piece of a block's momentum also updates a piece of the block,
+                    # so `_apply` has set this.
                     has_gradient = self._has_gradient[i, block]
                     old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 

@@ -1,11 +1,11 @@
 """The exchange of one bucket: an all-to-all to the owners, and another one back.
 
-    gather    holders pack their pieces of directions   →   owners assemble whole matrices
-    return    owners pack all pieces of their updates   →   holders apply theirs
+    leg       holder's buffer                       owner's buffer
+    gather    `packing`: pieces of directions   →   `arriving`: to assemble whole matrices
+    return    `applying`: pieces to update      ←   `leaving`: all pieces of the updates
 
-A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. It has a
-buffer for each role; the gather goes from the holder's buffer to owners' buffers, the return back.
-A buffer has a message for each peer (`messages`).
+A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. Each of its
+two buffers has a message for each peer (`messages`).
 
 The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded to it when they are
 copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
@@ -42,10 +42,8 @@ class Exchange:
 
     Attributes
     ----------
-    packing, arriving
-        Directions, as this rank sends them as holder and receives them as owner.
-    leaving, applying
-        Updates, as this rank sends them as owner and receives them as holder.
+    packing, arriving, leaving, applying
+        The sides of the two legs, as in the table above.
     """
 
     def __init__(
