@@ -3,21 +3,21 @@
 A plan consists of plain values, and every rank makes its own, without communication. The glossary
 of this package has the words. `make_plan` takes these steps:
 
-1. Parameters on the same ranks with elements of the same size form a domain. Domains are planned
-   one after the other, those of more ranks first.
+1. Parameters on the same ranks form a domain, those with float64 updates (8 bytes) apart from the
+   others (4 bytes). Domains are planned one after the other, those of more ranks first.
 2. The blocks of a domain get owners, longest processing time first (R. L. Graham, SIAM J. Appl.
    Math. 17, 416, 1969): in decreasing order of work, each goes to the rank with the least work so
    far; in a tie, to the one with fewer bytes, then to the lower rank. A block that one rank holds
    whole stays there.
 3. Jobs with all pieces on their owner stay. The others travel in buckets; each bucket takes one
    all-to-all to the owners and one back.
-4. If there are replicas, steps 2 and 3 are taken twice, for replicas that share the work and for
-   replicas that repeat it, and the faster way is kept. Replicas that repeat the work but have a
-   part of the momenta each gather the momenta before the step; then all jobs stay.
+4. Replicas share the work or repeat it. With `replication` 'auto', steps 2 and 3 are taken for
+   both, and the faster way is kept. Replicas that repeat the work but have a part of the momenta
+   each gather the momenta before the step; then all jobs stay.
 
-Each rank plans the parameters that it has. Of four ranks, two may share a further domain, so the
-choices for a domain depend on this domain and on those of more ranks around it: only these are
-known to all of its ranks.
+The choices for a domain depend on this domain and on those of more ranks around it: only these are
+known to all of its ranks, because each rank plans the parameters that it has. Two of four ranks,
+for example, may share a domain that the others do not know.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
-VERSION = 4  # ranks with different versions refuse to step together
+# Ranks with different versions refuse to step together. Raise it when the same parameters get other
+# jobs, buckets or messages.
+VERSION = 4
 WORD_BYTES = 8  # a float64, the unit of buffers and messages
 _NARROW_BYTES = 2  # an element in a 16-bit type
 
@@ -116,6 +118,7 @@ class PlannedParameter:
             layout,
             itemsize=moment_dtype(dtype).itemsize,
             rules=matrix_rules(settings),
+            # They only weigh work, so the first part of a fused weight speaks for all.
             steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
             state_layout=state_layout,
@@ -127,10 +130,12 @@ class PlannedParameter:
         )
 
     def matrices(self, leg: Leg | None = None) -> MatrixLayout:
-        """Return the layout of its matrices: of the tensors that hold a leg's pieces.
+        """Return the layout of the matrices whose pieces a leg moves.
 
-        The gather reads momenta; the return writes elements or, if any, master weights. Without a
-        leg it is the layout of the elements.
+        leg         tensor                                      layout
+        "gather"    momentum                                    of the state
+        "return"    master weights if any, else the elements    of the state; of the elements
+        None        elements                                    of the elements
         """
         in_state = leg == "gather" or (leg == "return" and self.masters)
         layout = self.state_layout if in_state else None
@@ -229,7 +234,7 @@ def rule_values(rules: tuple[MatrixRule, ...]) -> RuleValues:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Parameters that live on the same ranks with elements of the same size, and their jobs.
+    """Parameters on the same ranks with updates of the same element size, and their jobs.
 
     Attributes
     ----------
@@ -238,7 +243,7 @@ class Domain:
     parameters
         Positions in the plan's parameters.
     itemsize
-        Bytes of an element in full precision.
+        Bytes of an element of an update in full precision, 4 or 8.
     rules
         The rules of all its parameters; headers have room for the values per block of all of them.
     spread
@@ -248,10 +253,9 @@ class Domain:
     n_buckets
         Number of buckets; the domain's buckets are numbered from 0.
     work
-        Floating-point operations of each rank.
+        Floating-point operations, by rank.
     gathered_bytes
-        If replicas gather momenta before the step (`RepeatedMuon`): bytes of the part that one rank
-        sends; else 0. Such a domain has no buckets.
+        Bytes of the part of the momenta that one rank sends if it `gathers_momenta`; else 0.
     """
 
     ranks: RankSet
@@ -264,11 +268,15 @@ class Domain:
     work: Mapping[int, int]
     gathered_bytes: int = 0
 
+    @property
+    def gathers_momenta(self) -> bool:
+        """Whether replicas gather momenta before the step (`RepeatedMuon`); no job travels then."""
+        return self.gathered_bytes > 0
+
     def seconds(self, settings: ShardedSettings) -> float:
         """Predict the time of one step, without overlap [s]."""
         n_collectives = sum(len(numbers) for numbers in self.crossing_buckets().values())
-        if self.gathered_bytes:
-            n_collectives += 1
+        n_collectives += self.gathers_momenta
         return (
             max(self.work.values()) / FLOPS_PER_SECOND
             + max(self.bytes_sent(settings).values()) / BYTES_PER_SECOND
@@ -295,7 +303,7 @@ class Domain:
         """Return, by rank, the bytes that leave it in one step.
 
         They are those of exchanges and of momenta gathered before the step. All-gathers of 16-bit
-        elements after it, with master weights, come on top (`Pipeline.master_gathers`).
+        elements after it, with master weights, come on top (`Pipeline.part_gathers`).
         """
         sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
         for leg in LEGS:
@@ -306,7 +314,7 @@ class Domain:
     def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
         """Return the bytes of every message of one leg, except from a rank to itself.
 
-        They equal those of `messages.Side`, which lays the messages of one rank out.
+        `messages.Side` lays the messages of one rank out; the sizes must be equal.
         """
         n_words: Counter[MessageKey] = Counter()  # of headers and lines
         n_elements: Counter[MessageKey] = Counter()
@@ -416,8 +424,8 @@ def make_plan(
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize].append(i)
     domains: list[Domain] = []
-    # More ranks first: all ranks of a domain then know the work that they have from those before.
-    # Domains on the same ranks keep the order of their first parameters.
+    # Domains of more ranks first: all ranks of a domain then know the work of each in the earlier
+    # ones. Domains on the same ranks keep the order of their first parameters.
     for ranks, itemsize in sorted(members, key=lambda member: -len(member[0])):
         domain_parameters = {i: parameters[i] for i in members[ranks, itemsize]}
         earlier_work = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
@@ -514,7 +522,8 @@ def _spread_choices(
 def _can_gather_momenta(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
     """Return whether replicas may gather the momenta of a domain before the step.
 
-    Momenta must fit a bucket in full precision. All must be in parts, and no other state may be.
+    All momenta must be in parts, and no other state may be. They must fit a bucket. `gather_dtype`
+    must be 'full', because the gathered momenta themselves advance: rounding would accumulate.
     """
     n_bytes = sum(math.prod(p.shape) * p.itemsize for p in parameters)
     fits = settings.gather_dtype == "full" and n_bytes <= settings.bucket_bytes
@@ -546,7 +555,9 @@ def _plan_domain(
     for i, p in parameters.items():
         planned = p
         if p.state_layout is not None and not spread and len(ranks) > 1:
-            # Gathered before the step: replicas then repeat the work as if momenta were whole.
+            # Gathered before the step: replicas then repeat the work as if momenta were whole. A
+            # single rank has nothing to gather. `Plan.parameters` keep their layout; nothing reads
+            # it, as the pipeline leaves domains that gather momenta out.
             gathered_bytes += itemsize * _elements_of_first_rank(p.shape, p.state_layout)
             planned = dataclasses.replace(p, state_layout=None)
         blocks += _blocks_of(planned, i, itemsize)
@@ -620,7 +631,7 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
         p.matrices(),
         state=p.matrices("gather"),
         updates=p.matrices("return"),
-        scored=bool(values.block_keys),
+        scored=bool(values.block_keys),  # a score: a number per block
         line_tensors=tuple(tensor for _, tensor in values.line_tensors),
     )
     return [
@@ -643,8 +654,9 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     if m == 1:
         return 4 * n
     if gram and n >= 2 * m:
-        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
+        # Four products of m × m matrices in each step; R = X Xᵀ and X ← Q X three times each.
         return steps * 8 * m**3 + 12 * m * m * n
+    # In each step X Xᵀ, its square, and the polynomial times X.
     return steps * (4 * m * m * n + 2 * m**3)
 
 
@@ -658,7 +670,7 @@ class _Filling(NamedTuple):
 def _bucket_with_room(
     filling: dict[int, _Filling], owner: int, n_bytes: int, bucket_bytes: int
 ) -> int:
-    """Return the number of the bucket that takes a job, and count its bytes in `filling`, by owner.
+    """Choose the bucket of a job, and add the job's bytes to `filling`, by owner.
 
     Each owner fills its part of one bucket after the other, so the bound is on what one owner
     handles: whole blocks in full precision. A rank that holds most of the elements may send more,
@@ -699,7 +711,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     replicas = ""
     if any(len(p.layout.replicas()) > 1 for p in parameters):
         replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
-    momenta = ", 1 for the momenta" if domain.gathered_bytes else ""
+    momenta = ", 1 for the momenta" if domain.gathers_momenta else ""
     bytes_sent = domain.bytes_sent(plan.settings)
     return (
         f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "
