@@ -31,7 +31,7 @@ from deepmd_muon.optim.sharded.plan import LEGS, Leg
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
 Wait = Callable[[], Any]
-"""Waits for a collective: on a GPU the current stream waits, not the host."""
+"""Waits for a collective, to be called once: on a GPU the current stream waits, not the host."""
 
 
 class Exchange:
@@ -54,7 +54,7 @@ class Exchange:
     ) -> None:
         self._process_group = process_group
         # Whether a leg has a collective. The plan decides: a rank that only has messages to itself
-        # joins the collective of the others. None of a portion (bucket None) crosses.
+        # joins the collective of the others. A portion has no bucket number, so it never crosses.
         crossing = rank_jobs.domain.crossing_buckets()
         self._crosses = {leg: rank_jobs.bucket in crossing[leg] for leg in LEGS}
         self.packing = Side(rank_jobs, "gather", device, owns=False)
@@ -75,8 +75,9 @@ class Exchange:
     def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
         """Use these buffers; one bucket at a time may use them.
 
-        Without a collective both sides of a leg share a buffer: all messages are those of ranks to
-        themselves, which have the same pieces in the same order on both sides.
+        The two sides in a column of the table above share one buffer. Without a collective both
+        sides of a leg share it, too: all messages are those of ranks to themselves, which have the
+        same pieces in the same order on both sides.
         """
         self.packing.use_buffer(holder_buffer)
         self.arriving.use_buffer(owner_buffer if self._crosses["gather"] else holder_buffer)
@@ -84,7 +85,10 @@ class Exchange:
         self.applying.use_buffer(holder_buffer if self._crosses["return"] else owner_buffer)
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Wait:
-        """Start to send the packed messages; return the wait for those to this rank."""
+        """Start to send the packed messages; return the wait for those to this rank.
+
+        The pipeline has one `CollectiveStream` for all its buckets.
+        """
         if not self._crosses[leg]:
             return lambda: None  # nothing moves: both sides share a buffer, see `use_buffers`
         sent = self.packing if leg == "gather" else self.leaving
@@ -118,10 +122,11 @@ class CollectiveStream:
         then: Callable[[], object] | None = None,
         **options: Any,
     ) -> Wait:
-        """Start a collective after the current stream's work; return the wait, to be called once.
+        """Start a collective after the current stream's work; return the wait.
 
-        `then` runs after the collective: on a GPU in parallel to the current stream's work, else at
-        the end of the wait.
+        The caller keeps its tensors until the wait: the allocator does not know that another stream
+        uses them. `then` runs after the collective: on a GPU in parallel to the current stream's
+        work, else at the end of the wait.
         """
         if self._stream is None:
             work = self._last = collective(*args, **options, async_op=True)
@@ -134,6 +139,7 @@ class CollectiveStream:
             return arrive
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            # Not asynchronous: this stream, not the host, waits for NCCL's, and `done` is after it.
             collective(*args, **options, async_op=False)
             if then is not None:
                 then()
