@@ -27,9 +27,9 @@ from deepmd_muon.optim.sharded.messages import (
     MatrixPlace,
     RankJobs,
     Side,
-    index_of,
     local_shape,
     rectangles,
+    rows_index,
     stacks_of,
 )
 from deepmd_muon.optim.sharded.plan import WORD_BYTES, rule_values
@@ -60,7 +60,7 @@ class LocalParameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentumGroup:
+class MomentumBatch:
     """Momenta of one parameter group and dtype that advance together.
 
     Attributes
@@ -136,7 +136,7 @@ class Bucket:
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their
         momenta advance on every replica, even if another replica's momentum is sent.
-    momentum_groups
+    momentum_batches
         The momenta among these that no earlier bucket has advanced; set by `Pipeline`.
     statistics_rows
         The rows of these momenta in the table of statistics; set by `Pipeline`.
@@ -152,7 +152,7 @@ class Bucket:
         The matrices that this rank orthogonalizes.
     matrices, inputs
         Each stack as a tensor (matrices, rows, columns), and its inputs by kind; set by
-        `use_buffers`.
+        `use_buffers`. `matrices` are directions after `assemble`, updates after `pack_updates`.
     update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     changed
@@ -169,8 +169,12 @@ class Bucket:
     ) -> None:
         rules = rank_jobs.domain.rules
         self.exchange = Exchange(rank_jobs, process_group, device)
-        self.momentum_groups: list[MomentumGroup] = []
+        self.momentum_batches: list[MomentumBatch] = []
         self.statistics_rows = slice(0, 0)
+        # Set by `use_buffers`: `_rule_state`, `_arriving_copies`, `_leaving_copies`. Set by `bind`:
+        # `_pack_sources`, `_headers`, and each plane of `_pack_targets`, with item k for piece k of
+        # `_packed_pieces`; `_measured_pieces` and `_measured_rows`, with an item for each piece
+        # with sums.
         self.measuring_rules = tuple(rule for rule in rules if rule.sums)
         self.n_sums = rule_values(rules).sums
         self.input_kinds = rule_values(rules).inputs
@@ -189,16 +193,17 @@ class Bucket:
             for stack_number, stack in enumerate(self.stacks)
             for index, job_number in enumerate(stack.job_numbers)
         }
-        # Headers of matrices are in the order of the stacks.
-        self._pieces_of_matrix = self._number_arriving_pieces().to(device)
+        # Owned matrices are numbered stack by stack.
+        self._pieces_of_matrix = self._index_of_arriving_pieces().to(device)
         matrix_of_job = {job_number: i for i, job_number in enumerate(self._place_of_job)}
         leaving = [matrix_of_job[x.job_number] for x in self.exchange.leaving.pieces]
         self._matrix_of_leaving = torch.tensor(leaving, dtype=torch.int64, device=device)
 
-    def _number_arriving_pieces(self) -> Tensor:
-        """Return the numbers of each owned matrix's arriving pieces, int64 (matrices, most pieces).
+    def _index_of_arriving_pieces(self) -> Tensor:
+        """Return the index of each owned matrix's arriving pieces, int64 (matrices, most pieces).
 
-        A matrix of fewer pieces has the number after the last one, where `assemble` adds zeros.
+        Matrices of fewer pieces are padded with the index after the last, where `assemble` adds
+        zeros.
         """
         pieces_of_job: dict[int, list[int]] = {job_number: [] for job_number in self._place_of_job}
         arriving = self.exchange.arriving.pieces
@@ -213,14 +218,19 @@ class Bucket:
 
     @property
     def advanced(self) -> list[int]:
-        """Positions in the plan of the parameters in `momentum_groups`, in this order."""
-        return [i for momenta in self.momentum_groups for i in momenta.parameters]
+        """Positions in the plan of the parameters in `momentum_batches`, in this order."""
+        return [i for batch in self.momentum_batches for i in batch.parameters]
+
+    @property
+    def _first_sum(self) -> int:
+        """The first word of the sums in a header of the gather."""
+        return FIRST_STATE + len(self._rule_state.keys)
 
     @property
     def workspace_words(self) -> int:
         """Words that the matrices and their inputs need of the workspace."""
         elements = (1 + len(self.input_kinds)) * sum(stack.elements for stack in self.stacks)
-        return elements * self._rank_jobs.full_dtype.itemsize // WORD_BYTES + 1
+        return -(-elements * self._rank_jobs.full_dtype.itemsize // WORD_BYTES)  # rounded up
 
     # ----- views, created once -------------------------------------------------------------------
 
@@ -239,26 +249,26 @@ class Bucket:
         )
         flat = workspace.view(self._rank_jobs.full_dtype)
         start = 0
-        planes: list[list[Tensor]] = []
+        stacks_of_planes: list[list[Tensor]] = []  # of each: (matrices, rows, columns)
         for _ in ("direction", *self.input_kinds):
-            matrices = []
+            stacks = []
             for stack in self.stacks:
-                matrices.append(flat[start : start + stack.elements].view(-1, *stack.shape))
+                stacks.append(flat[start : start + stack.elements].view(-1, *stack.shape))
                 start += stack.elements
-            planes.append(matrices)
-        self.matrices, *inputs = planes
+            stacks_of_planes.append(stacks)
+        self.matrices, *inputs = stacks_of_planes
         self.inputs: dict[Input, list[Tensor]] = dict(zip(self.input_kinds, inputs, strict=True))
-        self._arriving_copies = self._copies(self.exchange.arriving, planes)
+        self._arriving_copies = self._copies(self.exchange.arriving, stacks_of_planes)
         self._leaving_copies = self._copies(self.exchange.leaving, [self.matrices])
 
-    def _copies(self, side: Side, planes: Sequence[Sequence[Tensor]]) -> CopyList:
-        """Return the copies between the elements of pieces and these planes of matrices."""
+    def _copies(self, side: Side, stacks_of_planes: Sequence[Sequence[Tensor]]) -> CopyList:
+        """Return the copies between the elements of pieces and the matrices of each plane."""
         copies = CopyList()
-        for plane, matrices in enumerate(planes):
+        for plane, stacks in enumerate(stacks_of_planes):
             views = side.element_views(plane)
             for message_piece, in_buffer in zip(side.pieces, views, strict=True):
                 place = self._place_of_job[message_piece.job_number]
-                matrix = matrices[place.stack][place.matrix]
+                matrix = stacks[place.stack][place.matrix]
                 for in_piece, in_block in rectangles(message_piece.piece):
                     copies.add(in_buffer[in_piece], matrix[in_block])
         return copies
@@ -284,7 +294,8 @@ class Bucket:
             param = local_params[piece.parameter]
             shape = local_shape(plan, piece.parameter, piece.rank, "gather")
             assert piece.elements  # no source is without (`Job.sources`)
-            # The whole local tensor is copied as it is, without a reshape in every step.
+            # A piece of all elements has their order, too: the local tensor is copied as it is,
+            # without a reshape in every step.
             is_whole = piece.elements == param.momentum.numel()
             index = None if is_whole else piece.local_index
             self._pack_sources.append(PackSource(piece.parameter, shape, index))
@@ -292,22 +303,24 @@ class Bucket:
                 target = views[k]
                 targets.append(target.view(param.momentum.shape) if is_whole else target)
             if rule_values(planned.rules).sums:
-                # Part by part, each with a row for every matrix on this rank.
+                # In the order of rows of `Pipeline._lay_out_statistics`.
                 part_number = piece.block % len(planned.view.block_shapes)
-                row = part_number * shape[0] + piece.batch
+                row = part_number * shape[0] + piece.batch_index
                 measured_pieces.append(k)
                 measured_rows.append(param.first_statistics_row + row)
         self._headers = torch.zeros(
             side.header_index.shape, dtype=torch.float64, device=self._device
         )
         self._headers[:, PRESENCE] = 1.0  # `pack` clears it where a gradient is missing
-        self._measured_pieces = index_of(measured_pieces, len(self._packed_pieces), self._device)
+        self._measured_pieces = rows_index(measured_pieces, len(self._packed_pieces), self._device)
         self._measured_rows = torch.tensor(measured_rows, dtype=torch.int64, device=self._device)
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of parameters and master weights, and of their updates."""
         plan = self._rank_jobs.plan
         updates = self.exchange.applying.element_views()
+        # By parameter group and dtype, which decide on masters: all pieces of a list have them, or
+        # none.
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
         self.changed: list[list[Tensor]] = [[] for _ in self.updated_pieces]
         for k, (piece, update) in enumerate(zip(self.updated_pieces, updates, strict=True)):
@@ -315,7 +328,7 @@ class Bucket:
                 continue
             param = local_params[piece.parameter]
             shape = local_shape(plan, piece.parameter, piece.rank, "return")
-            target = param.p.view(shape)[piece.local_index]
+            target = param.p.view(shape)[piece.local_index]  # a view: updated in place
             update_list = by_kind[param.group, param.p.dtype]
             update_list.targets.append(target)
             update_list.updates.append(update)
@@ -324,14 +337,16 @@ class Bucket:
                 master = param.state[MASTER].view(shape)[piece.local_index]
                 update_list.masters.append(master)
                 self.changed[k].append(master)
-        self.update_lists = [(group, pieces) for (group, _dtype), pieces in by_kind.items()]
+        self.update_lists = [
+            (group, update_list) for (group, _dtype), update_list in by_kind.items()
+        ]
 
     # ----- a step --------------------------------------------------------------------------------
 
     @phase("gather")
     def pack(
         self,
-        planes: Sequence[Mapping[int, Tensor]],
+        plane_tensors: Sequence[Mapping[int, Tensor]],
         *,
         statistics: Tensor,
         without_gradient: Collection[int],
@@ -340,7 +355,7 @@ class Bucket:
 
         Parameters
         ----------
-        planes
+        plane_tensors
             The directions of this rank by position in the plan, each shaped like the local
             momentum; then, likewise, each input in `input_kinds`.
         statistics
@@ -348,7 +363,7 @@ class Bucket:
         without_gradient
             The parameters without a gradient on this rank, by position in the plan.
         """
-        for targets, values in zip(self._pack_targets, planes, strict=True):
+        for targets, values in zip(self._pack_targets, plane_tensors, strict=True):
             if targets:
                 sources = [
                     values[source.parameter]
@@ -362,13 +377,14 @@ class Bucket:
             k for k, piece in enumerate(self._packed_pieces) if piece.parameter in without_gradient
         ]
         if absent:
+            # Every step overwrites all fields but PRESENCE, which `_headers` must keep.
             headers = headers.clone()
             # Views, because a list as an index would be copied from the host.
             torch._foreach_zero_([headers[k, PRESENCE : PRESENCE + 1] for k in absent])
         self._rule_state.pack(headers)
         if self.n_sums:
             sums = statistics[:, : self.n_sums][self._measured_rows]
-            headers[self._measured_pieces, -self.n_sums :] = sums
+            headers[self._measured_pieces, self._first_sum :] = sums
         self.exchange.packing.write_headers(headers)
 
     @phase("gather")
@@ -378,13 +394,13 @@ class Bucket:
             return OwnedBlocks(present=[], measured={}, state=[])
         self._arriving_copies.read_buffer()
         headers = self.exchange.arriving.read_headers()
-        padding = headers.new_zeros(1, headers.shape[1])  # see `_number_arriving_pieces`
+        padding = headers.new_zeros(1, headers.shape[1])  # see `_index_of_arriving_pieces`
         # (matrices, most pieces, words of a header)
         headers = torch.cat([headers, padding])[self._pieces_of_matrix]
         stack_sizes = [len(stack.job_numbers) for stack in self.stacks]
         present = headers[:, :, PRESENCE].amax(dim=1).split(stack_sizes)
         measured = {}
-        column = FIRST_STATE + len(self._rule_state.keys)
+        column = self._first_sum
         for rule in self.measuring_rules:
             sums = headers[:, :, column : column + rule.sums]
             measured[rule] = list(rule.combine(sums).split(stack_sizes))

@@ -1,7 +1,7 @@
-"""The Adam routes on this rank's elements of parameters that live on several ranks.
+"""The Adam routes on several ranks, and the gather of parts that ranks have stepped.
 
 A rank with whole parameters may have only a part of their moments (ZeRO-1). It steps this part, and
-a collective gathers the parts of all ranks (`GatheredParts`).
+a collective gathers the parts of all ranks (`GatheredParts`; `Pipeline` and `zero` use it, too).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ElementwiseStep:
-    """The element-wise routes of parameters that live on several ranks."""
+    """The element-wise routes of parameters that live on several ranks.
+
+    `waves` has the parameters with a gradient, in the order in which `step` takes them.
+    """
 
     def __init__(
         self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream
@@ -56,6 +59,7 @@ class ElementwiseStep:
         """
         for wave in self.waves:
             state = wave.state if moments is None else wave.with_moments(next(moments))
+            # All have one: `compile` has chosen them.
             grads = [grad for holder in wave.holders if (grad := holder.gradient()) is not None]
             step_elements(wave, grads, state, control.on(wave.device))
         return start_gathers(self._gathers)
@@ -63,7 +67,7 @@ class ElementwiseStep:
 
 def start_gathers(gathers: Sequence[GatheredParts]) -> list[Wait]:
     """Start these gathers; return the functions that wait for them and write all parameters."""
-    # All parts are copied before the first collective starts.
+    # First all copies: collectives start back to back then, without a copy between them.
     for gather in gathers:
         gather.read_parts()
     return [gather.start() for gather in gathers]
@@ -97,7 +101,7 @@ class ReplicatedParameter(NamedTuple):
     p: Tensor
     sharding: StateSharding
 
-    def local_part(self) -> Tensor:
+    def stepped_part(self) -> Tensor:
         """Return the part that this rank steps, sharing memory."""
         return self.sharding.part(self.p.detach())
 
@@ -131,7 +135,7 @@ class GatheredParts:
 
     Attributes
     ----------
-    local_parts
+    sent_parts
         This rank's parts, by parameter, as contiguous views of the buffer that is sent.
     """
 
@@ -147,6 +151,7 @@ class GatheredParts:
         self._collectives = collectives
         self._process_group = group_of(first.sharding.layout.sorted_ranks, first.p.device)
 
+        # By ascending rank, as an all-gather receives them.
         self._parts_of_ranks: list[list[_Part]] = [[] for _ in first.sharding.layout.ranks]
         for p, sharding in params:
             intervals = sharding.intervals(p.shape)
@@ -159,17 +164,17 @@ class GatheredParts:
 
         self._sent = torch.empty(self._n_sent, dtype=first.p.dtype, device=first.p.device)
         self._kept_buffer = self._new_buffer() if keep else None
-        self.local_parts: dict[Tensor, Tensor] = {}
+        self.sent_parts: dict[Tensor, Tensor] = {}
         offset = 0
         for param in params:
-            local = param.local_part()
+            local = param.stepped_part()
             flat = self._sent[offset : offset + local.numel()]
-            self.local_parts[param.p] = flat.view(local.shape)
+            self.sent_parts[param.p] = flat.view(local.shape)
             offset += local.numel()
 
     def read_parts(self) -> None:
         """Copy this rank's parts from the parameters to the buffer that is sent."""
-        local = [param.local_part().reshape(-1) for param in self._params]
+        local = [param.stepped_part().reshape(-1) for param in self._params]
         n_elements = sum(map(torch.numel, local))
         if n_elements:
             torch.cat(local, out=self._sent[:n_elements])
@@ -181,6 +186,7 @@ class GatheredParts:
 
         def finish() -> None:
             wait()
+            # Of all ranks, this one included: with master weights only the buffer has its new part.
             targets = []
             sources = []
             for number, parts in enumerate(self._parts_of_ranks):

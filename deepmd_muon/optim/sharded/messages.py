@@ -90,6 +90,7 @@ def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
     for job in domain.jobs:
         if job.bucket is None and job.owner == rank:
             n_bytes = sum(job.sources.values()) * domain.itemsize
+            # A job that is larger than a bucket is a portion by itself.
             if n_bytes > room or not portions:
                 portions.append([])
                 room = plan.settings.bucket_bytes
@@ -131,11 +132,96 @@ def stacks_of(rank_jobs: RankJobs, group_numbers: Mapping[int, int]) -> list[Sta
     return list(stacks.values())
 
 
-def index_of(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
-    """Return the index of some of `count` rows; for all rows a slice, which makes a view."""
-    if len(positions) == count:
-        return slice(None)
-    return torch.tensor(positions, dtype=torch.int64, device=device)
+# ----- pieces ------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """The part of a block that one rank holds."""
+
+    parameter: int  # position in the plan
+    block: int  # number in the parameter: matrix · (parts of each matrix) + part
+    rank: int  # that holds the piece
+    batch_index: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
+    rows: Overlap  # in the local view, and in the block
+    columns: Overlap
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return self.rows.size * self.columns.size if self.batch_index >= 0 else 0
+
+    @property
+    def local_index(self) -> tuple[int, slice, slice]:
+        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
+        assert self.batch_index >= 0  # −1 would select the last matrix
+        return self.batch_index, self.rows.local_slice, self.columns.local_slice
+
+
+def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
+    """Return a rank's piece of a block's momentum, for the gather, or of its update."""
+    matrices = plan.parameters[parameter].matrices(leg)
+    return _piece_in(matrices, parameter, block, rank)
+
+
+def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
+    """Return the piece of a block that a rank has in this layout of the parameter."""
+    region = regions_by_rank(matrices)[rank]
+    bounds_of_parts = block_bounds(matrices.view)
+    matrix, part_number = divmod(block, len(bounds_of_parts))
+    bounds = bounds_of_parts[part_number]
+    in_batch = overlap(region.batch, matrix, matrix + 1)
+    return Piece(
+        parameter=parameter,
+        block=block,
+        rank=rank,
+        batch_index=in_batch.start if in_batch.size else -1,
+        rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
+        columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
+    )
+
+
+class Rectangle(NamedTuple):
+    """Adjacent rows and columns of a piece, as indices of the piece and of its block."""
+
+    in_piece: tuple[slice, slice]
+    in_block: tuple[slice, slice]
+
+
+def rectangles(piece: Piece) -> Iterator[Rectangle]:
+    """Yield the rectangles of a piece; strided shards and folded dimensions give several."""
+    if not piece.elements:
+        return
+    for rows_in_piece, rows_in_block in run_slices(piece.rows.runs):
+        for columns_in_piece, columns_in_block in run_slices(piece.columns.runs):
+            yield Rectangle((rows_in_piece, columns_in_piece), (rows_in_block, columns_in_block))
+
+
+def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
+    """Yield each run as a slice of the concatenated runs, and as a slice of the block."""
+    position = 0
+    for start, stop in runs:
+        end = position + stop - start
+        yield slice(position, end), slice(start, stop)
+        position = end
+
+
+def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
+    """Return the shape (batch, rows, columns) of a rank's local tensor.
+
+    In the gather it is the momentum, in the return what the rank updates.
+    """
+    return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
+
+
+def part_slices_of(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
+    """Return, for each part of a matrix, its rows and columns in the local momentum."""
+    p = plan.parameters[parameter]
+    slices = []
+    # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
+    for block in range(len(p.view.block_shapes)):
+        piece = piece_of(plan, parameter, block, rank, "gather")
+        slices.append((piece.rows.local_slice, piece.columns.local_slice))
+    return slices
 
 
 # ----- messages ----------------------------------------------------------------------------------
@@ -153,7 +239,12 @@ class MessagePiece(NamedTuple):
 class Side:
     """The sending or the receiving side of one leg: where everything is in this rank's messages.
 
-    With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them.
+    With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them. The
+    four sides of an `Exchange` are
+
+                  gather                 return
+        holder    packing (sends)        applying (receives)
+        owner     arriving (receives)    leaving (sends)
 
     Attributes
     ----------
@@ -198,6 +289,7 @@ class Side:
             header_positions += range(message_start, headers_end)
             line_values = (job.line_values.get(holder, 0) for job in jobs.values())
             *line_starts, lines_end = itertools.accumulate(line_values, initial=headers_end)
+            # The sizes must equal those of `Domain.bytes_of_messages`.
             element_start = lines_end * WORD_BYTES // itemsize
             for (number, job), line_start in zip(jobs.items(), line_starts, strict=True):
                 piece = piece_of(plan, job.parameter, job.block, holder, leg)
@@ -223,7 +315,10 @@ class Side:
         self.buffer[self.header_index] = headers
 
     def element_views(self, plane: int = 0) -> list[Tensor]:
-        """Return every piece's elements of one plane as a view of the buffer, (rows, columns)."""
+        """Return every piece's elements of one plane as a view of the buffer.
+
+        Views are (rows, columns), or (0,) without elements.
+        """
         flat = self.buffer.view(self.wire_dtype)
         views = []
         for message_piece in self.pieces:
@@ -234,115 +329,37 @@ class Side:
         return views
 
 
-# ----- pieces ------------------------------------------------------------------------------------
+def rows_index(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
+    """Return the index of some of `count` rows; for all rows a slice, which makes a view."""
+    if len(positions) == count:
+        return slice(None)
+    return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
-class Piece(NamedTuple):
-    """The part of a block that one rank holds."""
-
-    parameter: int  # position in the plan
-    block: int  # number in the parameter: matrix · (parts of each matrix) + part
-    rank: int  # that holds the piece
-    batch: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
-    rows: Overlap  # in the local view, and in the block
-    columns: Overlap
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return self.rows.size * self.columns.size if self.batch >= 0 else 0
-
-    @property
-    def local_index(self) -> tuple[int, slice, slice]:
-        """Index of the piece in the rank's local view, (batch, rows, columns)."""
-        rows = slice(self.rows.start, self.rows.stop)
-        columns = slice(self.columns.start, self.columns.stop)
-        return self.batch, rows, columns
-
-
-def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block's momentum, for the gather, or of its update."""
-    matrices = plan.parameters[parameter].matrices(leg)
-    return _piece_in(matrices, parameter, block, rank)
-
-
-def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
-    """Return the piece of a block that a rank has in this layout of the parameter."""
-    region = regions_by_rank(matrices)[rank]
-    bounds_of_parts = block_bounds(matrices.view)
-    matrix, part_number = divmod(block, len(bounds_of_parts))
-    bounds = bounds_of_parts[part_number]
-    in_batch = overlap(region.batch, matrix, matrix + 1)
-    return Piece(
-        parameter=parameter,
-        block=block,
-        rank=rank,
-        batch=in_batch.start if in_batch.size else -1,
-        rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
-        columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
-    )
-
-
-class Rectangle(NamedTuple):
-    """Adjacent rows and columns of a piece, as indices of the piece and of its block."""
-
-    in_piece: tuple[slice, slice]
-    in_block: tuple[slice, slice]
-
-
-def rectangles(piece: Piece) -> Iterator[Rectangle]:
-    """Yield the rectangles of a piece; strided shards and folded dimensions give several."""
-    if not piece.elements:
-        return
-    for rows_in_piece, rows_in_block in run_slices(piece.rows.runs):
-        for columns_in_piece, columns_in_block in run_slices(piece.columns.runs):
-            yield Rectangle((rows_in_piece, columns_in_piece), (rows_in_block, columns_in_block))
-
-
-def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
-    """Yield each run as a slice of the concatenated runs, and as a slice of the block."""
-    position = 0
-    for start, stop in runs:
-        end = position + stop - start
-        yield slice(position, end), slice(start, stop)
-        position = end
-
-
-def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
-    """Return the shape (batch, rows, columns) of a rank's local tensor.
-
-    In the gather it is the momentum, in the return what the rank updates.
-    """
-    return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
-
-
-def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
-    """Return, for each part of a matrix, its rows and columns in the local momentum."""
-    p = plan.parameters[parameter]
-    slices = []
-    # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
-    for block in range(len(p.view.block_shapes)):
-        _, rows, columns = piece_of(plan, parameter, block, rank, "gather").local_index
-        slices.append((rows, columns))
-    return slices
+# ----- lines -------------------------------------------------------------------------------------
 
 
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
+    Take the third block of a fused weight of 64 rows and 64 + 64 + 32 columns, on a rank with the
+    first 32 rows. If rows have vectors along the columns, each row crosses three blocks: `shape` is
+    (1, 32, 3, 64), `overlap` 0 … 32, `part_number` 2, `values_per_line` 32. If columns have
+    numbers, each column crosses one block: (1, 160, 1, 1), 128 … 160, 0 and 1.
+
     Attributes
     ----------
     shape
         Of the rank's local state tensor: (batch, lines, blocks that a line crosses, values).
-    batch, overlap, part_number
+    batch_index, overlap, part_number
         The block's lines in this tensor, as indices of its first three dimensions. `overlap` also
-        has their indices in the block. `batch` is -1 if the rank has none of the matrix.
+        has their indices in the block. `batch_index` is -1 if the rank has none of the matrix.
     values_per_line
         Fewer than the last dimension if other blocks of the matrix have longer vectors.
     """
 
     shape: tuple[int, int, int, int]
-    batch: int
+    batch_index: int
     overlap: Overlap
     part_number: int
     values_per_line: int
@@ -350,7 +367,7 @@ class Lines(NamedTuple):
     @property
     def n_values(self) -> int:
         """Number of values of all lines."""
-        return self.overlap.size * self.values_per_line if self.batch >= 0 else 0
+        return self.overlap.size * self.values_per_line if self.batch_index >= 0 else 0
 
 
 def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
@@ -364,8 +381,9 @@ def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
     part_number = piece.block % len(lengths)
     return Lines(
         shape=(batch, rows if axis == "rows" else columns, blocks_per_line, max(lengths)),
-        batch=line_piece.batch,
+        batch_index=line_piece.batch_index,
         overlap=line_piece.rows if axis == "rows" else line_piece.columns,
+        # Lines of one block each: `overlap` alone selects the block.
         part_number=part_number if blocks_per_line > 1 else 0,
         values_per_line=lengths[part_number],
     )

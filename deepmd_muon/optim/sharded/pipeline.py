@@ -16,11 +16,12 @@ package.
 Both collectives are asynchronous. The setting `slots` is the number of buckets in flight, and of
 buffers. With three:
 
-    work     pack 0 1 2 |   portions   | orth 0 | orth 1 | apply 0 | pack 3 | orth 2 | apply 1 | …
-    gather        ├─────── 0, 1, 2 ──────────────┤                  ├── 3 ──────┤
-    return                                       ├── 0 ──┤
-                                                          ├──────── 1 ──────┤
-                                                                             ├─ 2 …
+    work    pack 0│pack 1│pack 2│portions│orth 0│orth 1│apply 0│pack 3│orth 2│apply 1│…
+    gather        ├───────── 0 ──────────┤                            ├─ 3 …
+                         ├───────── 1 ──────────┤
+                                ├───────────────── 2 ─────────────────┤
+    return                                      ├─ 0 ──┤                     ├─ 2 …
+                                                       ├───────── 1 ─────────┤
 
 Portions (jobs that stay on this rank) need no collective. They are computed while the first gathers
 are on their way.
@@ -35,8 +36,8 @@ A parameter without a gradient
 A rank may have no gradient where another one has, as in a mixture of experts. The owner learns that
 from the headers of the gather, the other ranks from the headers of the return. Until then such a
 rank works on a copy of the momentum (`tentative`), and undoes its updates of blocks that turn out
-to have no gradient on any holder that the owner asked. Replicas of whole momenta must all have a
-gradient or none: the owner asks one of them.
+to have no gradient on any source. The sources of a job are ranks of one replica of the momentum, so
+replicas must agree on gradients: `StepComparison` compares them.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.rules.interface import MatrixRule, Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, MomentumGroup, OwnedBlocks
+from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, MomentumBatch, OwnedBlocks
 from deepmd_muon.optim.sharded.elements import gathered_parts
 from deepmd_muon.optim.sharded.messages import (
     PRESENCE,
-    local_parts,
     local_shape,
+    part_slices_of,
     piece_of,
     staying_jobs,
     travelling_jobs,
@@ -98,10 +99,10 @@ class Pipeline:
     packing_order
         All buckets in the order in which they are packed: the first ones, the portions, the others.
     last_reader
-        By position in the plan: the last bucket that reads the parameter's direction.
+        By position in the plan: the last bucket that packs the parameter's direction.
     idle
         Parameters of which this rank packs and updates no piece.
-    master_gathers
+    part_gathers
         All-gathers after the step of 16-bit parameters of which each rank updates the part that it
         has master weights of.
     momenta
@@ -126,7 +127,7 @@ class Pipeline:
         self.staying: list[Bucket] = []
         group_numbers = {i: param.group for i, param in sharded_params.items()}
         for domain, process_group in zip(plan.domains, process_groups, strict=True):
-            if domain.gathered_bytes:
+            if domain.gathers_momenta:
                 continue  # `RepeatedMuon` steps it
             for jobs in travelling_jobs(plan, domain, self.rank):
                 self.travelling.append(Bucket(jobs, group_numbers, process_group, self.device))
@@ -142,6 +143,7 @@ class Pipeline:
             *self.staying,
             *self.travelling[self.n_first :],
         ]
+        # A later bucket replaces an earlier one.
         self.last_reader = {i: bucket for bucket in self.packing_order for i in bucket.parameters}
         self._assign_momenta()
         self._lay_out_statistics()
@@ -151,7 +153,7 @@ class Pipeline:
             for i, param in sharded_params.items()
             if plan.parameters[i].masters
         ]
-        self.master_gathers = gathered_parts(with_masters, collectives, keep=False)
+        self.part_gathers = gathered_parts(with_masters, collectives, keep=False)
         self._allocate()
 
     def _assign_momenta(self) -> None:
@@ -164,28 +166,29 @@ class Pipeline:
                     param = self.sharded_params[i]
                     by_kind[param.group, param.p.dtype].append(i)
             assigned.update(bucket.parameters)
-            bucket.momentum_groups = [
-                MomentumGroup(
+            bucket.momentum_batches = [
+                MomentumBatch(
                     group=group,
                     parameters=positions,
                     shapes=[local_shape(self.plan, i, self.rank, "gather") for i in positions],
-                    part_slices=[local_parts(self.plan, i, self.rank) for i in positions],
+                    part_slices=[part_slices_of(self.plan, i, self.rank) for i in positions],
                 )
                 for (group, _dtype), positions in by_kind.items()
             ]
 
     def _lay_out_statistics(self) -> None:
-        """Give momenta their rows of the table of statistics, in the order of measuring.
+        """Give momenta their rows of the table of statistics.
 
-        A parameter has one row for each part of each matrix, part by part.
+        Rows are in the order in which `_momenta_and_gradients` lists pieces: by bucket, momentum
+        batch, parameter, part of the matrix, and last by index of the matrix in this rank's batch.
         """
         self._first_row: dict[int, int] = {}
         n_rows = 0
         for bucket in self.packing_order:
             first_row = n_rows
-            for momenta in bucket.momentum_groups:
+            for batch in bucket.momentum_batches:
                 for i, shape, slices in zip(
-                    momenta.parameters, momenta.shapes, momenta.part_slices, strict=True
+                    batch.parameters, batch.shapes, batch.part_slices, strict=True
                 ):
                     self._first_row[i] = n_rows
                     if rule_values(self.plan.parameters[i].rules).sums:
@@ -194,7 +197,7 @@ class Pipeline:
         self._n_rows = n_rows
 
     def _allocate(self) -> None:
-        """Allocate the buffers and the workspace of matrices, all float64, which buckets share.
+        """Allocate, as float64, the buffers and the workspace of matrices, which buckets share.
 
         Bucket k has the buffers of bucket k − `n_slots`. Buckets start and end in one order, so
         they are free when fewer than `n_slots` buckets are in flight. Portions share further
@@ -258,7 +261,7 @@ class Pipeline:
         """Return this rank's part of each parameter, by position in the plan."""
         # A part with master weights is updated in the buffer from which it is sent.
         sent_parts = {
-            p: part for gather in self.master_gathers for p, part in gather.local_parts.items()
+            p: part for gather in self.part_gathers for p, part in gather.sent_parts.items()
         }
         local_params = {}
         for i, param in self.sharded_params.items():
@@ -320,8 +323,12 @@ class PipelineStep:
         self._control = control.on(pipeline.device)
         self._moments = moments
         # The tensors that buckets pack, by kind and position in the plan, until the last reader has
-        # packed them.
-        self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
+        # packed them. Weights are views of the parameters: an earlier bucket changes other blocks.
+        self._plane_tensors: dict[str, dict[int, Tensor]] = {
+            "direction": {},
+            "gradient": {},
+            "weight": {},
+        }
         self._statistics = pipeline.statistics()
         # Advanced copies of the momenta of parameters without a gradient on this rank, by position
         # in the plan; and by (position, block), for their blocks, whether any rank has a gradient.
@@ -331,7 +338,8 @@ class PipelineStep:
         self._not_started = deque(pipeline.travelling)
         self._gathering: deque[InFlight] = deque()
         self._returning: deque[InFlight] = deque()
-        for gather in pipeline.master_gathers:
+        # Buckets update parts with master weights in the buffers that these gathers send.
+        for gather in pipeline.part_gathers:
             gather.read_parts()
         self._start_gathers()
 
@@ -355,10 +363,11 @@ class PipelineStep:
                 self._start_gathers()
         for returning in self._returning:
             self._apply(returning)
-        waits = [gather.start() for gather in self._pipeline.master_gathers]
+        waits = [gather.start() for gather in self._pipeline.part_gathers]
         if self._moments is not None:
-            for _ in self._moments:  # exhausting it copies the last batch back to the host
-                pass
+            # Buckets come last in the step. Exhausting it copies the last batch back to the host.
+            batch = next(self._moments, None)
+            assert batch is None
         self._settle_tentative_momenta()
         if self._pipeline.plan.settings.free_gradients:
             for param in self._pipeline.idle:
@@ -384,27 +393,27 @@ class PipelineStep:
         # other ranks do not start.
         expected_bucket = next(self._expected_order)
         assert expected_bucket is bucket
-        if self._moments is not None and bucket.momentum_groups:
-            buffers = next(self._moments)
+        if self._moments is not None and bucket.momentum_batches:
+            local_momenta = next(self._moments)
         else:
-            buffers = [pipeline.momenta[i] for i in bucket.advanced]
-        self._advance(bucket, buffers)
-        planes = [self._planes[kind] for kind in ("direction", *bucket.input_kinds)]
-        bucket.pack(planes, statistics=self._statistics, without_gradient=self._tentative)
+            local_momenta = [pipeline.momenta[i] for i in bucket.advanced]
+        self._advance(bucket, local_momenta)
+        plane_tensors = [self._plane_tensors[kind] for kind in ("direction", *bucket.input_kinds)]
+        bucket.pack(plane_tensors, statistics=self._statistics, without_gradient=self._tentative)
         for i in bucket.parameters:
             if pipeline.last_reader[i] is bucket:
-                for plane in self._planes.values():
-                    plane.pop(i, None)  # frees the memory
+                for tensors in self._plane_tensors.values():
+                    tensors.pop(i, None)  # frees the memory
         return bucket.exchange.start("gather", pipeline.collectives)
 
-    def _advance(self, bucket: Bucket, buffers: Sequence[Tensor]) -> None:
-        """Advance the momenta that are this bucket's to advance, and write their statistics."""
-        remaining = iter(buffers)
-        measured_pieces: list[Pieces] = []
-        for momentum_group in bucket.momentum_groups:
-            positions = momentum_group.parameters
+    def _advance(self, bucket: Bucket, local_momenta: Sequence[Tensor]) -> None:
+        """Advance the bucket's momenta, and write their statistics."""
+        remaining = iter(local_momenta)
+        to_measure: list[Pieces] = []
+        for momentum_batch in bucket.momentum_batches:
+            positions = momentum_batch.parameters
             params = [self._pipeline.sharded_params[i] for i in positions]
-            settings = self._groups[momentum_group.group].settings
+            settings = self._groups[momentum_batch.group].settings
             momenta = [next(remaining) for _ in params]
             grads = []
             for k, (i, param) in enumerate(zip(positions, params, strict=True)):
@@ -414,33 +423,31 @@ class PipelineStep:
                     self._tentative[i] = momenta[k]
                     grad = torch.zeros_like(momenta[k])
                 grads.append(grad)
-            # From here momenta and gradients are in the wider of float32 and the dtype of the
-            # buffers.
+            # From here momenta and gradients are in the wider of float32 and the dtype of the local
+            # momenta.
             momenta, grads = advance_momenta(
                 grads,
                 momenta,
                 settings,
                 self._control,
-                maximize=self._groups[momentum_group.group].values["maximize"],
+                maximize=self._groups[momentum_batch.group].values["maximize"],
             )
             directions = directions_of(momenta, grads, settings)
             if self._moments is not None and not settings.nesterov:
                 # Here directions are the momenta themselves, and a later transfer batch overwrites
                 # their memory.
                 directions = [direction.clone() for direction in directions]
-            self._planes["direction"].update(zip(positions, directions, strict=True))
+            self._plane_tensors["direction"].update(zip(positions, directions, strict=True))
             if bucket.input_kinds:
                 weights = [param.elements() for param in params]
-                self._planes["gradient"].update(zip(positions, grads, strict=True))
-                self._planes["weight"].update(zip(positions, weights, strict=True))
+                self._plane_tensors["gradient"].update(zip(positions, grads, strict=True))
+                self._plane_tensors["weight"].update(zip(positions, weights, strict=True))
             if any(rule.sums for rule in matrix_rules(settings)):
-                measured_pieces += _momenta_and_gradients(momenta, grads, momentum_group)
+                to_measure += _momenta_and_gradients(momenta, grads, momentum_batch)
             if self._pipeline.plan.settings.free_gradients:
                 for param in params:
                     param.p.grad = None
-        sums = [
-            rule.measure(measured_pieces, self._pipeline.device) for rule in bucket.measuring_rules
-        ]
+        sums = [rule.measure(to_measure, self._pipeline.device) for rule in bucket.measuring_rules]
         if sums:
             rows = self._statistics[bucket.statistics_rows, : bucket.n_sums]
             torch.cat(sums, dim=1, out=rows)
@@ -454,19 +461,21 @@ class PipelineStep:
         owned = bucket.assemble()
         updates: dict[int, Tensor] = {}  # by position in `stacks`
         for group_number in dict.fromkeys(stack.group for stack in bucket.stacks):
-            stacks = [k for k, stack in enumerate(bucket.stacks) if stack.group == group_number]
-            scaled, rule_state = self._update_stacks(bucket, owned, group_number, stacks)
-            updates.update(zip(stacks, scaled, strict=True))
+            stack_numbers = [
+                number for number, stack in enumerate(bucket.stacks) if stack.group == group_number
+            ]
+            scaled, rule_state = self._update_stacks(bucket, owned, group_number, stack_numbers)
+            updates.update(zip(stack_numbers, scaled, strict=True))
+            # `pack_updates` returns the new state, so it replaces the gathered one.
             for key, values in rule_state.items():
-                for k, value in zip(stacks, values, strict=True):
-                    owned.state[k][key] = self._keep_or_replace(
-                        owned.state[k][key], value, owned.present[k]
-                    )
+                for number, value in zip(stack_numbers, values, strict=True):
+                    state = owned.state[number]
+                    state[key] = self._keep_or_replace(state[key], value, owned.present[number])
         bucket.pack_updates([updates[k] for k in range(len(bucket.stacks))], owned)
         return InFlight(bucket, bucket.exchange.start("return", self._pipeline.collectives))
 
     def _update_stacks(
-        self, bucket: Bucket, owned: OwnedBlocks, group_number: int, stacks: Sequence[int]
+        self, bucket: Bucket, owned: OwnedBlocks, group_number: int, stack_numbers: Sequence[int]
     ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
         """Return the scaled updates of the stacks of one group, and the new state of its rules."""
         group = self._groups[group_number]
@@ -474,12 +483,14 @@ class PipelineStep:
         # Master weights are elements, not state of a block: `apply_updates` changes them.
         state_keys = tensors_of(rules).keys() - {MASTER}
         measured: Mapping[MatrixRule, Sequence[Tensor]] = {
-            rule: [owned.measured[rule][k] for k in stacks] for rule in rules if rule.sums
+            rule: [owned.measured[rule][k] for k in stack_numbers] for rule in rules if rule.sums
         }
         return update_blocks(
-            directions=[bucket.matrices[k] for k in stacks],
-            inputs={kind: [plane[k] for k in stacks] for kind, plane in bucket.inputs.items()},
-            state={key: [owned.state[k][key] for k in stacks] for key in state_keys},
+            directions=[bucket.matrices[k] for k in stack_numbers],
+            inputs={
+                kind: [stacks[k] for k in stack_numbers] for kind, stacks in bucket.inputs.items()
+            },
+            state={key: [owned.state[k][key] for k in stack_numbers] for key in state_keys},
             measured=measured,
             rules=rules,
             settings=group.settings,
@@ -530,6 +541,7 @@ class PipelineStep:
             piece = bucket.updated_pieces[k]
             has_gradient = self._has_gradient[piece.parameter, piece.block]
             for x, old in zip(bucket.changed[k], old_tensors, strict=True):
+                # A master weight may be in host memory.
                 x.copy_(torch.where(has_gradient.to(x.device), x, old))
 
     def _settle_tentative_momenta(self) -> None:
@@ -550,16 +562,20 @@ class PipelineStep:
                     # A rank with a piece of a block's momentum also updates a piece of the block,
                     # so `_apply` has set this.
                     has_gradient = self._has_gradient[i, block]
+                    # An offloaded momentum is in host memory.
                     old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 
 
 def _momenta_and_gradients(
-    momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_group: MomentumGroup
+    momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_batch: MomentumBatch
 ) -> list[Pieces]:
-    """Return momentum and gradient of every part of every parameter, (batch, elements) each."""
+    """Return momentum and gradient of every part of every parameter.
+
+    Parts are (batch, elements); a matrix of one part keeps its shape, without a copy.
+    """
     pieces = []
     for momentum, grad, shape, slices in zip(
-        momenta, grads, momentum_group.shapes, momentum_group.part_slices, strict=True
+        momenta, grads, momentum_batch.shapes, momentum_batch.part_slices, strict=True
     ):
         batch, n_rows, n_columns = shape
         if len(slices) == 1:

@@ -24,8 +24,8 @@ from deepmd_muon.optim.sharded.messages import (
     RankJobs,
     Side,
     Stack,
-    index_of,
     lines_of,
+    rows_index,
     run_slices,
 )
 from deepmd_muon.optim.sharded.plan import rule_values
@@ -146,7 +146,9 @@ class RuleState:
                     index = overlap(blocks, piece.block, piece.block + 1).start
                     positions.append(position)
                     views.append(state[piece.parameter][key][index : index + 1])
-            numbers.append(BlockNumbers(index_of(positions, len(side.pieces), self._device), views))
+            numbers.append(
+                BlockNumbers(rows_index(positions, len(side.pieces), self._device), views)
+            )
         return numbers
 
     def _lines_in(self, side: Side) -> Iterator[_LinesInBuffer]:
@@ -168,8 +170,8 @@ class RuleState:
         for message_piece, key, lines, values in self._lines_in(side):
             # Vectors of smaller blocks are padded in storage.
             local = state[message_piece.piece.parameter][key].view(lines.shape)
-            local = local[lines.batch, :, lines.part_number, : lines.values_per_line]
-            copies.add(values, local[lines.overlap.start : lines.overlap.stop])
+            local = local[lines.batch_index, :, lines.part_number, : lines.values_per_line]
+            copies.add(values, local[lines.overlap.local_slice])
         return copies
 
     def _owned_lines(self, side: Side) -> CopyList:
