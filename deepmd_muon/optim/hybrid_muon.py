@@ -407,7 +407,9 @@ class HybridMuon(QuickOptimizer):
             offloaded=self._host_memory is not None,
             on_nonfinite=self.on_nonfinite,
             alternates=self.alternates,
-            never_met=0 if self._sharded is None else self._sharded.never_met(),
+            n_never_with_gradient=0
+            if self._sharded is None
+            else self._sharded.n_never_with_gradient(),
         )
         # torch.amp.GradScaler sets these two attributes during the call.
         scale = getattr(self, "grad_scale", None)

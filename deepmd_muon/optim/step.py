@@ -343,7 +343,7 @@ class CompiledStep:
         """Return the waves that this process steps locally, the Muon route first."""
         compiled: list[Wave] = []
         for number, routed in enumerate(self._with_gradients):
-            local = routed if self.sharded is None else self.sharded.local_params(routed)
+            local = routed if self.sharded is None else self.sharded.params_of_one_process(routed)
             for route in STATE_OF_ROUTE:
                 members = [(p, StateHolder(p, entry)) for p, entry in _of_route(local, route)]
                 compiled += waves_of(context, number, route, members)

@@ -1,11 +1,13 @@
 """The optimizer's step for parameters that live on several ranks.
 
 `ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte
-moves, and `run` takes the step. The matrices of a domain take one of three ways:
+moves, and `run` takes the step. The matrices of a domain take one of two ways:
 
 - a `Pipeline` exchanges pieces of matrices with their owners;
-- replicas that keep momenta in parts gather them, and each repeats the work (`RepeatedMuon`);
-- replicas with whole momenta only agree here; each then takes the step of a single process.
+- replicas that keep momenta in parts gather them, and each repeats the work (`RepeatedMuon`).
+
+If all parameters are plain tensors with whole state and no job travels, the optimizer only agrees
+here: each process then takes the step of a single process.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     StepComparison,
     check_replicas,
-    check_settings,
+    check_routes_and_settings,
     shared_groups,
 )
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
@@ -44,6 +46,7 @@ from deepmd_muon.optim.sharded.process_groups import (
     Statement,
     check_statements,
     group_of,
+    largest_set,
 )
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
@@ -94,6 +97,15 @@ def sharded_step(
 class ShardedStep:
     """Steps the parameters that live on several ranks, given in the optimizer's order.
 
+    They are on one device. What each call finds and leaves:
+
+        constructor    decides on `_single_process`
+        prepare        if gradients, settings, or state have changed: `_compiled` False, `_bound`
+                       False unless tensors and structure are the same, `_error` of this rank
+        agree          first: compares plans, settings, replicas; then `_agreed`, `_comparison`
+        run            makes the parts (`_elements` not None), then `_bound` and `_compiled`
+        reset          `_bound` and `_compiled` False
+
     Attributes
     ----------
     plan
@@ -112,6 +124,7 @@ class ShardedStep:
         sharded_params: Sequence[ShardedParameter],
         settings: ShardedSettings,
     ) -> None:
+        largest_set([param.layout.sorted_ranks for param in sharded_params])  # it must exist
         self._settings = settings
         self._sharded_params = list(sharded_params)
         self.state_holders = {param.p: param for param in sharded_params}
@@ -137,14 +150,16 @@ class ShardedStep:
             or any(domain.n_buckets for domain in self.plan.domains)
         )
         # By position in the plan: matrices of `RepeatedMuon`, and matrices of the `Pipeline`.
-        self._gathered = {
+        self._repeated_matrices = {
             i: self._matrices[i]
             for domain in self.plan.domains
-            if domain.gathered_bytes
+            if domain.gathers_momenta
             for i in domain.parameters
         }
-        self._exchanged = {i: x for i, x in enumerate(self._matrices) if i not in self._gathered}
-        self.gathers_momenta = bool(self._gathered)
+        self._pipelined = {
+            i: x for i, x in enumerate(self._matrices) if i not in self._repeated_matrices
+        }
+        self.gathers_momenta = bool(self._repeated_matrices)
         self.params: list[Tensor] = []
         if not self._single_process:
             self.params = [param.p for param in sharded_params]
@@ -154,7 +169,7 @@ class ShardedStep:
         self._state: State = {}
         self._structures: list[HybridMuonConfig] = []  # the settings of groups that are bound
         self._error: ShardingError | None = None
-        self._with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
+        self._ever_with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
         # Set by `agree`.
         self._agreed = False  # whether the checks of the first step have passed
         self._comparison: StepComparison | None = None
@@ -188,25 +203,28 @@ class ShardedStep:
         if self._comparison is not None:
             self._comparison.raise_deferred()
 
-    def local_params(self, routed: RoutedParams) -> RoutedParams:
+    def params_of_one_process(self, routed: RoutedParams) -> RoutedParams:
         """Return the parameters among these that each process steps by itself."""
         if self._single_process:
             return routed
         return [(p, entry) for p, entry in routed if p not in self.state_holders]
 
-    def never_met(self) -> int:
+    def n_never_with_gradient(self) -> int:
         """Return the number of matrices with state that never had a gradient on this rank."""
         if self._single_process:
             return 0
-        return sum(param.p not in self._with_gradient for param in self._matrices)
+        return sum(param.p not in self._ever_with_gradient for param in self._matrices)
 
     # ----- agreement -----------------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
-        self._with_gradient.update(param.p for param in self._matrices if param.p.grad is not None)
+        """Check parameters, gradients and state; `agree` raises the errors."""
+        self._ever_with_gradient.update(
+            param.p for param in self._matrices if param.p.grad is not None
+        )
         self._error = layout_error(state, self._sharded_params)
-        # The parts of the step read the numbers of groups when they run; other settings are bound.
+        # The parts of the step read numbers that schedulers change (lr, …) when they run; other
+        # settings are bound.
         structures = [group.settings.structure for group in groups]
         self._bound = self._bound and same_tensors and structures == self._structures
         self._compiled = False
@@ -215,17 +233,20 @@ class ShardedStep:
         self._state = state
 
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
-        """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
+        """Agree with the other ranks to take a step; return the maximum of their flags.
 
+        The other ranks are those of the largest set of ranks that hold a parameter of this rank.
         With `same_gradients` gradients are not compared, and settings in the first step only.
 
         Raises
         ------
         ShardingError
-            On all ranks, when a parameter or its state cannot be exchanged; nothing is changed.
+            When a parameter or its state cannot be exchanged; nothing is changed. In the first step
+            on all ranks. Later on this rank: the collectives of the others fail when its process
+            ends, or by timeout.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter and its step is not
-            exchanged; on a GPU in the next step, or by `raise_deferred`.
+            On all ranks, when only some replicas have a gradient of a parameter; on a GPU in the
+            next step, or by `raise_deferred`.
         PlanMismatchError
             On all ranks, when parameters or routes differ in the first step, or settings of groups
             then or later.
@@ -240,13 +261,16 @@ class ShardedStep:
                 "parameters or state have changed since the last step, or there was none; "
                 "take a step before the capture"
             )
+        params = self._sharded_params
         if not self._agreed:
             self._compare_plans()
+            check_routes_and_settings(
+                self._state, self._groups, params, self._device, error=self._error
+            )
         if self._error is not None:
             raise self._error
         if not self._agreed:
-            check_settings(self._groups, self._sharded_params, self._device)
-            check_replicas(self._state, self._sharded_params, self._device)
+            check_replicas(self._state, params, self._device)
         self._agreed = True
         if self._comparison is None:
             self._comparison = self._make_comparison()
@@ -260,25 +284,34 @@ class ShardedStep:
         self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
         for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
             if process_group is not None:
-                among = RankGroup(domain.ranks, process_group, device)
+                rank_group = RankGroup(domain.ranks, process_group, device)
                 texts = self.plan.statements(domain)
                 statements = [Statement(domain.ranks, text) for text in texts]
-                check_statements(statements, among, self._error)
+                check_statements(statements, rank_group, self._error)
 
     def _make_comparison(self) -> StepComparison:
         """Return the comparison of every step.
 
-        It has the gradients of parameters whose replicas would diverge. Exchanged matrices are not
-        among them: the headers of their pieces tell which gradients exist.
+        It has the gradients of parameters whose replicas would diverge. In the pipeline, headers
+        tell which gradients exist, but only within one replica of the momentum: there the ranks
+        with the same shard are compared.
         """
-        exchanged: set[Tensor] = set()
+        pipelined: set[Tensor] = set()
         if not self._single_process:
-            exchanged = {param.p for param in self._exchanged.values()}
+            pipelined = {param.p for param in self._pipelined.values()}
+        rank = dist.get_rank()
         compared = []
         for param in self._sharded_params:
-            if param.p not in exchanged and len(param.layout.replicas()) > 1:
+            ranks = param.layout.sorted_ranks
+            if param.p in pipelined:
+                momentum = param.sharding.layout if param.sharding else param.layout
+                shards = zip(*momentum.replicas(), strict=True)
+                ranks = next(tuple(sorted(shard)) for shard in shards if rank in shard)
+            elif len(param.layout.replicas()) == 1:
+                continue
+            if len(ranks) > 1:
                 name = f"{param} (route {param.entry.route})"
-                compared.append(ComparedParameter(param.p, name, param.layout.sorted_ranks))
+                compared.append(ComparedParameter(param.p, name, ranks))
         return StepComparison(
             compared,
             [param.layout.sorted_ranks for param in self._sharded_params],
@@ -289,7 +322,7 @@ class ShardedStep:
     # ----- the step ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the exchanges of the next step that need no gradient, if all is ready for them."""
+        """Start the gathers of momenta for the next step, which need no gradient, if possible."""
         if self._repeated is not None and self._bound and self._compiled:
             self._repeated.start()
 
@@ -303,12 +336,14 @@ class ShardedStep:
             return
         elements = self._elements or self._build()
         self._bind(elements, context)
+        # Every part takes its batches with `next`, in the order of `_transfer_batches`: first
+        # buckets, waves, gathered momenta, other buckets.
         moments = None
         if context.memory is not None:
             moments = context.memory.fetch_in_turn(self._transfer_batches(elements, context))
         repeated = self._repeated
         if repeated is not None:
-            repeated.start()
+            repeated.start()  # unless `start` has, before the step
         pipeline_step = None
         if self._pipeline is not None:  # starts the first gathers
             pipeline_step = PipelineStep(self._pipeline, context, control, moments)
@@ -324,8 +359,8 @@ class ShardedStep:
             if repeated is not None:
                 repeated.step(control, moments, step_matrices)
             if pipeline_step is not None:
-                waits += pipeline_step.finish()
-            if moments is not None:
+                waits += pipeline_step.finish()  # exhausts `moments`
+            elif moments is not None:
                 for _ in moments:  # exhausting it copies the last batch back to the host
                     pass
             for wait in waits:
@@ -337,10 +372,10 @@ class ShardedStep:
         """Make the parts of the step, before the first one."""
         collectives = CollectiveStream(self._device)
         elementwise = [param for param in self._sharded_params if param.entry.route != "muon"]
-        if self._exchanged:
-            self._pipeline = Pipeline(self.plan, self._exchanged, self._process_groups, collectives)
-        if self._gathered:
-            self._repeated = RepeatedMuon(list(self._gathered.values()), collectives)
+        if self._pipelined:
+            self._pipeline = Pipeline(self.plan, self._pipelined, self._process_groups, collectives)
+        if self._repeated_matrices:
+            self._repeated = RepeatedMuon(list(self._repeated_matrices.values()), collectives)
             n_elements = sum(param.p.numel() for param in elementwise)
             is_small = n_elements <= MOST_BESIDE
             if self._device.type == "cuda" and is_small and self._pipeline is None:
@@ -358,14 +393,14 @@ class ShardedStep:
         if not (self._bound and self._compiled):
             elements.compile(context)
             if self._repeated is not None:
-                self._repeated.choose()
+                self._repeated.choose_with_gradient()
         self._bound = True
         self._compiled = True
 
     def _transfer_batches(
         self, elements: ElementwiseStep, context: StepContext
     ) -> list[TransferBatch]:
-        """Return the batches of offloaded moments, in the order in which `run` takes them."""
+        """Return the batches of offloaded moments, in the order in which `run` must take them."""
         batches = [
             wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
         ]

@@ -269,3 +269,20 @@ def replicas_that_differ():
     optimizer.step()
     optimizer.add_param_group({"params": [("u", nn.Parameter(random(4, 4, seed=rank)))]})
     refused(optimizer, [w, v], ReplicaMismatchError, "values of 'u' differ")
+
+
+@on_ranks(2, 8)
+def state_on_some_ranks():
+    """Only rank 1 loads a state: all ranks name the parameter instead of waiting for each other."""
+    mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
+    states = []
+    for loads in (False, rank == 1):
+        params = [nn.Parameter(random(8, 6)), nn.Parameter(random(6))]
+        optimizer = HybridMuon(zip("wb", params, strict=True), replicas=mesh)
+        if loads:
+            optimizer.load_state_dict(states[0])
+        gradients(params)
+        if not states:
+            optimizer.step()
+            states.append(optimizer.state_dict())
+    refused(optimizer, params, PlanMismatchError, r"rank 0: 'w' .*; rank 1: 'w' .*, with state")
