@@ -305,7 +305,7 @@ class ShardedStep:
             ranks = param.layout.sorted_ranks
             if param.p in pipelined:
                 momentum = param.sharding.layout if param.sharding else param.layout
-                shards = zip(*momentum.replicas(), strict=True)
+                shards = zip(*momentum.replicas(), strict=True)  # ranks with one shard, by shard
                 ranks = next(tuple(sorted(shard)) for shard in shards if rank in shard)
             elif len(param.layout.replicas()) == 1:
                 continue
