@@ -151,13 +151,13 @@ def refuse_unsafe_capture(
     offloaded: bool,
     on_nonfinite: str,
     alternates: bool = False,
-    never_met: int = 0,
+    n_never_with_gradient: int = 0,
 ) -> None:
     """Raise during a capture whose replays would not repeat the step.
 
     `params` are the parameters that have a gradient; with `alternates`, some have none on purpose.
-    `never_met` others have state, because they live on several ranks, but had no gradient in any
-    step.
+    `n_never_with_gradient` others have state, because they live on several ranks, but had no
+    gradient in any step.
 
     Raises
     ------
@@ -187,7 +187,7 @@ def refuse_unsafe_capture(
         raise CaptureError(
             f"{fresh} parameters have no state yet; take one step before the capture"
         )
-    missing = len(state) - len(params) - never_met
+    missing = len(state) - len(params) - n_never_with_gradient
     if missing > 0 and not alternates:
         raise CaptureError(
             f"{missing} parameters with state have no gradient; replays would not step them"

@@ -192,7 +192,7 @@ class HybridMuon(QuickOptimizer):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
-        holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
+        holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.state_holders
         move_state(
             state=self.state,
             before=self._routing,
@@ -407,7 +407,9 @@ class HybridMuon(QuickOptimizer):
             offloaded=self._host_memory is not None,
             on_nonfinite=self.on_nonfinite,
             alternates=self.alternates,
-            never_met=0 if self._sharded is None else self._sharded.never_met(),
+            n_never_with_gradient=0
+            if self._sharded is None
+            else self._sharded.n_never_with_gradient(),
         )
         # torch.amp.GradScaler sets these two attributes during the call.
         scale = getattr(self, "grad_scale", None)

@@ -310,7 +310,9 @@ class CompiledStep:
 
     def compile_kernels(self, groups: Sequence[Group], workspace: int) -> None:
         """Compile the kernels of the Muon route of one process before the first step, on a GPU."""
-        exchanges = self.sharded is not None and self.sharded.params and not self.sharded.gathers
+        exchanges = (
+            self.sharded is not None and self.sharded.params and not self.sharded.gathers_momenta
+        )
         if unavailable() or exchanges:
             return
         from deepmd_muon.optim.update.fused_steps import compile_kernels  # needs Triton
@@ -341,7 +343,7 @@ class CompiledStep:
         """Return the waves that this process steps locally, the Muon route first."""
         compiled: list[Wave] = []
         for number, routed in enumerate(self._with_gradients):
-            local = routed if self.sharded is None else self.sharded.local_params(routed)
+            local = routed if self.sharded is None else self.sharded.params_of_one_process(routed)
             for route in STATE_OF_ROUTE:
                 members = [(p, StateHolder(p, entry)) for p, entry in _of_route(local, route)]
                 compiled += waves_of(context, number, route, members)

@@ -20,11 +20,17 @@ replica
     One complete copy of a parameter, on one rank or several.
 job
     What moves for one block: its owner, its sources and its destinations, each with its number of
-    elements. Replicas that repeat the work have one job each for the same block.
+    elements.
+spread, repeat
+    Replicas may spread the blocks among them: a block has one job. Or they repeat the work: each
+    replica has a job for every block.
 domain
-    Parameters on the same ranks with elements of the same size. Each domain has its own exchanges.
+    Parameters on the same ranks with updates of the same element size (4 or 8 bytes). Each domain
+    has its own exchanges.
 leg
-    "gather": pieces of directions go to owners. "return": pieces of updates go to holders.
+    "gather": pieces of directions go to owners. "return": pieces of updates go to holders. The two
+    other gathers are named in full: of momenta before a step (`RepeatedMuon`), and of parts that
+    ranks have stepped (`GatheredParts`).
 bucket
     The jobs that one exchange carries. It travels (`Pipeline.travelling`).
 exchange
@@ -36,11 +42,15 @@ portion
 line
     A row or column of a block, where a rule keeps values for each of them.
 stack
-    Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
+    Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group. In
+    a stack, and in the messages of its blocks, a block is called a *matrix*.
 header, plane
     A message has a header for each piece (whether it had a gradient, the rules' state per block,
     their sums), then planes of elements: directions, and inputs that rules request (gradients,
     weights).
+group
+    `group` alone is the number of a parameter group. A `MomentumBatch` are momenta of one group
+    and dtype; a process group, or `RankGroup`, are ranks.
 slot
     The buffers of one bucket in flight.
 sums, statistics

@@ -1,8 +1,8 @@
 """Agreement of ranks on routes, settings, gradients and the values of replicas.
 
-Before the first common step, `check_settings` and `check_replicas` compare routes, settings and
-values. In every step, `GradientPresence` compares which gradients exist, and the settings of
-groups; its collective also carries flags of the caller.
+Before the first common step, `check_routes_and_settings` and `check_replicas` compare routes,
+settings and values. In every step, `StepComparison` compares which gradients exist, and the
+settings of parameter groups; its collective also carries flags of the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.cuda import is_capturing
-from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError, ReplicaMismatchError
+from deepmd_muon.optim.errors import (
+    MissingGradientError,
+    PlanMismatchError,
+    ReplicaMismatchError,
+    ShardingError,
+)
 from deepmd_muon.optim.groups.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.sharded.layout import RankSet
@@ -29,19 +34,19 @@ from deepmd_muon.optim.sharded.process_groups import (
     Statement,
     check_statements,
     group_of,
-    largest_groups,
+    largest_group,
 )
 from deepmd_muon.optim.state.schema import State
 
-# Without patterns: the routes that follow from them are compared, and patterns for parameters of
-# one rank may differ.
+# Without `LISTS`. Routes are compared instead of patterns, which may differ for parameters of one
+# rank. The plan states the rules of each matrix.
 _CONFIG_KEYS = tuple(
     field.name
     for field in dataclasses.fields(HybridMuonConfig)
     if field.name not in OF_ALL_GROUPS.union(LISTS)
 )
-KEYS = ("lr", "maximize", *_CONFIG_KEYS)
-"""The settings of a group that must be the same on all ranks that hold its parameters."""
+# The settings of a group that must be the same on all ranks that hold its parameters.
+_KEYS = ("lr", "maximize", *_CONFIG_KEYS)
 
 _NUMERIC_KEYS = {"lr", "maximize"}.union(
     field.name
@@ -53,45 +58,56 @@ _STEPS_PER_COMPARISON = 100
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 _CHECKSUM_BITS = 62  # so that checksums and their negatives are int64
 _LISTED_NAMES = 10  # in an error
+# By bytes of an element.
 _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_settings(
-    groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device
+def check_routes_and_settings(
+    state: State,
+    groups: Sequence[Group],
+    params: Sequence[ShardedParameter],
+    device: torch.device,
+    error: ShardingError | None,
 ) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them.
 
-    Tensors of `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
+    Replicas must all have state of a plain parameter or none, as `check_replicas` assumes. Tensors
+    of `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
 
     Raises
     ------
+    ShardingError
+        On all ranks, when only some ranks have an `error`.
     PlanMismatchError
         On all ranks, with the first parameter or setting that differs, and its value on two ranks.
     """
-    routes = [
-        Statement(param.layout.sorted_ranks, f"{param} (route {param.entry.placement})")
-        for param in params
-    ]
+    rank_group = largest_group([param.layout.sorted_ranks for param in params], device)
+    if rank_group is None:
+        return
+    routes = []
+    for param in params:
+        text = f"{param} (route {param.entry.placement})"
+        if not isinstance(param.p, DTensor) and state.get(param.p):
+            text += ", with state"
+        routes.append(Statement(param.layout.sorted_ranks, text))
     settings = []
-    for entry in settings_entries(params):
-        group = groups[entry.group]
-        values = [float(group.values["lr"]), group.values["maximize"]]
-        values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
+    for shared in shared_groups(params):
+        group = groups[shared.group]
+        values = _settings_of(group, lr=float(group.values["lr"]))
         settings += [
-            Statement(entry.ranks, f"{key} of {entry.label} is {value!r}")
-            for key, value in zip(KEYS, values, strict=True)
+            Statement(shared.ranks, f"{key} of {shared.label} is {value!r}")
+            for key, value in zip(_KEYS, values, strict=True)
         ]
-    for among in largest_groups([statement.ranks for statement in routes], device):
-        members = set(among.ranks)
-        for statements in (routes, settings):
-            check_statements([x for x in statements if members.issuperset(x.ranks)], among)
+    check_statements(routes, rank_group, error)
+    check_statements(settings, rank_group)
 
 
 def check_replicas(state: State, params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare the values of plain parameters that have not been stepped yet with their replicas.
 
     Later, replicas may differ by rounding if ranks repeat the work on different hardware.
-    Parameters with state were compared before, or their values come from a checkpoint.
+    Parameters with state were compared before, or their values come from a checkpoint;
+    `check_routes_and_settings` has checked that they are the same on all replicas.
 
     Raises
     ------
@@ -99,7 +115,9 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
         On all ranks, with the names of all parameters that differ.
     """
     fresh = [
-        p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()
+        param
+        for param in params
+        if not isinstance(param.p, DTensor) and not state.get(param.p) and param.p.numel()
     ]
     if not fresh:
         return
@@ -111,7 +129,7 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     extremes = torch.stack([checksums, -checksums])  # maximum and −minimum, (2, parameters)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
     is_same = (extremes[0] == -extremes[1]).tolist()
-    names = [repr(p.entry.name) for p, same in zip(fresh, is_same, strict=True) if not same]
+    names = [repr(param.entry.name) for param, same in zip(fresh, is_same, strict=True) if not same]
     if names:
         listed = ", ".join(names[:_LISTED_NAMES])
         if len(names) > _LISTED_NAMES:
@@ -125,38 +143,37 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
 
 def _checksum(x: Tensor) -> Tensor:
     """Return a non-negative int64 scalar: the bits of all elements, weighted by row."""
-    # Views only: there is no copy of the tensor.
+    # Without a copy of a contiguous tensor.
     elements = x.contiguous().view(-1).view(_SAME_SIZE_INTEGERS[x.itemsize])
     n_rows = x.shape[0] if x.ndim else 1
     row_sums = elements.view(n_rows, -1).sum(1, dtype=torch.int64)  # wraps around
+    # Odd, so that a change of a row sum never vanishes modulo a power of two.
     weights = 2 * torch.arange(n_rows, device=x.device) + 1
     checksum: Tensor = (row_sums * weights).sum() & (2**_CHECKSUM_BITS - 1)
     return checksum
 
 
-class SettingsEntry(NamedTuple):
-    """The settings of one group, on the ranks that share some of its parameters."""
+class SharedGroup(NamedTuple):
+    """A parameter group, on the ranks that share some of its parameters."""
 
     ranks: RankSet
     label: str  # with the name of the first such parameter
-    group: int
+    group: int  # its number on this rank
 
 
-def settings_entries(params: Sequence[ShardedParameter]) -> list[SettingsEntry]:
-    """Return an entry for each group and each set of ranks that hold some of its parameters."""
-    entries: dict[tuple[RankSet, int], SettingsEntry] = {}
+def shared_groups(params: Sequence[ShardedParameter]) -> list[SharedGroup]:
+    """Return each group once for each set of ranks that hold some of its parameters."""
+    shared: dict[tuple[RankSet, int], SharedGroup] = {}
     for param in params:
         ranks = param.layout.sorted_ranks
-        entry = SettingsEntry(ranks, f"the group of {param.entry.name!r}", param.group)
-        entries.setdefault((ranks, param.group), entry)
-    return list(entries.values())
+        label = f"the group of {param.entry.name!r}"
+        shared.setdefault((ranks, param.group), SharedGroup(ranks, label, param.group))
+    return list(shared.values())
 
 
-def _numbers_of(group: Group) -> list[float]:
-    """Return the settings `KEYS` of a group as numbers."""
-    values = [_lr_on_host(group), group.values["maximize"]]
-    values += [getattr(group.settings, key) for key in _CONFIG_KEYS]
-    return [_as_number(value) for value in values]
+def _settings_of(group: Group, lr: float) -> list[object]:
+    """Return the values of `_KEYS`."""
+    return [lr, group.values["maximize"], *(getattr(group.settings, key) for key in _CONFIG_KEYS)]
 
 
 def _lr_on_host(group: Group) -> float:
@@ -185,12 +202,12 @@ class ComparedParameter(NamedTuple):
     ranks: RankSet
 
 
-class _Comparison:
-    """What one group of ranks compares in a step: numbers, float32 (2, columns), reduced by MAX.
+class _ComparisonTable:
+    """The values that one group of ranks compares in a step, float32 (2, columns), reduced by MAX.
 
-    A column has a number that must be the same on all ranks that have it: 1 for a parameter with a
-    gradient and 0 without, or a setting. The second row has the negative number, so that the
-    maxima over ranks give the largest and the smallest number. The constructor compares names.
+    A column has a value that must be the same on all ranks that have it: 1 for a parameter with a
+    gradient and 0 without, or a setting as a number. The second row has the negative values, so the
+    maxima over ranks give the largest and the smallest value. The constructor compares names.
 
     Attributes
     ----------
@@ -199,124 +216,121 @@ class _Comparison:
     names
         Names of the parameters of all ranks, one for each of the first columns.
     labels
-        Groups of parameters of all ranks: each has `len(KEYS)` of the columns that follow.
-    table
-        This rank's table on the device, (2 · columns,).
-    result
+        Labels of the groups of all ranks; each has `len(_KEYS)` of the columns that follow.
+    reduced
         The last reduced table, in host memory.
     """
 
-    table: Tensor
-
     def __init__(
         self,
-        among: RankGroup,
+        rank_group: RankGroup,
         params: Sequence[ComparedParameter],
-        entries: Sequence[SettingsEntry],
+        groups: Sequence[SharedGroup],
     ) -> None:
         names = [Statement(param.ranks, param.name) for param in params]
-        labels = [Statement(entry.ranks, entry.label) for entry in entries]
-        number_of_name = check_statements(names, among)
-        number_of_label = check_statements(labels, among)
-        self.process_group = among.process_group
-        self.names = [statement.text for statement in number_of_name]
-        self.labels = [statement.text for statement in number_of_label]
+        labels = [Statement(shared.ranks, shared.label) for shared in groups]
+        place_of_name = check_statements(names, rank_group)
+        place_of_label = check_statements(labels, rank_group)
+        self.process_group = rank_group.process_group
+        self.names = [statement.text for statement in place_of_name]
+        self.labels = [statement.text for statement in place_of_label]
         self._params = [param.p for param in params]
-        self._groups = [entry.group for entry in entries]
-        self._numbers: list[float] | None = None  # of this rank, in the table
-        columns = [number_of_name[name] for name in names]
+        self._group_numbers = [shared.group for shared in groups]
+        self._device = rank_group.device
+        columns = [place_of_name[name] for name in names]
         for label in labels:
-            start = len(self.names) + len(KEYS) * number_of_label[label]
-            columns += range(start, start + len(KEYS))
-        self._columns = torch.tensor(columns, dtype=torch.int64, device="cpu")  # of these numbers
-        n_columns = len(self.names) + len(KEYS) * len(self.labels)
+            start = len(self.names) + len(_KEYS) * place_of_label[label]
+            columns += range(start, start + len(_KEYS))
+        # This rank's values (n,), their columns (n,), and its flat table on the device,
+        # (2 · columns,).
+        self._values: list[float] | None = None
+        self._columns = torch.tensor(columns, dtype=torch.int64, device="cpu")
+        self._local = torch.empty(0, device="cpu")
+        n_columns = len(self.names) + len(_KEYS) * len(self.labels)
         # Pinned, so that copies from a GPU are asynchronous.
-        on_gpu = among.device.type == "cuda"
-        self.result = torch.zeros(2, n_columns, device="cpu", pin_memory=on_gpu)
+        on_gpu = rank_group.device.type == "cuda"
+        self.reduced = torch.zeros(2, n_columns, device="cpu", pin_memory=on_gpu)
 
-    def update(self, groups: Sequence[Group], device: torch.device) -> None:
-        """Update the table if this rank's gradients or settings have changed."""
-        numbers = [float(p.grad is not None) for p in self._params]
-        for group in self._groups:
-            numbers += _numbers_of(groups[group])
-        if numbers == self._numbers:
-            return
-        self._numbers = numbers
-        # Below the numbers of the ranks that have a column.
-        table = torch.full(self.result.shape, -torch.inf, device="cpu")
-        local = torch.tensor(numbers, device="cpu")
-        table[:, self._columns] = torch.stack([local, -local])
-        self.table = table.view(-1).to(device)
+    def local(self, groups: Sequence[Group]) -> Tensor:
+        """Return this rank's table; it is made again if gradients or settings have changed."""
+        values = [float(p.grad is not None) for p in self._params]
+        for number in self._group_numbers:
+            settings = _settings_of(groups[number], lr=_lr_on_host(groups[number]))
+            values += map(_as_number, settings)
+        if values != self._values:
+            self._values = values
+            # A column that this rank does not have must not change the maximum.
+            table = torch.full(self.reduced.shape, -torch.inf, device="cpu")
+            row = torch.tensor(values, device="cpu")
+            table[:, self._columns] = torch.stack([row, -row])
+            self._local = table.view(-1).to(self._device)
+        return self._local
 
     def differing(self) -> list[int]:
-        """Return the columns that differed between ranks in the last result."""
-        largest, negated = self.result.tolist()
-        pairs = zip(largest, negated, strict=True)
-        return [column for column, (high, low) in enumerate(pairs) if high != -low]
+        """Return the columns that differed between ranks in the last comparison."""
+        largest, negated_smallest = self.reduced.tolist()
+        pairs = zip(largest, negated_smallest, strict=True)
+        return [column for column, (high, negated_low) in enumerate(pairs) if high != -negated_low]
 
     def describe_setting(self, column: int) -> str:
         """Return the setting of a column, and its values."""
-        group, number = divmod(column - len(self.names), len(KEYS))
-        key = KEYS[number]
+        label_number, key_number = divmod(column - len(self.names), len(_KEYS))
+        key = _KEYS[key_number]
         difference = "not the same on all ranks"  # digests say nothing to a user
         if key in _NUMERIC_KEYS:
-            high, negated_low = self.result[:, column].tolist()
+            high, negated_low = self.reduced[:, column].tolist()
             difference = f"{-negated_low:.7g} on one rank and {high:.7g} on another"
-        return f"{key} of {self.labels[group]} is {difference}"
+        return f"{key} of {self.labels[label_number]} is {difference}"
 
 
-class GradientPresence:
-    """Compares, by one small all-reduce, which gradients exist on the ranks of each parameter.
+class StepComparison:
+    """Compares gradients and settings in every step, by one small all-reduce of the largest group.
 
-    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by
-    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together,
-    one step late.
+    A parameter must have a gradient on all of its ranks or on none. On a CPU the result is read at
+    once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so that the
+    host does not wait for the device: all ranks then raise together, one step late.
 
     Parameters
     ----------
     compared
-        Parameters with steps that are not exchanged: a rank without a gradient would not step them.
-    ranks
-        All sets of ranks that hold parameters; a subset of another set is compared as part of it.
+        Parameters with replicas that would diverge if only some ranks had the gradient.
+    sets_of_ranks
+        All sets of ranks that hold parameters of this rank; the largest contains the others.
     device
         The device of the tables that are reduced.
     late
         Whether to read results late; None: on a GPU.
-    entries
-        Settings of groups that the same collective carries. If there is none, every hundredth step
-        has one for them.
+    groups
+        The parameter groups that have their settings compared.
 
     Raises
     ------
     PlanMismatchError
-        On all ranks of a group when their parameters differ.
+        On all ranks of the group when their parameters differ.
     """
 
     def __init__(
         self,
         compared: Sequence[ComparedParameter],
-        ranks: Sequence[RankSet],
+        sets_of_ranks: Sequence[RankSet],
         device: torch.device,
         *,
         late: bool | None = None,
-        entries: Sequence[SettingsEntry] = (),
+        groups: Sequence[SharedGroup] = (),
     ) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
         self._late = on_gpu if late is None else late
-        self._copied = torch.cuda.Event() if on_gpu else None
+        # On a GPU: recorded when the copy of the reduced table to the host has been enqueued.
+        self._copy_done = torch.cuda.Event() if on_gpu else None
         self._n_steps = 0
-        rank_groups = largest_groups(ranks, device)
-        # Replicas on one rank cannot differ.
-        compared = [param for param in compared if len(param.ranks) > 1]
-        self._comparisons = [
-            _Comparison(
-                among,
-                [x for x in compared if _first_with(rank_groups, x.ranks) is among],
-                [x for x in entries if _first_with(rank_groups, x.ranks) is among],
-            )
-            for among in rank_groups
-        ]
+        rank_group = largest_group(sets_of_ranks, device)
+        self._table: _ComparisonTable | None = None
+        if rank_group is not None:
+            # Replicas on one rank cannot differ.
+            compared = [param for param in compared if len(param.ranks) > 1]
+            groups = [shared for shared in groups if len(shared.ranks) > 1]
+            self._table = _ComparisonTable(rank_group, compared, groups)
         self._pending = False  # whether a result has not been read yet
 
     def compare(
@@ -326,69 +340,68 @@ class GradientPresence:
         *,
         only_flags: bool = False,
     ) -> Tensor | None:
-        """Raise the error of the previous comparison, and start a comparison of the gradients.
+        """Raise the error of the previous comparison, and start the one of this step.
 
-        `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their
-        maximum over ranks. `groups` are the present groups. With `only_flags`, and during the
-        capture of a CUDA graph, only flags are reduced: replays use the same gradients.
+        `flags`, float32 (n,), are reduced in the same collective; the result is their maximum over
+        the largest group. `groups` are the present parameter groups. With `only_flags`, and during
+        the capture of a CUDA graph, only flags are reduced: replays use the same gradients.
 
         Raises
         ------
         MissingGradientError
             On all ranks of the group, including those that do not hold the parameter.
+        PlanMismatchError
+            On all ranks of the group, when settings differ.
         """
+        table = self._table
+        if table is None:
+            return flags
         capturing = is_capturing()
-        with_tables = not (only_flags or capturing)
         if not capturing:
             self.raise_deferred()
-        if with_tables:
-            for comparison in self._comparisons:
-                comparison.update(groups, self._device)
-        compare_settings = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
+        # Settings travel with gradients and with flags. In steps without either, one step in
+        # `_STEPS_PER_COMPARISON` has a collective for them.
+        settings_due = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         self._n_steps += 1
-        for comparison in self._comparisons:
-            table = None
-            has_entries = comparison.names or (compare_settings and comparison.labels)
-            if has_entries and with_tables:
-                table = comparison.table
-            operands = [x for x in (table, flags) if x is not None]
-            if not operands:
-                continue
-            reduced = torch.cat(operands)
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=comparison.process_group)
-            if table is not None:
-                comparison.result.copy_(reduced[: len(table)].view(2, -1), non_blocking=True)
-                self._pending = True
-            if flags is not None:
-                # The next group reduces them further: its ranks may be in several groups.
-                flags = reduced[len(reduced) - len(flags) :]
+        local = None
+        has_columns = table.names or (settings_due and table.labels)
+        if has_columns and not (only_flags or capturing):
+            local = table.local(groups)
+        operands = [x for x in (local, flags) if x is not None]
+        if not operands:
+            return None
+        reduced = torch.cat(operands)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=table.process_group)
+        if local is not None:
+            table.reduced.copy_(reduced[: len(local)].view(2, -1), non_blocking=True)
+            self._pending = True
         if self._pending and not capturing:
-            if self._copied is not None:
-                self._copied.record(torch.cuda.current_stream(self._device))
+            if self._copy_done is not None:
+                self._copy_done.record(torch.cuda.current_stream(self._device))
             if not self._late:
                 self.raise_deferred()
-        return flags
+        return None if flags is None else reduced[len(reduced) - len(flags) :]
 
     def raise_deferred(self) -> None:
         """Raise the error of the last comparison, once.
 
-        It is identical on all ranks, and there is no communication.
+        It is identical on all ranks of the group, and there is no communication.
         """
-        if not self._pending:
+        table = self._table
+        if table is None or not self._pending:
             return
         self._pending = False
-        if self._copied is not None:
-            self._copied.synchronize()  # recorded in the last step
+        if self._copy_done is not None:
+            self._copy_done.synchronize()  # recorded in the last step
         prefix = "the last step differed between ranks; " if self._late else ""
         names = []
         settings = []
-        for comparison in self._comparisons:
-            for column in comparison.differing():
-                if column < len(comparison.names):
-                    names.append(comparison.names[column])
-                else:
-                    settings.append(comparison.describe_setting(column))
-            comparison.result.zero_()  # so that an error is raised once
+        for column in table.differing():
+            if column < len(table.names):
+                names.append(table.names[column])
+            else:
+                settings.append(table.describe_setting(column))
+        table.reduced.zero_()  # so that an error is raised once
         if names:
             raise MissingGradientError(
                 f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "
@@ -396,11 +409,3 @@ class GradientPresence:
             )
         if settings:
             raise PlanMismatchError(f"{prefix}{settings[0]}; give all ranks the same settings")
-
-
-def _first_with(rank_groups: Sequence[RankGroup], ranks: RankSet) -> RankGroup | None:
-    """Return the first group that has all of these ranks."""
-    for among in rank_groups:
-        if set(ranks) <= set(among.ranks):
-            return among
-    return None

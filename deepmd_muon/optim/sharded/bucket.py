@@ -1,8 +1,8 @@
-"""One exchange, or portion, on one rank: what it packs, orthogonalizes and updates.
+"""A bucket, or portion, on one rank: what the rank packs, orthogonalizes and updates.
 
-The glossary of this package has the words. Between which views of buffers, matrices and parameters
-elements are copied depends on the plan alone. All views are created once, by `Bucket.allocate` and
-`Bucket.bind`. In a step, each method is a few operations on lists of views.
+The glossary of this package has the words. The plan alone determines the views of buffers, matrices
+and parameters. They are created once, by `Bucket.use_buffers` and `Bucket.bind`, so that in a step
+each method is a few operations on lists of views.
 
 The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `pack_updates`,
 the return, `take_state`, and the update of `update_lists` by the caller.
@@ -11,9 +11,8 @@ the return, `take_state`, and the update of `update_lists` by the caller.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,19 +22,20 @@ from torch import Tensor
 from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import (
+    FIRST_STATE,
+    PRESENCE,
+    MatrixPlace,
     RankJobs,
     Side,
-    index_of,
     local_shape,
     rectangles,
+    rows_index,
     stacks_of,
 )
-from deepmd_muon.optim.sharded.plan import carried
+from deepmd_muon.optim.sharded.plan import WORD_BYTES, rule_values
 from deepmd_muon.optim.sharded.rule_state import CopyList, RuleState
 from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.torch_hooks import phase
-
-_WORKSPACE_WORD = 8  # bytes of an element of the workspace, float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class LocalParameter:
     Attributes
     ----------
     p, momentum, state
-        Its elements, its momentum, and its rules' state by key.
+        The elements that this rank updates, its momentum, and its rules' state by key.
     group
         Number of its parameter group.
-    first_row
+    first_statistics_row
         Its first row in the table of statistics.
     """
 
@@ -56,11 +56,11 @@ class LocalParameter:
     momentum: Tensor
     state: Mapping[str, Tensor]
     group: int
-    first_row: int
+    first_statistics_row: int
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentumGroup:
+class MomentumBatch:
     """Momenta of one parameter group and dtype that advance together.
 
     Attributes
@@ -127,107 +127,119 @@ class PackSource(NamedTuple):
 
 
 class Bucket:
-    """One exchange, compiled for this rank.
+    """A bucket, or portion, compiled for this rank.
 
-    `groups` has the number of the parameter group of each parameter, by position in the plan.
+    `group_numbers` has the parameter group of each parameter, by position in the plan.
 
     Attributes
     ----------
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their
         momenta advance on every replica, even if another replica's momentum is sent.
-    momentum_groups
+    momentum_batches
         The momenta among these that no earlier bucket has advanced; set by `Pipeline`.
-    rows
+    statistics_rows
         The rows of these momenta in the table of statistics; set by `Pipeline`.
-    measuring
+    measuring_rules
         The rules with statistics in the headers.
     n_sums
         Number of values of these statistics.
-    asked
+    input_kinds
         The inputs that rules request besides directions; each is one more plane.
-    applying
+    updated_pieces
         The pieces that this rank updates, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
     matrices, inputs
-        These matrices as tensors, (count, rows, columns) each, and their inputs; set by `allocate`.
+        Each stack as a tensor (matrices, rows, columns), and its inputs by kind; set by
+        `use_buffers`. `matrices` are directions after `assemble`, updates after `pack_updates`.
     update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     changed
-        Views of what the update of each piece changes, by number in `applying`: of its parameter
-        and, if any, of its master weight. Set by `bind`.
+        For each of `updated_pieces`: views of the parameter and of the master weight, if any, that
+        its update changes; empty for a piece without elements. Set by `bind`.
     """
 
     def __init__(
         self,
         rank_jobs: RankJobs,
-        groups: Mapping[int, int],
+        group_numbers: Mapping[int, int],
         process_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         rules = rank_jobs.domain.rules
         self.exchange = Exchange(rank_jobs, process_group, device)
-        self.momentum_groups: list[MomentumGroup] = []
-        self.rows = slice(0, 0)
-        self.measuring = tuple(rule for rule in rules if rule.sums)
-        self.n_sums = carried(rules).sums
-        self.asked = carried(rules).inputs
+        self.momentum_batches: list[MomentumBatch] = []
+        self.statistics_rows = slice(0, 0)
+        # Set by `use_buffers`: `_rule_state`, `_arriving_copies`, `_leaving_copies`. Set by `bind`:
+        # `_pack_sources`, `_headers`, and each plane of `_pack_targets`, with item k for piece k of
+        # `_packed_pieces`; `_measured_pieces` and `_measured_rows`, with an item for each piece
+        # with sums.
+        self.measuring_rules = tuple(rule for rule in rules if rule.sums)
+        self.n_sums = rule_values(rules).sums
+        self.input_kinds = rule_values(rules).inputs
         self._rank_jobs = rank_jobs
         self._device = device
 
-        self._packed = [x.piece for x in self.exchange.packing.pieces]
-        self.applying = [x.piece for x in self.exchange.applying.pieces]
+        self._packed_pieces = [x.piece for x in self.exchange.packing.pieces]
+        self.updated_pieces = [x.piece for x in self.exchange.applying.pieces]
         # Each once, in the order of the messages, which is the same in every process.
-        positions = [piece.parameter for piece in (*self._packed, *self.applying)]
+        positions = [piece.parameter for piece in (*self._packed_pieces, *self.updated_pieces)]
         self.parameters = tuple(dict.fromkeys(positions))
 
-        self.stacks = stacks_of(rank_jobs, groups)
+        self.stacks = stacks_of(rank_jobs, group_numbers)
         self._place_of_job = {
-            job: (stack_number, index)
+            job_number: MatrixPlace(stack_number, index)
             for stack_number, stack in enumerate(self.stacks)
-            for index, job in enumerate(stack.jobs)
+            for index, job_number in enumerate(stack.job_numbers)
         }
-        self._arriving_of_block = self._find_arriving().to(device)
-        # Headers are read and written in the order of the stacks.
-        block_number = {job: number for number, job in enumerate(self._place_of_job)}
-        leaving = [block_number[x.job] for x in self.exchange.leaving.pieces]
-        self._block_of_leaving = torch.tensor(leaving, dtype=torch.int64, device=device)
+        # Owned matrices are numbered stack by stack.
+        self._pieces_of_matrix = self._index_of_arriving_pieces().to(device)
+        matrix_of_job = {job_number: i for i, job_number in enumerate(self._place_of_job)}
+        leaving = [matrix_of_job[x.job_number] for x in self.exchange.leaving.pieces]
+        self._matrix_of_leaving = torch.tensor(leaving, dtype=torch.int64, device=device)
 
-    def _find_arriving(self) -> Tensor:
-        """Return the numbers of each owned block's arriving pieces, int64 (blocks, most pieces).
+    def _index_of_arriving_pieces(self) -> Tensor:
+        """Return the index of each owned matrix's arriving pieces, int64 (matrices, most pieces).
 
-        A block of fewer pieces has the number after the last one, where `assemble` adds zeros.
+        Matrices of fewer pieces are padded with the index after the last, where `assemble` adds
+        zeros.
         """
-        pieces_of_job: dict[int, list[int]] = {job: [] for job in self._place_of_job}
+        pieces_of_job: dict[int, list[int]] = {job_number: [] for job_number in self._place_of_job}
         arriving = self.exchange.arriving.pieces
         for number, message_piece in enumerate(arriving):
-            pieces_of_job[message_piece.job].append(number)
-        # Padded, but column by column.
-        columns = itertools.zip_longest(*pieces_of_job.values(), fillvalue=len(arriving))
-        rows = [*zip(*columns, strict=True)]
+            pieces_of_job[message_piece.job_number].append(number)
+        most = max(map(len, pieces_of_job.values()), default=0)
+        padded = [
+            numbers + [len(arriving)] * (most - len(numbers)) for numbers in pieces_of_job.values()
+        ]
         # On the CPU even under a default device: the caller moves it.
-        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return torch.tensor(padded, dtype=torch.int64, device="cpu")
 
     @property
     def advanced(self) -> list[int]:
-        """Positions in the plan of the parameters in `momentum_groups`, in this order."""
-        return [i for momenta in self.momentum_groups for i in momenta.parameters]
+        """Positions in the plan of the parameters in `momentum_batches`, in this order."""
+        return [i for batch in self.momentum_batches for i in batch.parameters]
+
+    @property
+    def _first_sum(self) -> int:
+        """The first word of the sums in a header of the gather."""
+        return FIRST_STATE + len(self._rule_state.keys)
 
     @property
     def workspace_words(self) -> int:
         """Words that the matrices and their inputs need of the workspace."""
-        elements = (1 + len(self.asked)) * sum(stack.elements for stack in self.stacks)
-        return elements * self._rank_jobs.full_dtype.itemsize // _WORKSPACE_WORD + 1
+        elements = (1 + len(self.input_kinds)) * sum(stack.elements for stack in self.stacks)
+        return -(-elements * self._rank_jobs.full_dtype.itemsize // WORD_BYTES)  # rounded up
 
     # ----- views, created once -------------------------------------------------------------------
 
-    def allocate(self, holder_buffer: Tensor, owner_buffer: Tensor, workspace: Tensor) -> None:
-        """Use these buffers, and create matrices and inputs in the workspace.
+    def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor, workspace: Tensor) -> None:
+        """Create the views of these buffers, and matrices and inputs as views of the workspace.
 
-        All three are float64; the matrices are views in full precision.
+        All three are float64; the matrices are in full precision.
         """
-        self.exchange.bind(holder_buffer, owner_buffer)
+        self.exchange.use_buffers(holder_buffer, owner_buffer)
         self._rule_state = RuleState(
             self._rank_jobs,
             self.exchange,
@@ -237,30 +249,29 @@ class Bucket:
         )
         flat = workspace.view(self._rank_jobs.full_dtype)
         start = 0
-        stacks_of_planes: list[list[Tensor]] = []
-        for _ in ("direction", *self.asked):
-            matrices = []
+        stacks_of_planes: list[list[Tensor]] = []  # of each: (matrices, rows, columns)
+        for _ in ("direction", *self.input_kinds):
+            stacks = []
             for stack in self.stacks:
-                matrices.append(flat[start : start + stack.elements].view(-1, *stack.shape))
+                stacks.append(flat[start : start + stack.elements].view(-1, *stack.shape))
                 start += stack.elements
-            stacks_of_planes.append(matrices)
+            stacks_of_planes.append(stacks)
         self.matrices, *inputs = stacks_of_planes
-        self.inputs: dict[Input, list[Tensor]] = dict(zip(self.asked, inputs, strict=True))
-        self._arrive = CopyList()
-        for plane, matrices in enumerate(stacks_of_planes):
-            self._add_copies(self._arrive, self.exchange.arriving, plane, matrices)
-        self._leave = CopyList()
-        self._add_copies(self._leave, self.exchange.leaving, 0, self.matrices)
+        self.inputs: dict[Input, list[Tensor]] = dict(zip(self.input_kinds, inputs, strict=True))
+        self._arriving_copies = self._copies(self.exchange.arriving, stacks_of_planes)
+        self._leaving_copies = self._copies(self.exchange.leaving, [self.matrices])
 
-    def _add_copies(
-        self, copies: CopyList, side: Side, plane: int, matrices: Sequence[Tensor]
-    ) -> None:
-        """Add every rectangle of the pieces as a view of its matrix and as a view of the buffer."""
-        for message_piece, in_buffer in zip(side.pieces, side.element_views(plane), strict=True):
-            stack_number, index = self._place_of_job[message_piece.job]
-            matrix = matrices[stack_number][index]
-            for in_piece, in_block in rectangles(message_piece.piece):
-                copies.add(in_buffer[in_piece], matrix[in_block])
+    def _copies(self, side: Side, stacks_of_planes: Sequence[Sequence[Tensor]]) -> CopyList:
+        """Return the copies between the elements of pieces and the matrices of each plane."""
+        copies = CopyList()
+        for plane, stacks in enumerate(stacks_of_planes):
+            views = side.element_views(plane)
+            for message_piece, in_buffer in zip(side.pieces, views, strict=True):
+                place = self._place_of_job[message_piece.job_number]
+                matrix = stacks[place.stack][place.matrix]
+                for in_piece, in_block in rectangles(message_piece.piece):
+                    copies.add(in_buffer[in_piece], matrix[in_block])
+        return copies
 
     def bind(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create all views of this rank's parameters, by position in the plan."""
@@ -269,82 +280,90 @@ class Bucket:
         self._bind_applying(local_params)
 
     def _bind_packing(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the views into which `pack` writes elements, and the headers."""
+        """Create the views into which `pack` writes elements, and the headers of a usual step."""
         plan = self._rank_jobs.plan
         side = self.exchange.packing
-        views_of_planes = [side.element_views(plane) for plane in range(side.planes)]
+        views_of_planes = [side.element_views(plane) for plane in range(side.n_planes)]
         self._pack_sources: list[PackSource] = []
         self._pack_targets: list[list[Tensor]] = [[] for _ in views_of_planes]
+        # For headers with sums: positions of their pieces, and rows in the table of statistics.
         measured_pieces = []
-        statistics_rows = []
-        for k, piece in enumerate(self._packed):
+        measured_rows = []
+        for k, piece in enumerate(self._packed_pieces):
             planned = plan.parameters[piece.parameter]
             param = local_params[piece.parameter]
             shape = local_shape(plan, piece.parameter, piece.rank, "gather")
             assert piece.elements  # no source is without (`Job.sources`)
-            # The whole local tensor is copied as it is, without a reshape in every step.
+            # A piece of all elements has their order, too: the local tensor is copied as it is,
+            # without a reshape in every step.
             is_whole = piece.elements == param.momentum.numel()
             index = None if is_whole else piece.local_index
             self._pack_sources.append(PackSource(piece.parameter, shape, index))
             for targets, views in zip(self._pack_targets, views_of_planes, strict=True):
                 target = views[k]
                 targets.append(target.view(param.momentum.shape) if is_whole else target)
-            if carried(planned.rules).sums:
-                # Part by part, each with a row for every matrix on this rank.
+            if rule_values(planned.rules).sums:
+                # In the order of rows of `Pipeline._lay_out_statistics`.
                 part_number = piece.block % len(planned.view.block_shapes)
+                row = part_number * shape[0] + piece.batch_index
                 measured_pieces.append(k)
-                statistics_rows.append(param.first_row + part_number * shape[0] + piece.batch)
-        self._headers = torch.zeros(side.headers.shape, dtype=torch.float64, device=self._device)
-        self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it for a missing gradient
-        self._measured_pieces = index_of(measured_pieces, len(self._packed), self._device)
-        self._statistics_rows = torch.tensor(
-            statistics_rows, dtype=torch.int64, device=self._device
+                measured_rows.append(param.first_statistics_row + row)
+        self._headers = torch.zeros(
+            side.header_index.shape, dtype=torch.float64, device=self._device
         )
+        self._headers[:, PRESENCE] = 1.0  # `pack` clears it where a gradient is missing
+        self._measured_pieces = rows_index(measured_pieces, len(self._packed_pieces), self._device)
+        self._measured_rows = torch.tensor(measured_rows, dtype=torch.int64, device=self._device)
 
     def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of parameters and master weights, and of their updates."""
         plan = self._rank_jobs.plan
         updates = self.exchange.applying.element_views()
+        # By parameter group and dtype, which decide on masters: all pieces of a list have them, or
+        # none.
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        self.changed: dict[int, list[Tensor]] = {}
-        for k, (piece, update) in enumerate(zip(self.applying, updates, strict=True)):
+        self.changed: list[list[Tensor]] = [[] for _ in self.updated_pieces]
+        for k, (piece, update) in enumerate(zip(self.updated_pieces, updates, strict=True)):
             if not piece.elements:
                 continue
             param = local_params[piece.parameter]
             shape = local_shape(plan, piece.parameter, piece.rank, "return")
-            target = param.p.view(shape)[piece.local_index]
+            target = param.p.view(shape)[piece.local_index]  # a view: updated in place
             update_list = by_kind[param.group, param.p.dtype]
             update_list.targets.append(target)
             update_list.updates.append(update)
-            self.changed[k] = [target]
+            self.changed[k].append(target)
             if MASTER in param.state:
                 master = param.state[MASTER].view(shape)[piece.local_index]
                 update_list.masters.append(master)
                 self.changed[k].append(master)
-        self.update_lists = [(group, pieces) for (group, _dtype), pieces in by_kind.items()]
+        self.update_lists = [
+            (group, update_list) for (group, _dtype), update_list in by_kind.items()
+        ]
 
     # ----- a step --------------------------------------------------------------------------------
 
     @phase("gather")
     def pack(
         self,
-        planes: Sequence[Mapping[int, Tensor]],
+        plane_tensors: Sequence[Mapping[int, Tensor]],
+        *,
         statistics: Tensor,
-        absent: Mapping[int, Tensor],
+        without_gradient: Collection[int],
     ) -> None:
         """Write elements and headers into the buffer for the owners.
 
         Parameters
         ----------
-        planes
+        plane_tensors
             The directions of this rank by position in the plan, each shaped like the local
-            momentum; then, likewise, each input in `asked`.
+            momentum; then, likewise, each input in `input_kinds`.
         statistics
             The table of statistics of this rank's momenta, float64 (rows, sums).
-        absent
-            The parameters without a gradient on this rank.
+        without_gradient
+            The parameters without a gradient on this rank, by position in the plan.
         """
-        for targets, values in zip(self._pack_targets, planes, strict=True):
+        for targets, values in zip(self._pack_targets, plane_tensors, strict=True):
             if targets:
                 sources = [
                     values[source.parameter]
@@ -354,15 +373,18 @@ class Bucket:
                 ]
                 torch._foreach_copy_(targets, sources)
         headers = self._headers
-        without_gradient = [k for k, piece in enumerate(self._packed) if piece.parameter in absent]
-        if without_gradient:
+        absent = [
+            k for k, piece in enumerate(self._packed_pieces) if piece.parameter in without_gradient
+        ]
+        if absent:
+            # Every step overwrites all fields but PRESENCE, which `_headers` must keep.
             headers = headers.clone()
             # Views, because a list as an index would be copied from the host.
-            torch._foreach_zero_([headers[k, :1] for k in without_gradient])
+            torch._foreach_zero_([headers[k, PRESENCE : PRESENCE + 1] for k in absent])
         self._rule_state.pack(headers)
         if self.n_sums:
-            sums = statistics[:, : self.n_sums][self._statistics_rows]
-            headers[self._measured_pieces, -self.n_sums :] = sums
+            sums = statistics[:, : self.n_sums][self._measured_rows]
+            headers[self._measured_pieces, self._first_sum :] = sums
         self.exchange.packing.write_headers(headers)
 
     @phase("gather")
@@ -370,21 +392,21 @@ class Bucket:
         """Assemble the received pieces in `matrices` and `inputs`."""
         if not self.stacks:
             return OwnedBlocks(present=[], measured={}, state=[])
-        self._arrive.read_buffer()
+        self._arriving_copies.read_buffer()
         headers = self.exchange.arriving.read_headers()
-        # A row of zeros at the end is the padding of `_find_arriving`.
-        headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
-        of_blocks = headers[self._arriving_of_block]  # (blocks, most pieces of a block, fields)
-        stack_sizes = [len(stack.jobs) for stack in self.stacks]
-        present = of_blocks[:, :, 0].amax(dim=1).split(stack_sizes)
+        padding = headers.new_zeros(1, headers.shape[1])  # see `_index_of_arriving_pieces`
+        # (matrices, most pieces, words of a header)
+        headers = torch.cat([headers, padding])[self._pieces_of_matrix]
+        stack_sizes = [len(stack.job_numbers) for stack in self.stacks]
+        present = headers[:, :, PRESENCE].amax(dim=1).split(stack_sizes)
         measured = {}
-        column = 1 + len(self._rule_state.keys)
-        for rule in self.measuring:
-            sums = of_blocks[:, :, column : column + rule.sums]
+        column = self._first_sum
+        for rule in self.measuring_rules:
+            sums = headers[:, :, column : column + rule.sums]
             measured[rule] = list(rule.combine(sums).split(stack_sizes))
             column += rule.sums
-        # All holders of a block have the same state per block: the first one's will do.
-        state = self._rule_state.arrive(of_blocks[:, 0])
+        # All holders of a matrix have the same state per block: take the first piece's header.
+        state = self._rule_state.arrive(headers[:, 0])
         return OwnedBlocks(list(present), measured, state)
 
     @phase("return")
@@ -396,9 +418,10 @@ class Bucket:
         if not self.stacks:
             return
         torch._foreach_copy_(self.matrices, list(updates))
-        self._leave.write_buffer()
+        self._leaving_copies.write_buffer()
+        # In the order of PRESENCE, FIRST_STATE, …
         columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)]
-        headers = torch.stack(columns, dim=1)[self._block_of_leaving]
+        headers = torch.stack(columns, dim=1)[self._matrix_of_leaving]
         self.exchange.leaving.write_headers(headers)
 
     @phase("return")

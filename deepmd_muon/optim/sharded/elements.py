@@ -1,14 +1,14 @@
-"""The Adam routes on this rank's elements of parameters that live on several ranks.
+"""The Adam routes on several ranks, and the gather of parts that ranks have stepped.
 
-If each rank has all elements but only a part of the moments, it steps its part, and a collective
-gathers the parts.
+A rank with whole parameters may have only a part of their moments (ZeRO-1). It steps this part, and
+a collective gathers the parts of all ranks (`GatheredParts`; `Pipeline` and `zero` use it, too).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from deepmd_muon.optim.routing.routes import Route
 from deepmd_muon.optim.sharded.layout import Interval, RankSet
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
-from deepmd_muon.optim.sharded.transport import CollectiveStream
+from deepmd_muon.optim.sharded.transport import CollectiveStream, Wait
 from deepmd_muon.optim.state.schema import StateHolder
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import StepContext, Wave, step_elements, waves_of
@@ -28,7 +28,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ElementwiseStep:
-    """The element-wise routes of parameters that live on several ranks."""
+    """The element-wise routes of parameters that live on several ranks.
+
+    `waves` has the parameters with a gradient, in the order in which `step` takes them.
+    """
 
     def __init__(
         self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream
@@ -49,21 +52,25 @@ class ElementwiseStep:
         for (number, route), params in members.items():
             self.waves += waves_of(context, number, route, params)
 
-    def step(
-        self, control: StepControl, moments: Iterator[list[Tensor]] | None
-    ) -> list[Callable[[], None]]:
+    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> list[Wait]:
         """Step all waves; return functions that wait for the other ranks' parts and write them.
 
         `moments` yields each wave's offloaded moments on the device, in order.
         """
         for wave in self.waves:
             state = wave.state if moments is None else wave.with_moments(next(moments))
-            grads = [grad for param in wave.holders if (grad := param.gradient()) is not None]
+            # All have one: `compile` has chosen them.
+            grads = [grad for holder in wave.holders if (grad := holder.gradient()) is not None]
             step_elements(wave, grads, state, control.on(wave.device))
-        # All are read before the first collective starts.
-        for gather in self._gathers:
-            gather.read()
-        return [gather.gather() for gather in self._gathers]
+        return start_gathers(self._gathers)
+
+
+def start_gathers(gathers: Sequence[GatheredParts]) -> list[Wait]:
+    """Start these gathers; return the functions that wait for them and write all parameters."""
+    # First all copies: collectives start back to back then, without a copy between them.
+    for gather in gathers:
+        gather.read_parts()
+    return [gather.start() for gather in gathers]
 
 
 def gathered_parts(
@@ -72,7 +79,7 @@ def gathered_parts(
     *,
     keep: bool = True,
 ) -> list[GatheredParts]:
-    """Return the gathers of the parameters with state that is sharded over several ranks.
+    """Return the gathers of parameters with sharded state, one for each dtype and set of ranks.
 
     Parameters
     ----------
@@ -81,8 +88,7 @@ def gathered_parts(
     collectives, keep
         See `GatheredParts`.
     """
-    by_kind: dict[tuple[RankSet, torch.dtype], list[ReplicatedParameter]]
-    by_kind = defaultdict(list)
+    by_kind: dict[tuple[RankSet, torch.dtype], list[ReplicatedParameter]] = defaultdict(list)
     for p, sharding in params:
         if sharding is not None and len(sharding.layout.ranks) > 1:
             by_kind[sharding.layout.ranks, p.dtype].append(ReplicatedParameter(p, sharding))
@@ -95,7 +101,7 @@ class ReplicatedParameter(NamedTuple):
     p: Tensor
     sharding: StateSharding
 
-    def local_part(self) -> Tensor:
+    def stepped_part(self) -> Tensor:
         """Return the part that this rank steps, sharing memory."""
         return self.sharding.part(self.p.detach())
 
@@ -129,7 +135,7 @@ class GatheredParts:
 
     Attributes
     ----------
-    local_parts
+    sent_parts
         This rank's parts, by parameter, as contiguous views of the buffer that is sent.
     """
 
@@ -140,62 +146,61 @@ class GatheredParts:
         *,
         keep: bool = True,
     ) -> None:
-        param = params[0]  # all have the same ranks and dtype
+        first = params[0]  # all have the same ranks and dtype
         self._params = params
         self._collectives = collectives
-        self._n_ranks = len(param.sharding.layout.ranks)
-        self._group = group_of(param.sharding.layout.sorted_ranks, param.p.device)
+        self._process_group = group_of(first.sharding.layout.sorted_ranks, first.p.device)
 
-        self._parts_of_ranks: list[list[_Part]] = [[] for _ in range(self._n_ranks)]
+        # By ascending rank, as an all-gather receives them.
+        self._parts_of_ranks: list[list[_Part]] = [[] for _ in first.sharding.layout.ranks]
         for p, sharding in params:
-            for parts, interval in zip(
-                self._parts_of_ranks, sharding.intervals(p.shape), strict=True
-            ):
+            intervals = sharding.intervals(p.shape)
+            for parts, interval in zip(self._parts_of_ranks, intervals, strict=True):
                 parts.append(_Part(p, sharding.dim, interval))
         # Every rank sends as much as the rank with the largest parts.
-        self._longest = max(
+        self._n_sent = max(
             sum(part.view().numel() for part in parts) for parts in self._parts_of_ranks
         )
 
-        self._sent = torch.empty(self._longest, dtype=param.p.dtype, device=param.p.device)
-        self._kept = self._new_buffer() if keep else None
-        self.local_parts: dict[Tensor, Tensor] = {}
+        self._sent = torch.empty(self._n_sent, dtype=first.p.dtype, device=first.p.device)
+        self._kept_buffer = self._new_buffer() if keep else None
+        self.sent_parts: dict[Tensor, Tensor] = {}
         offset = 0
         for param in params:
-            local = param.local_part()
+            local = param.stepped_part()
             flat = self._sent[offset : offset + local.numel()]
-            self.local_parts[param.p] = flat.view(local.shape)
+            self.sent_parts[param.p] = flat.view(local.shape)
             offset += local.numel()
 
-    def read(self) -> None:
-        """Copy this rank's parts from the parameters to the buffer."""
-        local = [param.local_part().reshape(-1) for param in self._params]
+    def read_parts(self) -> None:
+        """Copy this rank's parts from the parameters to the buffer that is sent."""
+        local = [param.stepped_part().reshape(-1) for param in self._params]
         n_elements = sum(map(torch.numel, local))
         if n_elements:
             torch.cat(local, out=self._sent[:n_elements])
 
-    def gather(self) -> Callable[[], None]:
+    def start(self) -> Wait:
         """Start the collective; return the function that waits for it and writes all parameters."""
-        received = self._new_buffer() if self._kept is None else self._kept
-        wait: Callable[[], Any] = self._collectives.launch(
-            all_gather, received, self._sent, group=self._group
-        )
+        received = self._new_buffer() if self._kept_buffer is None else self._kept_buffer
+        wait = self._collectives.launch(all_gather, received, self._sent, group=self._process_group)
 
-        def take() -> None:
+        def finish() -> None:
             wait()
+            # Of all ranks, this one included: with master weights only the buffer has its new part.
             targets = []
             sources = []
             for number, parts in enumerate(self._parts_of_ranks):
-                offset = number * self._longest
+                start = number * self._n_sent
                 for target in map(_Part.view, parts):
-                    end = offset + target.numel()
-                    if end > offset:
+                    stop = start + target.numel()
+                    if stop > start:
                         targets.append(target)
-                        sources.append(received[offset:end].view(target.shape))
-                    offset = end
+                        sources.append(received[start:stop].view(target.shape))
+                    start = stop
             torch._foreach_copy_(targets, sources)
 
-        return take
+        return finish
 
     def _new_buffer(self) -> Tensor:
-        return self._sent.new_empty(self._n_ranks * self._longest)
+        """Return memory for the parts of all ranks, one rank after the other."""
+        return self._sent.new_empty(len(self._parts_of_ranks) * self._n_sent)

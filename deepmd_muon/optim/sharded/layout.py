@@ -189,6 +189,11 @@ class Overlap(NamedTuple):
         """Number of rows or columns."""
         return self.stop - self.start
 
+    @property
+    def local_slice(self) -> slice:
+        """The interval start … stop."""
+        return slice(self.start, self.stop)
+
 
 def overlap(runs: Runs, start: int, stop: int) -> Overlap:
     """Return the overlap of a rank's runs with the rows or columns start … stop of a block."""

@@ -4,10 +4,11 @@ There is no communication. A message is a row of 8-byte words:
 
     header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
 
-A header has whether the piece has a gradient, the rules' state per block and, in the gather, their
-sums. Lines are the rules' state per row or column. Elements are in the wire type, all planes of a
-piece one after the other, padded at the end to whole words. Buffers are float64 tensors, and
-elements are views of them, so that one collective carries everything.
+A header has three kinds of words: whether the piece has a gradient (`PRESENCE`), the rules' state
+per block (from `FIRST_STATE` on) and, in the gather, the rules' sums (at the end). Lines are the
+rules' state per row or column. Elements are in the wire type, all planes of a piece one after the
+other, padded at the end of the message to whole words. Buffers are float64 tensors, and elements
+are views of them, so that one collective carries everything.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from deepmd_muon.optim.sharded.layout import (
     regions_by_rank,
     with_whole_lines,
 )
-from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
+from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Job, Leg, Plan
+
+# Words of a header.
+PRESENCE = 0  # above 0 if the piece has a gradient
+FIRST_STATE = 1
 
 _FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +68,10 @@ class RankJobs:
 
 
 def travelling_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
-    """Return a rank's jobs of every bucket of its domain; it takes part with none, too."""
+    """Return a rank's jobs of every bucket of its domain.
+
+    A bucket without jobs is among them: the rank joins its collectives all the same.
+    """
     jobs_of_bucket: list[list[Job]] = [[] for _ in range(domain.n_buckets)]
     for job in domain.jobs:
         takes_part = rank == job.owner or rank in job.sources or rank in job.destinations
@@ -81,146 +89,47 @@ def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
     room = 0
     for job in domain.jobs:
         if job.bucket is None and job.owner == rank:
-            size = sum(job.sources.values()) * domain.itemsize
-            if size > room or not portions:
+            n_bytes = sum(job.sources.values()) * domain.itemsize
+            # A job that is larger than a bucket is a portion by itself.
+            if n_bytes > room or not portions:
                 portions.append([])
                 room = plan.settings.bucket_bytes
             portions[-1].append(job)
-            room -= size
+            room -= n_bytes
     return [RankJobs(plan, domain, None, tuple(portion), rank) for portion in portions]
 
 
 class Stack(NamedTuple):
     """Matrices of one parameter group and shape that a rank orthogonalizes together."""
 
-    group: int
+    group: int  # number of the parameter group
     shape: tuple[int, int]
-    jobs: list[int]  # positions in `RankJobs.jobs`
+    job_numbers: list[int]  # positions in `RankJobs.jobs`
 
     @property
     def elements(self) -> int:
         """Number of elements of all matrices."""
         rows, columns = self.shape
-        return len(self.jobs) * rows * columns
+        return len(self.job_numbers) * rows * columns
 
 
-def stacks_of(rank_jobs: RankJobs, groups: Mapping[int, int]) -> list[Stack]:
-    """Return the stacks that a rank owns.
+class MatrixPlace(NamedTuple):
+    """The number of a stack, and the index of a matrix in it."""
 
-    `groups` has the number of the parameter group of each parameter, by position in the plan.
-    """
+    stack: int
+    matrix: int
+
+
+def stacks_of(rank_jobs: RankJobs, group_numbers: Mapping[int, int]) -> list[Stack]:
+    """Return the stacks that a rank owns; see `Bucket` for `group_numbers`."""
     stacks: dict[tuple[int, tuple[int, int]], Stack] = {}
     for number, job in enumerate(rank_jobs.jobs):
         if job.owner == rank_jobs.rank:
-            group = groups[job.parameter]
+            group = group_numbers[job.parameter]
             shapes = rank_jobs.plan.parameters[job.parameter].view.block_shapes
             shape = shapes[job.block % len(shapes)]  # the parts of all matrices are alike
-            stacks.setdefault((group, shape), Stack(group, shape, [])).jobs.append(number)
+            stacks.setdefault((group, shape), Stack(group, shape, [])).job_numbers.append(number)
     return list(stacks.values())
-
-
-def index_of(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
-    """Return an index of some of `count` rows; a slice, which needs no gather, if it is all."""
-    if len(positions) == count:
-        return slice(None)
-    return torch.tensor(positions, dtype=torch.int64, device=device)
-
-
-# ----- messages ----------------------------------------------------------------------------------
-
-
-class MessagePiece(NamedTuple):
-    """A piece in a message, and its place in the buffer."""
-
-    job: int  # position in `RankJobs.jobs`
-    piece: Piece
-    line_start: int  # first word of its lines
-    element_start: int  # first element, in elements of the wire type; its planes follow each other
-
-
-class Side:
-    """The sending or the receiving side of one leg: where everything is in this rank's messages.
-
-    With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them.
-
-    Attributes
-    ----------
-    wire_dtype
-        Element type on the wire: full precision unless the settings name a narrower one.
-    planes
-        Number of planes: directions, then the inputs that rules request.
-    pieces
-        The pieces in the order of the messages, which is the same for sender and receiver.
-    splits
-        Words of the message to or from each of `RankJobs.peers`, as `all_to_all_single` takes them.
-        The message of this rank to itself is among them, although it does not leave the rank.
-    words
-        Words of all messages.
-    headers
-        The positions of the words of all headers, int64 (pieces, words of a header): an index into
-        the buffer.
-    buffer
-        The messages, float64 (words,); set by `bind`.
-    """
-
-    buffer: Tensor
-
-    def __init__(self, rank_jobs: RankJobs, leg: Leg, device: torch.device, *, owns: bool) -> None:
-        plan = rank_jobs.plan
-        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-        self.wire_dtype = _NARROW_DTYPES.get(dtype_name, rank_jobs.full_dtype)
-        itemsize = self.wire_dtype.itemsize
-        self.planes = rank_jobs.domain.planes(leg)
-        self.pieces: list[MessagePiece] = []
-        self.splits: list[int] = []
-        header_words = rank_jobs.domain.header_words(leg)
-        header_positions: list[int] = []
-        message_start = 0
-        for peer in rank_jobs.peers:
-            holder, owner = (peer, rank_jobs.rank) if owns else (rank_jobs.rank, peer)
-            jobs = {
-                number: job
-                for number, job in enumerate(rank_jobs.jobs)
-                if job.owner == owner and holder in job.holders(leg)
-            }
-            word = message_start + len(jobs) * header_words
-            header_positions += range(message_start, word)
-            line_values = (job.line_values.get(holder, 0) for job in jobs.values())
-            *line_starts, word = itertools.accumulate(line_values, initial=word)
-            element = word * WORD // itemsize
-            for (number, job), line_start in zip(jobs.items(), line_starts, strict=True):
-                piece = piece_of(plan, job.parameter, job.block, holder, leg)
-                self.pieces.append(MessagePiece(number, piece, line_start, element))
-                element += self.planes * piece.elements
-            message_end = -(-element * itemsize // WORD)  # rounded up
-            self.splits.append(message_end - message_start)
-            message_start = message_end
-        self.words = message_start
-        positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
-        self.headers = positions.view(-1, header_words)
-
-    def bind(self, buffer: Tensor) -> None:
-        """Use the begin of a buffer of at least `words`."""
-        self.buffer = buffer[: self.words]
-
-    def read_headers(self) -> Tensor:
-        """Return a copy of the headers, (pieces, words of a header)."""
-        return self.buffer[self.headers]
-
-    def write_headers(self, headers: Tensor) -> None:
-        """Write the headers of all pieces."""
-        self.buffer[self.headers] = headers
-
-    def element_views(self, plane: int = 0) -> list[Tensor]:
-        """Return every piece's elements of one plane as a view of the buffer, (rows, columns)."""
-        flat = self.buffer.view(self.wire_dtype)
-        views = []
-        for message_piece in self.pieces:
-            piece = message_piece.piece
-            start = message_piece.element_start + plane * piece.elements
-            view = flat[start : start + piece.elements]
-            views.append(view.view(piece.rows.size, piece.columns.size) if piece.elements else view)
-        return views
 
 
 # ----- pieces ------------------------------------------------------------------------------------
@@ -232,21 +141,20 @@ class Piece(NamedTuple):
     parameter: int  # position in the plan
     block: int  # number in the parameter: matrix · (parts of each matrix) + part
     rank: int  # that holds the piece
-    batch: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
+    batch_index: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
     rows: Overlap  # in the local view, and in the block
     columns: Overlap
 
     @property
     def elements(self) -> int:
         """Number of elements."""
-        return self.rows.size * self.columns.size if self.batch >= 0 else 0
+        return self.rows.size * self.columns.size if self.batch_index >= 0 else 0
 
     @property
     def local_index(self) -> tuple[int, slice, slice]:
-        """Index of the piece in the rank's local view, (batch, rows, columns)."""
-        rows = slice(self.rows.start, self.rows.stop)
-        columns = slice(self.columns.start, self.columns.stop)
-        return self.batch, rows, columns
+        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
+        assert self.batch_index >= 0  # −1 would select the last matrix
+        return self.batch_index, self.rows.local_slice, self.columns.local_slice
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
@@ -266,7 +174,7 @@ def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> 
         parameter=parameter,
         block=block,
         rank=rank,
-        batch=in_batch.start if in_batch.size else -1,
+        batch_index=in_batch.start if in_batch.size else -1,
         rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
         columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
     )
@@ -289,7 +197,7 @@ def rectangles(piece: Piece) -> Iterator[Rectangle]:
 
 
 def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
-    """Yield each run as a slice of all runs together, and of the block that they are part of."""
+    """Yield each run as a slice of the concatenated runs, and as a slice of the block."""
     position = 0
     for start, stop in runs:
         end = position + stop - start
@@ -305,56 +213,177 @@ def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, i
     return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
 
 
-def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
+def part_slices_of(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
     """Return, for each part of a matrix, its rows and columns in the local momentum."""
     p = plan.parameters[parameter]
     slices = []
     # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
     for block in range(len(p.view.block_shapes)):
-        _, rows, columns = piece_of(plan, parameter, block, rank, "gather").local_index
-        slices.append((rows, columns))
+        piece = piece_of(plan, parameter, block, rank, "gather")
+        slices.append((piece.rows.local_slice, piece.columns.local_slice))
     return slices
+
+
+# ----- messages ----------------------------------------------------------------------------------
+
+
+class MessagePiece(NamedTuple):
+    """A piece in a message, and its place in the buffer."""
+
+    job_number: int  # position in `RankJobs.jobs`
+    piece: Piece
+    line_start: int  # first word of its lines
+    element_start: int  # its first element, counted in elements of the wire type
+
+
+class Side:
+    """The sending or the receiving side of one leg: where everything is in this rank's messages.
+
+    With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them. The
+    four sides of an `Exchange` are
+
+                  gather                 return
+        holder    packing (sends)        applying (receives)
+        owner     arriving (receives)    leaving (sends)
+
+    Attributes
+    ----------
+    wire_dtype
+        Element type on the wire: full precision unless the settings name a narrower one.
+    n_planes
+        Number of planes: directions, then the inputs that rules request; in the return one.
+    pieces
+        The pieces in the order of the messages, which is the same for sender and receiver.
+    splits
+        Words of the message to or from each of `RankJobs.peers`, as `all_to_all_single` takes them.
+        The message of this rank to itself is among them, although it does not leave the rank.
+    words
+        Words of all messages.
+    header_index
+        Index of the words of all headers in the buffer, int64 (pieces, words of a header).
+    buffer
+        The messages, float64 (words,); set by `use_buffer`.
+    """
+
+    buffer: Tensor
+
+    def __init__(self, rank_jobs: RankJobs, leg: Leg, device: torch.device, *, owns: bool) -> None:
+        plan = rank_jobs.plan
+        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.wire_dtype = _NARROW_DTYPES.get(dtype_name, rank_jobs.full_dtype)
+        itemsize = self.wire_dtype.itemsize
+        self.n_planes = rank_jobs.domain.n_planes(leg)
+        self.pieces: list[MessagePiece] = []
+        self.splits: list[int] = []
+        header_words = rank_jobs.domain.header_words(leg)
+        header_positions: list[int] = []
+        message_start = 0
+        for peer in rank_jobs.peers:
+            holder, owner = (peer, rank_jobs.rank) if owns else (rank_jobs.rank, peer)
+            jobs = {
+                number: job
+                for number, job in enumerate(rank_jobs.jobs)
+                if job.owner == owner and holder in job.holders(leg)
+            }
+            headers_end = message_start + len(jobs) * header_words
+            header_positions += range(message_start, headers_end)
+            line_values = (job.line_values.get(holder, 0) for job in jobs.values())
+            *line_starts, lines_end = itertools.accumulate(line_values, initial=headers_end)
+            # The sizes must equal those of `Domain.bytes_of_messages`.
+            element_start = lines_end * WORD_BYTES // itemsize
+            for (number, job), line_start in zip(jobs.items(), line_starts, strict=True):
+                piece = piece_of(plan, job.parameter, job.block, holder, leg)
+                self.pieces.append(MessagePiece(number, piece, line_start, element_start))
+                element_start += self.n_planes * piece.elements
+            message_end = -(-element_start * itemsize // WORD_BYTES)  # rounded up
+            self.splits.append(message_end - message_start)
+            message_start = message_end
+        self.words = message_start
+        positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
+        self.header_index = positions.view(-1, header_words)
+
+    def use_buffer(self, buffer: Tensor) -> None:
+        """Use the first `words` of a buffer."""
+        self.buffer = buffer[: self.words]
+
+    def read_headers(self) -> Tensor:
+        """Return a copy of the headers, (pieces, words of a header)."""
+        return self.buffer[self.header_index]
+
+    def write_headers(self, headers: Tensor) -> None:
+        """Write the headers of all pieces."""
+        self.buffer[self.header_index] = headers
+
+    def element_views(self, plane: int = 0) -> list[Tensor]:
+        """Return every piece's elements of one plane as a view of the buffer.
+
+        Views are (rows, columns), or (0,) without elements.
+        """
+        flat = self.buffer.view(self.wire_dtype)
+        views = []
+        for message_piece in self.pieces:
+            piece = message_piece.piece
+            start = message_piece.element_start + plane * piece.elements
+            view = flat[start : start + piece.elements]
+            views.append(view.view(piece.rows.size, piece.columns.size) if piece.elements else view)
+        return views
+
+
+def rows_index(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
+    """Return the index of some of `count` rows; for all rows a slice, which makes a view."""
+    if len(positions) == count:
+        return slice(None)
+    return torch.tensor(positions, dtype=torch.int64, device=device)
+
+
+# ----- lines -------------------------------------------------------------------------------------
 
 
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
+    Take the third block of a fused weight of 64 rows and 64 + 64 + 32 columns, on a rank with the
+    first 32 rows. If rows have vectors along the columns, each row crosses three blocks: `shape` is
+    (1, 32, 3, 64), `overlap` 0 … 32, `part_number` 2, `values_per_line` 32. If columns have
+    numbers, each column crosses one block: (1, 160, 1, 1), 128 … 160, 0 and 1.
+
     Attributes
     ----------
     shape
-        (batch, lines, blocks per line, values) of the rank's local state tensor.
-    batch, inside, part_number
-        Indices of the block's lines in this tensor; `inside` also has their indices in the block.
-        `batch` is -1 if the rank has none of the matrix.
-    values
-        Numbers of each line; shorter than the last dimension if other blocks have longer vectors.
+        Of the rank's local state tensor: (batch, lines, blocks that a line crosses, values).
+    batch_index, overlap, part_number
+        The block's lines in this tensor, as indices of its first three dimensions. `overlap` also
+        has their indices in the block. `batch_index` is -1 if the rank has none of the matrix.
+    values_per_line
+        Fewer than the last dimension if other blocks of the matrix have longer vectors.
     """
 
     shape: tuple[int, int, int, int]
-    batch: int
-    inside: Overlap
+    batch_index: int
+    overlap: Overlap
     part_number: int
-    values: int
+    values_per_line: int
 
     @property
-    def length(self) -> int:
+    def n_values(self) -> int:
         """Number of values of all lines."""
-        return self.inside.size * self.values if self.batch >= 0 else 0
+        return self.overlap.size * self.values_per_line if self.batch_index >= 0 else 0
 
 
 def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
     """Return the rows or columns of a piece's block that its rank keeps the values of."""
-    of = cast("Axis", tensor.extent)
-    matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), of)
+    axis = cast("Axis", tensor.extent)
+    matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), axis)
     line_piece = _piece_in(matrices, piece.parameter, piece.block, piece.rank)
     batch, rows, columns = regions_by_rank(matrices)[piece.rank].shape
-    blocks_per_line = matrices.view.repeats(of)
+    blocks_per_line = matrices.view.repeats(axis)
     lengths = tensor.lengths(matrices.view)
     part_number = piece.block % len(lengths)
     return Lines(
-        shape=(batch, rows if of == "rows" else columns, blocks_per_line, max(lengths)),
-        batch=line_piece.batch,
-        inside=line_piece.rows if of == "rows" else line_piece.columns,
+        shape=(batch, rows if axis == "rows" else columns, blocks_per_line, max(lengths)),
+        batch_index=line_piece.batch_index,
+        overlap=line_piece.rows if axis == "rows" else line_piece.columns,
+        # Lines of one block each: `overlap` alone selects the block.
         part_number=part_number if blocks_per_line > 1 else 0,
-        values=lengths[part_number],
+        values_per_line=lengths[part_number],
     )

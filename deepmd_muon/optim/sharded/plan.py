@@ -3,21 +3,21 @@
 A plan consists of plain values, and every rank makes its own, without communication. The glossary
 of this package has the words. `make_plan` takes these steps:
 
-1. Parameters on the same ranks with elements of the same size form a domain. Domains are planned
-   one after the other, those of more ranks first.
+1. Parameters on the same ranks form a domain, those with float64 updates (8 bytes) apart from the
+   others (4 bytes). Domains are planned one after the other, those of more ranks first.
 2. The blocks of a domain get owners, longest processing time first (R. L. Graham, SIAM J. Appl.
    Math. 17, 416, 1969): in decreasing order of work, each goes to the rank with the least work so
    far; in a tie, to the one with fewer bytes, then to the lower rank. A block that one rank holds
    whole stays there.
 3. Jobs with all pieces on their owner stay. The others travel in buckets; each bucket takes one
    all-to-all to the owners and one back.
-4. If there are replicas, steps 2 and 3 are taken twice, for replicas that share the work and for
-   replicas that repeat it, and the faster way is kept. Replicas that repeat the work but have a
-   part of the momenta each gather the momenta before the step; then all jobs stay.
+4. Replicas share the work or repeat it. With `replication` 'auto', steps 2 and 3 are taken for
+   both, and the faster way is kept. Replicas that repeat the work but have a part of the momenta
+   each gather the momenta before the step; then all jobs stay.
 
-Each rank plans the parameters that it has. Of four ranks, two may share a further domain, so the
-choices for a domain depend on this domain and on those of more ranks around it: only these are
-known to all of its ranks.
+The choices for a domain depend on this domain and on those of more ranks around it: only these are
+known to all of its ranks, because each rank plans the parameters that it has. Two of four ranks,
+for example, may share a domain that the others do not know.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
+# Ranks with different versions refuse to step together. Raise it when the same parameters get other
+# jobs, buckets or messages.
 VERSION = 4
-WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
-NARROW = 2  # bytes of an element in a 16-bit type
+WORD_BYTES = 8  # a float64, the unit of buffers and messages
+_NARROW_BYTES = 2  # an element in a 16-bit type
 
 # Rates from which `replication` 'auto' predicts times.
 FLOPS_PER_SECOND = 1e14  # of one rank's orthogonalizations
@@ -109,7 +111,6 @@ class PlannedParameter:
     ) -> PlannedParameter:
         """Return a parameter of the Muon route with the settings of its group."""
         assert entry.view is not None
-        is_narrow = dtype.itemsize == NARROW
         return cls(
             entry.name,
             entry.shape,
@@ -117,21 +118,28 @@ class PlannedParameter:
             layout,
             itemsize=moment_dtype(dtype).itemsize,
             rules=matrix_rules(settings),
+            # They only weigh work, so the first part of a fused weight speaks for all.
             steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
             state_layout=state_layout,
-            masters=state_layout is not None and settings.master_weights and is_narrow,
+            masters=(
+                settings.master_weights
+                and state_layout is not None
+                and dtype.itemsize == _NARROW_BYTES
+            ),
         )
 
     def matrices(self, leg: Leg | None = None) -> MatrixLayout:
-        """Return the layout of a leg's pieces; without a leg that of the elements.
+        """Return the layout of the matrices whose pieces a leg moves.
 
-        Momenta are gathered, and updates return to elements or master weights.
+        leg         tensor                                      layout
+        "gather"    momentum                                    of the state
+        "return"    master weights if any, else the elements    of the state; of the elements
+        None        elements                                    of the elements
         """
-        layout = self.layout
-        if self.state_layout is not None and (leg == "gather" or (leg and self.masters)):
-            layout = self.state_layout
-        return MatrixLayout(self.shape, self.view, layout)
+        in_state = leg == "gather" or (leg == "return" and self.masters)
+        layout = self.state_layout if in_state else None
+        return MatrixLayout(self.shape, self.view, layout or self.layout)
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
@@ -164,8 +172,8 @@ class Job(NamedTuple):
     bucket
         Number of the bucket that the job travels in; None for a job that stays.
     line_values
-        By the rank that keeps them: how many values rules have for the lines of the block, all
-        lines together. A message carries the values of its holder.
+        By rank: the number of the rules' values that it keeps for lines of the block, all lines
+        together. The message of a holder carries its values.
     """
 
     parameter: int
@@ -189,7 +197,7 @@ class MessageKey(NamedTuple):
     receiver: int
 
 
-class Carried(NamedTuple):
+class RuleValues(NamedTuple):
     """The values that messages carry for some rules, besides directions and updates.
 
     Attributes
@@ -211,12 +219,14 @@ class Carried(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def carried(rules: tuple[MatrixRule, ...]) -> Carried:
+def rule_values(rules: tuple[MatrixRule, ...]) -> RuleValues:
     """Return the values that messages carry for these rules."""
     tensors = tensors_of(rules).items()
-    return Carried(
+    return RuleValues(
         block_keys=tuple(key for key, tensor in tensors if tensor.extent == "blocks"),
-        line_tensors=tuple((key, x) for key, x in tensors if x.extent in ("rows", "columns")),
+        line_tensors=tuple(
+            (key, tensor) for key, tensor in tensors if tensor.extent in ("rows", "columns")
+        ),
         inputs=inputs_of(rules),
         sums=sum(rule.sums for rule in rules),
     )
@@ -224,7 +234,7 @@ def carried(rules: tuple[MatrixRule, ...]) -> Carried:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Parameters that live on the same ranks with elements of the same size, and their jobs.
+    """Parameters on the same ranks with updates of the same element size, and their jobs.
 
     Attributes
     ----------
@@ -233,7 +243,7 @@ class Domain:
     parameters
         Positions in the plan's parameters.
     itemsize
-        Bytes of an element in full precision.
+        Bytes of an element of an update in full precision, 4 or 8.
     rules
         The rules of all its parameters; headers have room for the values per block of all of them.
     spread
@@ -243,10 +253,9 @@ class Domain:
     n_buckets
         Number of buckets; the domain's buckets are numbered from 0.
     work
-        Floating-point operations of each rank.
+        Floating-point operations, by rank.
     gathered_bytes
-        Bytes of the part of the momenta that one rank sends, if replicas gather momenta before the
-        step (see `RepeatedMuon`); else 0.
+        Bytes of the part of the momenta that one rank sends if it `gathers_momenta`; else 0.
     """
 
     ranks: RankSet
@@ -259,11 +268,15 @@ class Domain:
     work: Mapping[int, int]
     gathered_bytes: int = 0
 
+    @property
+    def gathers_momenta(self) -> bool:
+        """Whether replicas gather momenta before the step (`RepeatedMuon`); no job travels then."""
+        return self.gathered_bytes > 0
+
     def seconds(self, settings: ShardedSettings) -> float:
         """Predict the time of one step, without overlap [s]."""
         n_collectives = sum(len(numbers) for numbers in self.crossing_buckets().values())
-        if self.gathered_bytes:
-            n_collectives += 1
+        n_collectives += self.gathers_momenta
         return (
             max(self.work.values()) / FLOPS_PER_SECOND
             + max(self.bytes_sent(settings).values()) / BYTES_PER_SECOND
@@ -290,7 +303,7 @@ class Domain:
         """Return, by rank, the bytes that leave it in one step.
 
         They are those of exchanges and of momenta gathered before the step. All-gathers of 16-bit
-        elements after it, with master weights, come on top (`Pipeline.master_gathers`).
+        elements after it, with master weights, come on top (`Pipeline.part_gathers`).
         """
         sent = dict.fromkeys(self.ranks, self.gathered_bytes * (len(self.ranks) - 1))
         for leg in LEGS:
@@ -299,42 +312,44 @@ class Domain:
         return sent
 
     def bytes_of_messages(self, leg: Leg, settings: ShardedSettings) -> dict[MessageKey, int]:
-        """Return the bytes of every message of one leg; those of a rank to itself are left out.
+        """Return the bytes of every message of one leg, except from a rank to itself.
 
-        `messages.Side` lays the messages of one rank out.
+        `messages.Side` lays the messages of one rank out; the sizes must be equal.
         """
-        words: Counter[MessageKey] = Counter()  # of headers and lines
-        elements: Counter[MessageKey] = Counter()
+        n_words: Counter[MessageKey] = Counter()  # of headers and lines
+        n_elements: Counter[MessageKey] = Counter()
         for job in self.jobs:
             if job.bucket is None:
                 continue
-            for holder, n_elements in job.holders(leg).items():
+            for holder, elements in job.holders(leg).items():
                 if holder == job.owner:
                     continue
                 sender = holder if leg == "gather" else job.owner
                 receiver = job.owner if leg == "gather" else holder
                 key = MessageKey(job.bucket, sender, receiver)
-                words[key] += self.header_words(leg) + job.line_values.get(holder, 0)
-                elements[key] += n_elements
+                n_words[key] += self.header_words(leg) + job.line_values.get(holder, 0)
+                n_elements[key] += elements
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        size = self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
-        # Elements are padded to whole words.
-        return {
-            key: WORD * (n_words + -(-elements[key] * size // WORD))
-            for key, n_words in words.items()
-        }
+        itemsize = self.itemsize if dtype == "full" else _NARROW_BYTES
+        bytes_per_element = self.n_planes(leg) * itemsize
+        for key, elements in n_elements.items():
+            n_words[key] += -(-elements * bytes_per_element // WORD_BYTES)  # rounded up
+        return {key: WORD_BYTES * count for key, count in n_words.items()}
 
     def header_words(self, leg: Leg) -> int:
-        """Return the words of a piece's header: presence, state per block, sums (gather only)."""
-        values = carried(self.rules)
+        """Return the words of a piece's header: presence, state per block, sums (gather only).
+
+        The module `messages` has their order.
+        """
+        values = rule_values(self.rules)
         return 1 + len(values.block_keys) + (values.sums if leg == "gather" else 0)
 
-    def planes(self, leg: Leg) -> int:
-        """Return the number of values per element.
+    def n_planes(self, leg: Leg) -> int:
+        """Return the number of values of each element.
 
-        They are the direction and the inputs that rules request, or the update.
+        The gather has its direction and the inputs that rules request, the return its update.
         """
-        return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
+        return 1 + len(rule_values(self.rules).inputs) if leg == "gather" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,17 +424,17 @@ def make_plan(
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize].append(i)
     domains: list[Domain] = []
-    # More ranks first: all ranks of a domain then know the work that they have from those before.
-    # Domains on the same ranks keep the order of their first parameters.
+    # Domains of more ranks first: all ranks of a domain then know the work of each in the earlier
+    # ones. Domains on the same ranks keep the order of their first parameters.
     for ranks, itemsize in sorted(members, key=lambda member: -len(member[0])):
         domain_parameters = {i: parameters[i] for i in members[ranks, itemsize]}
-        outer = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
+        earlier_work = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
         choices = [
             _plan_domain(
                 domain_parameters,
                 ranks=ranks,
                 itemsize=itemsize,
-                loads={rank: sum(work[rank] for work in outer) for rank in ranks},
+                loads={rank: sum(work[rank] for work in earlier_work) for rank in ranks},
                 settings=settings,
                 spread=spread,
             )
@@ -494,28 +509,31 @@ def _spread_choices(
 ) -> list[bool]:
     """Return the values of `Domain.spread` to choose from for the parameters of one domain."""
     replicated_parameters = [p for p in parameters if len(p.layout.replicas()) > 1]
-    if any(p.state_layout for p in replicated_parameters):
-        # To repeat the work, each replica needs whole momenta.
-        all_replicated = len(replicated_parameters) == len(parameters)
-        if not (all_replicated and _fit_one_gather(parameters, settings)):
-            return [True]
+    # To repeat the work, replicas need whole momenta.
+    in_parts = any(p.state_layout for p in replicated_parameters)
+    if in_parts and not _can_gather_momenta(parameters, settings):
+        return [True]
     if settings.replication == "auto":
         # Predicted times decide; a tie goes to the first. Without replicas both are alike.
         return [True, False] if replicated_parameters else [True]
     return [settings.replication == "spread"]
 
 
-def _fit_one_gather(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
-    """Return whether replicas may gather these momenta.
+def _can_gather_momenta(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
+    """Return whether replicas may gather the momenta of a domain before the step.
 
-    They must fit a bucket, and no other state may be in parts.
+    All momenta must be in parts, and no other state may be. They must fit a bucket. `gather_dtype`
+    must be 'full', because the gathered momenta themselves advance: rounding would accumulate.
     """
-    size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
-    only_momenta = all(
-        p.state_layout is not None and not p.masters and not carried(p.rules).line_tensors
+    n_bytes = sum(math.prod(p.shape) * p.itemsize for p in parameters)
+    fits = settings.gather_dtype == "full" and n_bytes <= settings.bucket_bytes
+    return fits and all(
+        len(p.layout.replicas()) > 1
+        and p.state_layout is not None
+        and not p.masters
+        and not rule_values(p.rules).line_tensors
         for p in parameters
     )
-    return settings.gather_dtype == "full" and size <= settings.bucket_bytes and only_momenta
 
 
 def _plan_domain(
@@ -535,29 +553,29 @@ def _plan_domain(
     blocks: list[_PlannedBlock] = []
     gathered_bytes = 0
     for i, p in parameters.items():
+        planned = p
         if p.state_layout is not None and not spread and len(ranks) > 1:
-            # Gathered before the step: replicas then repeat the work as if momenta were whole.
-            # Each rank sends as much as the first one, which has the largest part.
-            place = p.state_layout.places()[p.state_layout.ranks[0]]
-            gathered_bytes += itemsize * math.prod(
-                held_interval(size, dim, p.state_layout, place).length
-                for dim, size in enumerate(p.shape)
-            )
-            p = dataclasses.replace(p, state_layout=None)
-        blocks += _blocks_of(p, i, itemsize)
+            # Gathered before the step: replicas then repeat the work as if momenta were whole. A
+            # single rank has nothing to gather. `Plan.parameters` keep their layout; nothing reads
+            # it, as the pipeline leaves domains that gather momenta out.
+            gathered_bytes += itemsize * _elements_of_first_rank(p.shape, p.state_layout)
+            planned = dataclasses.replace(p, state_layout=None)
+        blocks += _blocks_of(planned, i, itemsize)
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
 
     balance = Balance(loads)
     filling: dict[int, _Filling] = {}
     jobs: list[Job] = []
     for block in blocks:
-        assignments = block.holders.assign(balance, block.work, block.size, spread=spread)
+        assignments = block.holders.assign(
+            balance, work=block.work, size=block.n_bytes, spread=spread
+        )
         for owner, sources, destinations in assignments:
             bucket = None
             if any(rank != owner for rank in (*sources, *destinations)):
                 # The owner gathers the block once, and returns a copy to each replica it serves.
-                returned = sum(destinations.values()) * itemsize
-                n_bytes = max(block.size, returned)
+                returned_bytes = sum(destinations.values()) * itemsize
+                n_bytes = max(block.n_bytes, returned_bytes)
                 bucket = _bucket_with_room(filling, owner, n_bytes, settings.bucket_bytes)
             jobs.append(
                 Job(
@@ -583,28 +601,37 @@ def _plan_domain(
     )
 
 
-class _PlannedBlock(NamedTuple):
-    """A block of a parameter: its work [FLOPs], its size [bytes], and the ranks that hold it."""
+def _elements_of_first_rank(shape: Shape, layout: Layout) -> int:
+    """Return the elements of the first rank's part, which is the largest."""
+    place = layout.places()[layout.ranks[0]]
+    return math.prod(
+        held_interval(size, dim, layout, place).length for dim, size in enumerate(shape)
+    )
 
-    parameter: int
-    name: str
-    number: int
-    work: int
-    size: int
+
+class _PlannedBlock(NamedTuple):
+    """A block of a parameter, and the ranks that hold it."""
+
+    parameter: int  # position in the plan
+    name: str  # of the parameter
+    number: int  # in the parameter
+    work: int  # [FLOPs]
+    n_bytes: int  # in full precision
     holders: BlockHolders
 
 
 def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_PlannedBlock]:
-    """Return the blocks of a parameter, the parts of its first matrix first."""
-    values = carried(p.rules)
+    """Return the blocks of a parameter, in the order of their numbers: matrix by matrix."""
+    values = rule_values(p.rules)
     shapes = p.view.block_shapes
+    # By part of a matrix: the parts of all matrices are alike.
     work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
-    size = [rows * columns * itemsize for rows, columns in shapes]
+    n_bytes = [rows * columns * itemsize for rows, columns in shapes]
     holders_of_all = holders_of_blocks(
         p.matrices(),
         state=p.matrices("gather"),
         updates=p.matrices("return"),
-        scored=bool(values.block_keys),
+        scored=bool(values.block_keys),  # a score: a number per block
         line_tensors=tuple(tensor for _, tensor in values.line_tensors),
     )
     return [
@@ -613,7 +640,7 @@ def _blocks_of(p: PlannedParameter, position: int, itemsize: int) -> list[_Plann
             name=p.name,
             number=number,
             work=work[number % len(shapes)],
-            size=size[number % len(shapes)],
+            n_bytes=n_bytes[number % len(shapes)],
             holders=holders,
         )
         for number, holders in enumerate(holders_of_all)
@@ -627,32 +654,33 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     if m == 1:
         return 4 * n
     if gram and n >= 2 * m:
-        # Products with R (m × m) in each step; R = X Xᵀ and X ← Q X three times each.
+        # Four products of m × m matrices in each step; R = X Xᵀ and X ← Q X three times each.
         return steps * 8 * m**3 + 12 * m * m * n
+    # In each step X Xᵀ, its square, and the polynomial times X.
     return steps * (4 * m * m * n + 2 * m**3)
 
 
 class _Filling(NamedTuple):
-    """The bucket that an owner is filling, and the bytes of its jobs in it."""
+    """The number of the bucket that an owner is filling, and the bytes of its jobs in it."""
 
     bucket: int
-    used: int
+    used_bytes: int
 
 
 def _bucket_with_room(
     filling: dict[int, _Filling], owner: int, n_bytes: int, bucket_bytes: int
 ) -> int:
-    """Return the number of the bucket that takes a job, and count its bytes in `filling`, by owner.
+    """Choose the bucket of a job, and add the job's bytes to `filling`, by owner.
 
     Each owner fills its part of one bucket after the other, so the bound is on what one owner
     handles: whole blocks in full precision. A rank that holds most of the elements may send more,
     and headers and the inputs of rules come on top.
     """
-    bucket, used = filling.get(owner, _Filling(bucket=0, used=0))
-    if used and used + n_bytes > bucket_bytes:
+    bucket, used_bytes = filling.get(owner, _Filling(bucket=0, used_bytes=0))
+    if used_bytes and used_bytes + n_bytes > bucket_bytes:
         bucket += 1
-        used = 0
-    filling[owner] = _Filling(bucket, used + n_bytes)
+        used_bytes = 0
+    filling[owner] = _Filling(bucket, used_bytes + n_bytes)
     return bucket
 
 
@@ -683,7 +711,7 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     replicas = ""
     if any(len(p.layout.replicas()) > 1 for p in parameters):
         replicas = f", replicas {'share' if domain.spread else 'repeat'} the work"
-    momenta = ", 1 for the momenta" if domain.gathered_bytes else ""
+    momenta = ", 1 for the momenta" if domain.gathers_momenta else ""
     bytes_sent = domain.bytes_sent(plan.settings)
     return (
         f"{len(domain.ranks)} ranks; {len(parameters)} parameters, {n_blocks} matrices on "

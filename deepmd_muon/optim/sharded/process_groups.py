@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -120,46 +120,53 @@ def release_exchanges_at_exit() -> None:
     atexit.register(time.sleep, 0.05)
 
 
-def largest_groups(sets_of_ranks: Iterable[RankSet], device: torch.device) -> list[RankGroup]:
-    """Return the sets of ranks that are not subsets of others, largest first.
+def largest_set(sets_of_ranks: Sequence[RankSet]) -> RankSet:
+    """Return the set that contains all others; every set contains this rank.
 
-    Sets ascend, and all ranks of a set must call this together. Sets of one rank are omitted.
+    Raises ShardingError if there is none: of ranks {0, 1} and {1, 2}, rank 0 would miss the flags
+    of rank 2.
     """
-    largest: list[RankSet] = []
-    for ranks in sorted(set(sets_of_ranks), key=lambda ranks: (-len(ranks), ranks)):
-        if not any(set(ranks) <= set(larger) for larger in largest):
-            largest.append(ranks)
-    rank_groups = []
-    for ranks in largest:
-        process_group = group_of(ranks, device)
-        if process_group is not None:
-            rank_groups.append(RankGroup(ranks, process_group, device))
-    return rank_groups
+    largest = max(sets_of_ranks, key=len)
+    for ranks in sets_of_ranks:
+        if not set(ranks) <= set(largest):
+            raise ShardingError(
+                f"parameters of this rank are on ranks {ranks} and on ranks {largest}: one of its "
+                "sets of ranks must contain all others; give the parameters a mesh of all these "
+                "ranks"
+            )
+    return largest
 
 
-def gather_if_different(value: T, among: RankGroup) -> list[T] | None:
+def largest_group(sets_of_ranks: Sequence[RankSet], device: torch.device) -> RankGroup | None:
+    """Return the group of `largest_set`, all ranks of which must call this; None for one rank."""
+    ranks = largest_set(sets_of_ranks)
+    process_group = group_of(ranks, device)
+    return None if process_group is None else RankGroup(ranks, process_group, device)
+
+
+def gather_if_different(value: T, rank_group: RankGroup) -> list[T] | None:
     """Return every rank's value, in the order of ranks; None if all have the same `repr`."""
     local_digest = hashlib.sha256(repr(value).encode()).digest()
-    local = torch.frombuffer(bytearray(local_digest), dtype=torch.uint8).to(among.device)
-    digests = [torch.empty_like(local) for _ in among.ranks]
-    dist.all_gather(digests, local, group=among.process_group)
+    local = torch.frombuffer(bytearray(local_digest), dtype=torch.uint8).to(rank_group.device)
+    digests = [torch.empty_like(local) for _ in rank_group.ranks]
+    dist.all_gather(digests, local, group=rank_group.process_group)
     if all(torch.equal(digests[0], digest) for digest in digests):
         return None
-    values: list[Any] = [None for _ in among.ranks]
-    dist.all_gather_object(values, value, group=among.process_group)
+    values: list[Any] = [None for _ in rank_group.ranks]
+    dist.all_gather_object(values, value, group=rank_group.process_group)
     return values
 
 
 def check_statements(
-    statements: Sequence[Statement], among: RankGroup, error: ShardingError | None = None
+    statements: Sequence[Statement], rank_group: RankGroup, error: ShardingError | None = None
 ) -> dict[Statement, int]:
     """Check that ranks make the same statements in the same order, and share their errors.
 
     Parameters
     ----------
     statements
-        All statements of this rank that concern only ranks of `among`.
-    among
+        All statements of this rank that concern only ranks of `rank_group`.
+    rank_group
         The ranks that compare them.
     error
         This rank's error, which the caller raises if all ranks have the same one.
@@ -167,7 +174,7 @@ def check_statements(
     Returns
     -------
     dict
-        A number for each statement of a rank of `among`, the same on all of them.
+        A number for each statement of a rank of `rank_group`, the same on all of them.
 
     Raises
     ------
@@ -177,12 +184,12 @@ def check_statements(
         On every rank, naming the first difference.
     """
     error_text = None if error is None else (type(error).__name__, str(error))
-    reports = gather_if_different(_Report(error_text, list(statements)), among)
+    reports = gather_if_different(_Report(error_text, list(statements)), rank_group)
     if reports is None:
         return {statement: number for number, statement in enumerate(statements)}
     if error is not None:
         raise error
-    by_rank = dict(zip(among.ranks, reports, strict=True))
+    by_rank = dict(zip(rank_group.ranks, reports, strict=True))
     for rank, report in by_rank.items():
         if report.error is not None:
             class_name, message = report.error

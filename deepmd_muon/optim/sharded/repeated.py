@@ -60,10 +60,10 @@ class RepeatedMuon:
                 wave_shardings = [shardings[p] for p in wave.params]
                 self._momenta.append(WholeMomenta(wave, wave_shardings, self._collectives))
 
-    def choose(self) -> None:
+    def choose_with_gradient(self) -> None:
         """Choose the parameters that have a gradient; without communication."""
         for momenta in self._momenta:
-            momenta.choose()
+            momenta.choose_with_gradient()
 
     def transfer_batches(self) -> list[TransferBatch]:
         """Return the batches of offloaded momenta, in the order in which `step` takes them."""
@@ -147,7 +147,7 @@ class WholeMomenta:
         self._in_graph = False  # whether that gather was started in a capture
         self._with_gradient: Wave | None = None
 
-    def choose(self) -> None:
+    def choose_with_gradient(self) -> None:
         """Choose the parameters that have a gradient."""
         wave = self.wave
         with_gradient = [i for i, p in enumerate(wave.params) if p.grad is not None]

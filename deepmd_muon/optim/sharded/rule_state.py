@@ -17,16 +17,18 @@ from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.rules.registry import tensors_of
 from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
 from deepmd_muon.optim.sharded.messages import (
+    FIRST_STATE,
     Lines,
+    MatrixPlace,
     MessagePiece,
     RankJobs,
     Side,
     Stack,
-    index_of,
     lines_of,
+    rows_index,
     run_slices,
 )
-from deepmd_muon.optim.sharded.plan import carried
+from deepmd_muon.optim.sharded.plan import rule_values
 from deepmd_muon.optim.sharded.transport import Exchange
 
 LocalState = Mapping[int, Mapping[str, Tensor]]
@@ -75,14 +77,13 @@ class CopyList:
 class RuleState:
     """State of rules in one bucket on this rank, after the exchange has its buffers.
 
-    `stacks` are the matrices that this rank owns; `place_of_job` has the number of each job's stack
-    and the index of its matrix in the stack.
+    `stacks` are the matrices that this rank owns, and `place_of_job` the matrix of each job.
 
     Attributes
     ----------
     keys
-        Keys of the state tensors with one number per block; their columns in the headers start
-        at 1.
+        Keys of the state tensors with one number per block, in the order of their columns in the
+        headers.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RuleState:
         rank_jobs: RankJobs,
         exchange: Exchange,
         stacks: Sequence[Stack],
-        place_of_job: Mapping[int, tuple[int, int]],
+        place_of_job: Mapping[int, MatrixPlace],
         device: torch.device,
     ) -> None:
         self._rank_jobs = rank_jobs
@@ -98,19 +99,19 @@ class RuleState:
         self._device = device
         rules = rank_jobs.domain.rules
         self._tensors = tensors_of(rules)
-        self.keys = carried(rules).block_keys
+        self.keys = rule_values(rules).block_keys
         self._place_of_job = place_of_job
-        self._stack_sizes = [len(stack.jobs) for stack in stacks]
+        self._stack_sizes = [len(stack.job_numbers) for stack in stacks]
         # The lines of owned matrices, (matrices, lines, values), from their arrival until they
         # have left.
         self._owned: list[dict[str, Tensor]] = []
         for stack in stacks:
             rows, columns = stack.shape
             lines = {}
-            parameter = rank_jobs.jobs[stack.jobs[0]].parameter
+            parameter = rank_jobs.jobs[stack.job_numbers[0]].parameter
             for key, tensor in self._line_tensors(parameter):
                 n_lines = rows if tensor.extent == "rows" else columns
-                size = (len(stack.jobs), n_lines, tensor.length(rows, columns))
+                size = (len(stack.job_numbers), n_lines, tensor.length(rows, columns))
                 lines[key] = torch.zeros(size, dtype=torch.float64, device=device)
             self._owned.append(lines)
         self._arriving_lines = self._owned_lines(exchange.arriving)
@@ -118,7 +119,7 @@ class RuleState:
 
     def _line_tensors(self, parameter: int) -> tuple[tuple[str, StateTensor], ...]:
         """Return key and description of a parameter's state per row or column."""
-        return carried(self._rank_jobs.plan.parameters[parameter].rules).line_tensors
+        return rule_values(self._rank_jobs.plan.parameters[parameter].rules).line_tensors
 
     # ----- views, created once -------------------------------------------------------------------
 
@@ -145,7 +146,9 @@ class RuleState:
                     index = overlap(blocks, piece.block, piece.block + 1).start
                     positions.append(position)
                     views.append(state[piece.parameter][key][index : index + 1])
-            numbers.append(BlockNumbers(index_of(positions, len(side.pieces), self._device), views))
+            numbers.append(
+                BlockNumbers(rows_index(positions, len(side.pieces), self._device), views)
+            )
         return numbers
 
     def _lines_in(self, side: Side) -> Iterator[_LinesInBuffer]:
@@ -155,9 +158,9 @@ class RuleState:
             start = message_piece.line_start
             for key, tensor in self._line_tensors(piece.parameter):
                 lines = lines_of(self._rank_jobs.plan, piece, tensor)
-                if lines.length:
-                    stop = start + lines.length
-                    values = side.buffer[start:stop].view(-1, lines.values)
+                if lines.n_values:
+                    stop = start + lines.n_values
+                    values = side.buffer[start:stop].view(-1, lines.values_per_line)
                     yield _LinesInBuffer(message_piece, key, lines, values)
                     start = stop
 
@@ -167,17 +170,17 @@ class RuleState:
         for message_piece, key, lines, values in self._lines_in(side):
             # Vectors of smaller blocks are padded in storage.
             local = state[message_piece.piece.parameter][key].view(lines.shape)
-            local = local[lines.batch, :, lines.part_number, : lines.values]
-            copies.add(values, local[lines.inside.start : lines.inside.stop])
+            local = local[lines.batch_index, :, lines.part_number, : lines.values_per_line]
+            copies.add(values, local[lines.overlap.local_slice])
         return copies
 
     def _owned_lines(self, side: Side) -> CopyList:
         """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
         copies = CopyList()
         for message_piece, key, lines, values in self._lines_in(side):
-            stack_number, index = self._place_of_job[message_piece.job]
-            owned = self._owned[stack_number][key][index]
-            for in_values, in_block in run_slices(lines.inside.runs):
+            place = self._place_of_job[message_piece.job_number]
+            owned = self._owned[place.stack][key][place.matrix]
+            for in_values, in_block in run_slices(lines.overlap.runs):
                 copies.add(values[in_values], owned[in_block])
         return copies
 
@@ -185,7 +188,7 @@ class RuleState:
 
     def pack(self, headers: Tensor) -> None:
         """Write this rank's state to its pieces' headers, (pieces, fields), and to the buffer."""
-        for column, numbers in enumerate(self._packed_numbers, start=1):
+        for column, numbers in enumerate(self._packed_numbers, start=FIRST_STATE):
             if numbers.state:
                 headers[numbers.pieces, column] = torch.cat(numbers.state).double()
         self._packed_lines.write_buffer()
@@ -207,7 +210,7 @@ class RuleState:
                 # A copy: `leave` writes the new state to `_owned`.
                 stack_state[key] = x.to(tensor.dtype_for(full_dtype), copy=True)
             state.append(stack_state)
-        for column, key in enumerate(self.keys, start=1):
+        for column, key in enumerate(self.keys, start=FIRST_STATE):
             numbers = headers[:, column].to(self._tensors[key].dtype_for(full_dtype))
             for stack_state, x in zip(state, numbers.split(self._stack_sizes), strict=True):
                 stack_state[key] = x
@@ -229,7 +232,7 @@ class RuleState:
         """Take the state back from the headers of this rank's pieces and from the buffer."""
         if any(numbers.state for numbers in self._returned_numbers):
             headers = self._exchange.applying.read_headers()  # costs a kernel on a GPU
-            for column, numbers in enumerate(self._returned_numbers, start=1):
+            for column, numbers in enumerate(self._returned_numbers, start=FIRST_STATE):
                 if numbers.state:
                     values = headers[numbers.pieces, column].to(numbers.state[0].dtype)
                     torch._foreach_copy_(numbers.state, list(values.split(1)))

@@ -1,16 +1,18 @@
 """The optimizer's step for parameters that live on several ranks.
 
 `ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte
-moves, and `run` takes the step. The matrices of a domain take one of three ways:
+moves, and `run` takes the step. The matrices of a domain take one of two ways:
 
 - a `Pipeline` exchanges pieces of matrices with their owners;
-- replicas that keep momenta in parts gather them and repeat the work (`RepeatedMuon`);
-- replicas with whole momenta repeat the work in the step of a single process, which is not here.
+- replicas that keep momenta in parts gather them, and each repeats the work (`RepeatedMuon`).
+
+If all parameters are plain tensors with whole state and no job travels, the optimizer only agrees
+here: each process then takes the step of a single process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,10 +25,10 @@ from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
-    GradientPresence,
+    StepComparison,
     check_replicas,
-    check_settings,
-    settings_entries,
+    check_routes_and_settings,
+    shared_groups,
 )
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
@@ -44,6 +46,7 @@ from deepmd_muon.optim.sharded.process_groups import (
     Statement,
     check_statements,
     group_of,
+    largest_set,
 )
 from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
@@ -65,7 +68,7 @@ def sharded_step(
         ranks.
     """
     sharded_params = []
-    for number, group in enumerate(groups):
+    for group_number, group in enumerate(groups):
         for p, entry in group.routed:
             layout = layout_of(p, None if is_local(entry.name, group.settings) else replicas)
             if layout is None or entry.route == "frozen":
@@ -74,7 +77,7 @@ def sharded_step(
             if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
                 sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
             param = ShardedParameter(
-                p, entry, group=number, layout=layout, device=p.device, sharding=sharding
+                p, entry, group=group_number, layout=layout, device=p.device, sharding=sharding
             )
             if entry.view is not None and entry.view.groups > 1:
                 raise ShardingError(
@@ -94,17 +97,25 @@ def sharded_step(
 class ShardedStep:
     """Steps the parameters that live on several ranks, given in the optimizer's order.
 
+    They are on one device. What each call finds and leaves:
+
+        constructor    decides on `_single_process`
+        prepare        if gradients, settings, or state have changed: `_compiled` False, `_bound`
+                       False unless tensors and structure are the same, `_error` of this rank
+        agree          first: compares plans, settings, replicas; then `_agreed`, `_comparison`
+        run            makes the parts (`_elements` not None), then `_bound` and `_compiled`
+        reset          `_bound` and `_compiled` False
+
     Attributes
     ----------
     plan
         The plan of the Muon route; plain values, made without communication.
     params
-        The parameters; empty if every replica takes the whole step by itself.
-    holders
+        The parameters that `run` steps; empty if each replica takes the step of a single process.
+    state_holders
         By parameter, the object that creates and lays out its state.
-    gathers
-        Whether the replicas of some domain gather momenta before the step, and each orthogonalizes
-        whole matrices by itself.
+    gathers_momenta
+        Whether the replicas of some domain gather momenta before the step (`RepeatedMuon`).
     """
 
     def __init__(
@@ -113,9 +124,10 @@ class ShardedStep:
         sharded_params: Sequence[ShardedParameter],
         settings: ShardedSettings,
     ) -> None:
+        largest_set([param.layout.sorted_ranks for param in sharded_params])  # it must exist
         self._settings = settings
         self._sharded_params = list(sharded_params)
-        self.holders = {param.p: param for param in sharded_params}
+        self.state_holders = {param.p: param for param in sharded_params}
         self._device = sharded_params[0].device
         self._matrices = [param for param in sharded_params if param.entry.route == "muon"]
         self.plan = make_plan(
@@ -133,26 +145,34 @@ class ShardedStep:
         )
         # Replicas with whole state that exchange nothing take the single-process step, with all
         # its fast paths, once their plans agree.
-        self._repeating = not (
+        self._single_process = not (
             any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
             or any(domain.n_buckets for domain in self.plan.domains)
         )
-        gathering = [domain for domain in self.plan.domains if domain.gathered_bytes]
-        self.gathers = bool(gathering)
-        # The two ways that the matrices take: those whose momenta are gathered, and, by position
-        # in the plan, those with pieces that are exchanged.
-        self._gathered = [self._matrices[i] for domain in gathering for i in domain.parameters]
-        gathered = {param.p for param in self._gathered}
-        self._exchanged = {i: x for i, x in enumerate(self._matrices) if x.p not in gathered}
-        self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
+        # By position in the plan: matrices of `RepeatedMuon`, and matrices of the `Pipeline`.
+        self._repeated_matrices = {
+            i: self._matrices[i]
+            for domain in self.plan.domains
+            if domain.gathers_momenta
+            for i in domain.parameters
+        }
+        self._pipelined = {
+            i: x for i, x in enumerate(self._matrices) if i not in self._repeated_matrices
+        }
+        self.gathers_momenta = bool(self._repeated_matrices)
+        self.params: list[Tensor] = []
+        if not self._single_process:
+            self.params = [param.p for param in sharded_params]
 
-        # Of `prepare` and `agree`.
-        self._with_gradient: set[Tensor] = set()  # matrices that have had one in some step
-        self._prepared: tuple[Sequence[Group], State] = ((), {})
-        self._structures: list[HybridMuonConfig] = []
+        # Set by `prepare`, read by `agree`.
+        self._groups: Sequence[Group] = ()
+        self._state: State = {}
+        self._structures: list[HybridMuonConfig] = []  # the settings of groups that are bound
         self._error: ShardingError | None = None
-        self._agreed = False
-        self._presence: GradientPresence | None = None
+        self._ever_with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
+        # Set by `agree`.
+        self._agreed = False  # whether the checks of the first step have passed
+        self._comparison: StepComparison | None = None
 
         # The parts of the step, made before the first one.
         self._process_groups: list[dist.ProcessGroup | None] = []  # of the plan's domains
@@ -166,6 +186,9 @@ class ShardedStep:
     def reset(self) -> None:
         """Release all references to parameters and state; the next step binds them again."""
         self._bound = False
+        self._compiled = False
+        self._groups = ()
+        self._state = {}
         if self._elements is not None:
             self._elements.waves = []
         if self._pipeline is not None:
@@ -177,50 +200,53 @@ class ShardedStep:
         """Raise deferred errors from the previous step; without communication."""
         if self._repeated is not None:
             self._repeated.wait()
-        if self._presence is not None:
-            self._presence.raise_deferred()
+        if self._comparison is not None:
+            self._comparison.raise_deferred()
 
-    def local_params(self, routed: RoutedParams) -> RoutedParams:
+    def params_of_one_process(self, routed: RoutedParams) -> RoutedParams:
         """Return the parameters among these that each process steps by itself."""
-        if self._repeating:
+        if self._single_process:
             return routed
-        return [(p, entry) for p, entry in routed if p not in self.holders]
+        return [(p, entry) for p, entry in routed if p not in self.state_holders]
 
-    def never_met(self) -> int:
-        """Return the number of matrices that have had no gradient here in any step.
-
-        They have state nevertheless.
-        """
-        if self._repeating:
+    def n_never_with_gradient(self) -> int:
+        """Return the number of matrices with state that never had a gradient on this rank."""
+        if self._single_process:
             return 0
-        return sum(param.p not in self._with_gradient for param in self._matrices)
+        return sum(param.p not in self._ever_with_gradient for param in self._matrices)
 
     # ----- agreement -----------------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
-        self._with_gradient.update(param.p for param in self._matrices if param.p.grad is not None)
+        """Check parameters, gradients and state; `agree` raises the errors."""
+        self._ever_with_gradient.update(
+            param.p for param in self._matrices if param.p.grad is not None
+        )
         self._error = layout_error(state, self._sharded_params)
-        # The parts of the step read the numbers of groups when they run; other settings are bound.
+        # The parts of the step read numbers that schedulers change (lr, …) when they run; other
+        # settings are bound.
         structures = [group.settings.structure for group in groups]
-        same_structures = structures == self._structures
-        self._structures = structures
-        self._prepared = groups, state
+        self._bound = self._bound and same_tensors and structures == self._structures
         self._compiled = False
-        self._bound = self._bound and same_tensors and same_structures
+        self._structures = structures
+        self._groups = groups
+        self._state = state
 
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
-        """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
+        """Agree with the other ranks to take a step; return the maximum of their flags.
 
+        The other ranks are those of the largest set of ranks that hold a parameter of this rank.
         With `same_gradients` gradients are not compared, and settings in the first step only.
 
         Raises
         ------
         ShardingError
-            On all ranks, when a parameter or its state cannot be exchanged; nothing is changed.
+            When a parameter or its state cannot be exchanged; nothing is changed. In the first step
+            on all ranks. Later on this rank: the collectives of the others fail when its process
+            ends, or by timeout.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter and its step is not
-            exchanged; on a GPU in the next step, or by `raise_deferred`.
+            On all ranks, when only some replicas have a gradient of a parameter; on a GPU in the
+            next step, or by `raise_deferred`.
         PlanMismatchError
             On all ranks, when parameters or routes differ in the first step, or settings of groups
             then or later.
@@ -229,26 +255,28 @@ class ShardedStep:
         CaptureError
             During the capture of a CUDA graph, if no such step was taken before.
         """
-        ready = self._repeating or (self._bound and self._elements is not None)
+        ready = self._single_process or (self._bound and self._elements is not None)
         if is_capturing() and not (self._agreed and ready):
             raise CaptureError(
                 "parameters or state have changed since the last step, or there was none; "
                 "take a step before the capture"
             )
+        params = self._sharded_params
         if not self._agreed:
             self._compare_plans()
+            check_routes_and_settings(
+                self._state, self._groups, params, self._device, error=self._error
+            )
         if self._error is not None:
             raise self._error
         if not self._agreed:
-            groups, state = self._prepared
-            check_settings(groups, self._sharded_params, self._device)
-            check_replicas(state, self._sharded_params, self._device)
+            check_replicas(self._state, params, self._device)
         self._agreed = True
-        if self._presence is None:
-            self._presence = self._compare_presence()
+        if self._comparison is None:
+            self._comparison = self._make_comparison()
         if flags is not None:
             flags = flags.to(self._device).reshape(-1)
-        return self._presence.compare(flags, self._prepared[0], only_flags=same_gradients)
+        return self._comparison.compare(flags, self._groups, only_flags=same_gradients)
 
     def _compare_plans(self) -> None:
         """Make the process groups of the plan, and raise the errors of all ranks."""
@@ -256,66 +284,87 @@ class ShardedStep:
         self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
         for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
             if process_group is not None:
-                among = RankGroup(domain.ranks, process_group, device)
+                rank_group = RankGroup(domain.ranks, process_group, device)
                 texts = self.plan.statements(domain)
                 statements = [Statement(domain.ranks, text) for text in texts]
-                check_statements(statements, among, self._error)
+                check_statements(statements, rank_group, self._error)
 
-    def _compare_presence(self) -> GradientPresence:
-        """Return the comparison of gradients of parameters with replicas that would diverge."""
-        # Headers of exchanged matrices tell which gradients exist.
-        exchanged: set[Tensor] = set()
-        if not self._repeating:
-            exchanged = {param.p for param in self._exchanged.values()}
+    def _make_comparison(self) -> StepComparison:
+        """Return the comparison of every step.
+
+        It has the gradients of parameters whose replicas would diverge. In the pipeline, headers
+        tell which gradients exist, but only within one replica of the momentum: there the ranks
+        with the same shard are compared.
+        """
+        pipelined: set[Tensor] = set()
+        if not self._single_process:
+            pipelined = {param.p for param in self._pipelined.values()}
+        rank = dist.get_rank()
         compared = []
         for param in self._sharded_params:
-            if param.p not in exchanged and len(param.layout.replicas()) > 1:
-                ranks = param.layout.sorted_ranks
+            ranks = param.layout.sorted_ranks
+            if param.p in pipelined:
+                momentum = param.sharding.layout if param.sharding else param.layout
+                shards = zip(*momentum.replicas(), strict=True)  # ranks with one shard, by shard
+                ranks = next(tuple(sorted(shard)) for shard in shards if rank in shard)
+            elif len(param.layout.replicas()) == 1:
+                continue
+            if len(ranks) > 1:
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))
-        sets_of_ranks = [param.layout.sorted_ranks for param in self._sharded_params]
-        entries = settings_entries(self._sharded_params)
-        return GradientPresence(compared, sets_of_ranks, self._device, entries=entries)
+        return StepComparison(
+            compared,
+            [param.layout.sorted_ranks for param in self._sharded_params],
+            self._device,
+            groups=shared_groups(self._sharded_params),
+        )
 
     # ----- the step ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the exchanges of the next step that need no gradient, if all is ready for them."""
+        """Start the gathers of momenta for the next step, which need no gradient, if possible."""
         if self._repeated is not None and self._bound and self._compiled:
             self._repeated.start()
 
     def run(self, context: StepContext, control: StepControl, step_matrices: StepMatrices) -> None:
         """Take the step; `step_matrices` takes the step of a single process.
 
-        The Adam routes run while momenta are gathered and the first pieces are exchanged. Next to
-        gathered momenta alone, small Adam routes run on another stream of the GPU.
+        The Adam routes run while momenta are gathered and the first pieces are exchanged. If all
+        matrices have gathered momenta, small Adam routes run on another stream of the GPU.
         """
-        if self._repeating:
+        if self._single_process:
             return
         elements = self._elements or self._build()
         self._bind(elements, context)
+        # Every part takes its batches with `next`, in the order of `_transfer_batches`: first
+        # buckets, waves, gathered momenta, other buckets.
         moments = None
         if context.memory is not None:
             moments = context.memory.fetch_in_turn(self._transfer_batches(elements, context))
         repeated = self._repeated
         if repeated is not None:
-            repeated.start()
+            repeated.start()  # unless `start` has, before the step
         pipeline_step = None
-        if self._pipeline is not None:
+        if self._pipeline is not None:  # starts the first gathers
             pipeline_step = PipelineStep(self._pipeline, context, control, moments)
         if repeated is not None and self._side_stream is not None and moments is None:
             control = control.on(self._device)  # before the fork: both streams read it
             self._side_stream.fork()
             repeated.step(control, None, step_matrices)
             with self._side_stream:
-                _finish(elements.step(control, None), None)
+                for wait in elements.step(control, None):
+                    wait()
         else:
-            arriving = elements.step(control, moments)
+            waits = elements.step(control, moments)
             if repeated is not None:
                 repeated.step(control, moments, step_matrices)
             if pipeline_step is not None:
-                arriving += pipeline_step.finish()
-            _finish(arriving, moments)
+                waits += pipeline_step.finish()  # exhausts `moments`
+            elif moments is not None:
+                for _ in moments:  # exhausting it copies the last batch back to the host
+                    pass
+            for wait in waits:
+                wait()
         if repeated is not None and self._settings.free_gradients:
             repeated.free_gradients()
 
@@ -323,10 +372,10 @@ class ShardedStep:
         """Make the parts of the step, before the first one."""
         collectives = CollectiveStream(self._device)
         elementwise = [param for param in self._sharded_params if param.entry.route != "muon"]
-        if self._exchanged:
-            self._pipeline = Pipeline(self.plan, self._exchanged, self._process_groups, collectives)
-        if self._gathered:
-            self._repeated = RepeatedMuon(self._gathered, collectives)
+        if self._pipelined:
+            self._pipeline = Pipeline(self.plan, self._pipelined, self._process_groups, collectives)
+        if self._repeated_matrices:
+            self._repeated = RepeatedMuon(list(self._repeated_matrices.values()), collectives)
             n_elements = sum(param.p.numel() for param in elementwise)
             is_small = n_elements <= MOST_BESIDE
             if self._device.type == "cuda" and is_small and self._pipeline is None:
@@ -336,21 +385,22 @@ class ShardedStep:
 
     def _bind(self, elements: ElementwiseStep, context: StepContext) -> None:
         """Create what depends on parameters, gradients and state, if these have changed."""
-        if not self._bound and self._pipeline is not None:
-            self._pipeline.bind(context)
-        if not self._bound and self._repeated is not None:
-            self._repeated.bind(context)
-        if not self._bound or not self._compiled:
+        if not self._bound:
+            if self._pipeline is not None:
+                self._pipeline.bind(context)
+            if self._repeated is not None:
+                self._repeated.bind(context)
+        if not (self._bound and self._compiled):
             elements.compile(context)
             if self._repeated is not None:
-                self._repeated.choose()
+                self._repeated.choose_with_gradient()
         self._bound = True
         self._compiled = True
 
     def _transfer_batches(
         self, elements: ElementwiseStep, context: StepContext
     ) -> list[TransferBatch]:
-        """Return the batches of offloaded moments, in the order in which the step takes them."""
+        """Return the batches of offloaded moments, in the order in which `run` must take them."""
         batches = [
             wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
         ]
@@ -363,14 +413,3 @@ class ShardedStep:
         first = self._pipeline.transfer_batches(context, self._pipeline.packing_order[:n_first])
         others = self._pipeline.transfer_batches(context, self._pipeline.packing_order[n_first:])
         return [*first, *batches, *others]
-
-
-def _finish(
-    arriving: Sequence[Callable[[], object]], moments: Iterator[list[Tensor]] | None
-) -> None:
-    """Copy the last batch of moments back to the host, and wait for other ranks' parts."""
-    if moments is not None:
-        for _ in moments:  # exhausting it copies the last batch
-            pass
-    for take in arriving:
-        take()

@@ -1,12 +1,11 @@
 """The exchange of one bucket: an all-to-all to the owners, and another one back.
 
-    gather    holders pack their pieces of directions   →   owners assemble whole matrices
-    return    owners pack all pieces of their updates   →   holders apply theirs
+    leg       holder's buffer                       owner's buffer
+    gather    `packing`: pieces of directions   →   `arriving`: to assemble whole matrices
+    return    `applying`: pieces to update      ←   `leaving`: all pieces of the updates
 
-A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. It has a
-buffer for each role; the gather goes from the holder's buffer to owners' buffers, the return back.
-
-A buffer has a message for each peer; `messages` describes its words.
+A rank is both: a holder of pieces of its own parameters, and the owner of some blocks. Each of its
+two buffers has a message for each peer (`messages`).
 
 The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded to it when they are
 copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
@@ -31,28 +30,31 @@ from deepmd_muon.optim.sharded.messages import RankJobs, Side
 from deepmd_muon.optim.sharded.plan import LEGS, Leg
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
+Wait = Callable[[], Any]
+"""Waits for a collective, to be called once: on a GPU the current stream waits, not the host."""
+
 
 class Exchange:
     """The two collectives of one bucket, on one rank.
 
-    A portion of jobs that stay on the rank has no collectives: its messages go to the rank itself.
-    `group` is the process group of the domain's ranks in ascending order; None for a portion, and
-    for a domain of one rank, which has no collectives either.
+    `process_group` has the domain's ranks in ascending order. It is None for a portion and for a
+    domain of one rank: they have no collectives, their messages go to the rank itself.
 
     Attributes
     ----------
-    packing, arriving
-        Directions, as this rank sends them as holder and receives them as owner.
-    leaving, applying
-        Updates, as this rank sends them as owner and receives them as holder.
+    packing, arriving, leaving, applying
+        The sides of the two legs, as in the table above.
     """
 
     def __init__(
-        self, rank_jobs: RankJobs, group: dist.ProcessGroup | None, device: torch.device
+        self,
+        rank_jobs: RankJobs,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        self._group = group
-        # Whether any rank has a message for another: a rank with messages to itself only must join
-        # the collective of the others all the same. A portion is in no leg.
+        self._process_group = process_group
+        # Whether a leg has a collective. The plan decides: a rank that only has messages to itself
+        # joins the collective of the others. A portion has no bucket number, so it never crosses.
         crossing = rank_jobs.domain.crossing_buckets()
         self._crosses = {leg: rank_jobs.bucket in crossing[leg] for leg in LEGS}
         self.packing = Side(rank_jobs, "gather", device, owns=False)
@@ -70,25 +72,25 @@ class Exchange:
         """Words that it needs of the owner's buffer."""
         return max(self.arriving.words, self.leaving.words)
 
-    def bind(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
+    def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
         """Use these buffers; one bucket at a time may use them.
 
-        Without a collective both sides of a leg share a buffer: all messages are those of ranks to
-        themselves, which have the same pieces in the same order on both sides.
+        The two sides in a column of the table above share one buffer. Without a collective both
+        sides of a leg share it, too: all messages are those of ranks to themselves, which have the
+        same pieces in the same order on both sides.
         """
-        self.packing.bind(holder_buffer)
-        self.arriving.bind(owner_buffer if self._crosses["gather"] else holder_buffer)
-        self.leaving.bind(owner_buffer)
-        self.applying.bind(holder_buffer if self._crosses["return"] else owner_buffer)
+        self.packing.use_buffer(holder_buffer)
+        self.arriving.use_buffer(owner_buffer if self._crosses["gather"] else holder_buffer)
+        self.leaving.use_buffer(owner_buffer)
+        self.applying.use_buffer(holder_buffer if self._crosses["return"] else owner_buffer)
 
-    def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
-        """Start to send the packed messages.
+    def start(self, leg: Leg, collectives: CollectiveStream) -> Wait:
+        """Start to send the packed messages; return the wait for those to this rank.
 
-        Return a function that waits until the messages to this rank have arrived; on a GPU the
-        current stream waits, not the host.
+        The pipeline has one `CollectiveStream` for all its buckets.
         """
         if not self._crosses[leg]:
-            return lambda: None  # nothing moves: both sides share a buffer, see `bind`
+            return lambda: None  # nothing moves: both sides share a buffer, see `use_buffers`
         sent = self.packing if leg == "gather" else self.leaving
         received = self.arriving if leg == "gather" else self.applying
         with in_phase(leg):
@@ -98,7 +100,7 @@ class Exchange:
                 sent.buffer,
                 received.splits,
                 sent.splits,
-                group=self._group,
+                group=self._process_group,
             )
         return phase(leg)(wait)  # waiting belongs to the same range of the profiler
 
@@ -119,12 +121,12 @@ class CollectiveStream:
         *args: Any,
         then: Callable[[], object] | None = None,
         **options: Any,
-    ) -> Callable[[], Any]:
-        """Start a collective after the current stream's work.
+    ) -> Wait:
+        """Start a collective after the current stream's work; return the wait.
 
-        Return a function that makes that stream wait for the collective. `then` takes what has
-        arrived: on a GPU in parallel to the current stream's work, else in the function that is
-        returned, which is called once.
+        The caller keeps its tensors until the wait: the allocator does not know that another stream
+        uses them. `then` runs after the collective: on a GPU in parallel to the current stream's
+        work, else at the end of the wait.
         """
         if self._stream is None:
             work = self._last = collective(*args, **options, async_op=True)
@@ -137,6 +139,7 @@ class CollectiveStream:
             return arrive
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            # Not asynchronous: this stream, not the host, waits for NCCL's, and `done` is after it.
             collective(*args, **options, async_op=False)
             if then is not None:
                 then()

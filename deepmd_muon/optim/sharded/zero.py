@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
-from deepmd_muon.optim.sharded.agreement import ComparedParameter, GradientPresence
-from deepmd_muon.optim.sharded.elements import GatheredParts, gathered_parts
+from deepmd_muon.optim.sharded.agreement import ComparedParameter, StepComparison
+from deepmd_muon.optim.sharded.elements import GatheredParts, gathered_parts, start_gathers
 from deepmd_muon.optim.sharded.params import Replicas, StateSharding, layout_of, state_sharding
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 
@@ -122,7 +122,7 @@ class _Parts:
         for device in dict.fromkeys(param.p.device for param in params):
             on_device = [(param.p, param.sharding) for param in params if param.p.device == device]
             self._gathers += gathered_parts(on_device, CollectiveStream(device))
-        self._presence: GradientPresence | None = None
+        self._comparison: StepComparison | None = None
         if params:
             compared = []
             for param in params:
@@ -130,7 +130,7 @@ class _Parts:
                 assert layout is not None
                 name = f"{param.name!r} of shape {tuple(param.p.shape)}"
                 compared.append(ComparedParameter(param.p, name, layout.sorted_ranks))
-            self._presence = GradientPresence(
+            self._comparison = StepComparison(
                 compared, [param.ranks for param in compared], params[0].p.device
             )
 
@@ -138,8 +138,8 @@ class _Parts:
         """Cut this rank's parts from the whole gradients, and release these."""
         for param in self.params:
             param.follow()
-        if self._presence is not None:
-            self._presence.compare()
+        if self._comparison is not None:
+            self._comparison.compare()
         for param in self.params:
             grad = param.p.grad
             param.part.grad = None if grad is None else _part(grad, param.sharding)
@@ -147,16 +147,13 @@ class _Parts:
 
     def gather(self) -> None:
         """Write the other ranks' new parts to the whole parameters."""
-        for gather in self._gathers:
-            gather.read()
-        arriving = [gather.gather() for gather in self._gathers]
-        for take in arriving:
-            take()
+        for wait in start_gathers(self._gathers):
+            wait()
 
     def raise_deferred(self) -> None:
         """Raise the error of the last step, if it is not yet raised."""
-        if self._presence is not None:
-            self._presence.raise_deferred()
+        if self._comparison is not None:
+            self._comparison.raise_deferred()
 
     def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict with this rank's parts of whole states."""

@@ -18,7 +18,7 @@ from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.errors import InvalidParameterError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
 from deepmd_muon.optim.sharded import ShardedSettings, agreement, step
-from deepmd_muon.optim.sharded.agreement import GradientPresence
+from deepmd_muon.optim.sharded.agreement import StepComparison
 
 WAYS = {
     "repeated": ShardedSettings(replication="repeat"),
@@ -148,8 +148,8 @@ def settings_compared_late():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 step,
-                "GradientPresence",
-                lambda *args, entries, **_: GradientPresence(*args, late=True, entries=entries),
+                "StepComparison",
+                lambda *args, groups, **_: StepComparison(*args, late=True, groups=groups),
             )
             gradients(model.parameters())
             optimizer.step()
@@ -269,3 +269,20 @@ def replicas_that_differ():
     optimizer.step()
     optimizer.add_param_group({"params": [("u", nn.Parameter(random(4, 4, seed=rank)))]})
     refused(optimizer, [w, v], ReplicaMismatchError, "values of 'u' differ")
+
+
+@on_ranks(2, 8)
+def state_on_some_ranks():
+    """Only rank 1 loads a state: all ranks name the parameter instead of waiting for each other."""
+    mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
+    states = []
+    for loads in (False, rank == 1):
+        params = [nn.Parameter(random(8, 6)), nn.Parameter(random(6))]
+        optimizer = HybridMuon(zip("wb", params, strict=True), replicas=mesh)
+        if loads:
+            optimizer.load_state_dict(states[0])
+        gradients(params)
+        if not states:
+            optimizer.step()
+            states.append(optimizer.state_dict())
+    refused(optimizer, params, PlanMismatchError, r"rank 0: 'w' .*; rank 1: 'w' .*, with state")

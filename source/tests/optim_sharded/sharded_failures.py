@@ -27,7 +27,7 @@ from deepmd_muon.optim.errors import (
     UnsupportedTransportError,
 )
 from deepmd_muon.optim.sharded import ShardedSettings, step
-from deepmd_muon.optim.sharded.agreement import GradientPresence
+from deepmd_muon.optim.sharded.agreement import StepComparison
 
 
 @on_ranks(2, 3, 8)
@@ -45,7 +45,7 @@ def missing_gradients():
 
 WAYS = {
     "repeated": (ShardedSettings(replication="repeat"), ("weight", "bias")),
-    "spread": (ShardedSettings(replication="spread"), ("bias",)),
+    "spread": (ShardedSettings(replication="spread"), ("weight", "bias")),
     "cut state": (ShardedSettings(state="sharded", replication="spread"), ("bias",)),
     "gathered momenta": (
         ShardedSettings(state="sharded", replication="repeat"),
@@ -94,7 +94,7 @@ def gradients_compared_late():
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                step, "GradientPresence", lambda *args, **_: GradientPresence(*args, late=True)
+                step, "StepComparison", lambda *args, **_: StepComparison(*args, late=True)
             )
             ones(model)
             optimizer.step()
@@ -156,6 +156,16 @@ def gradients_on_several_meshes():
     if dist.get_rank() < 2:
         bias.grad = None  # on all ranks that have this one
     finished_step(optimizer)
+    gradients()
+    if dist.get_rank() % 2 == 0:
+        weight.grad = None  # on all ranks with this shard: it counts as zero
+    finished_step(optimizer)
+    if world > 2:
+        gradients()
+        if dist.get_rank() == 0:
+            weight.grad = None
+        with pytest.raises(MissingGradientError, match="'w' of shape"):
+            finished_step(optimizer)
 
 
 @on_ranks(2, 4, 8)
@@ -275,6 +285,10 @@ def preflight():
     )
     gradients(uneven)
     uneven.optimizers[1].step()
+    vector = nn.Parameter(place(torch.ones(8), mesh, [Shard(0)]))  # in no plan
+    layout = Replicate() if dist.get_rank() == 1 else Shard(0)
+    vector.grad = place(torch.ones(8), mesh, [layout])
+    refused(HybridMuon([("v", vector)]), [vector], GradientPlacementError, "'v'.*its gradient is")
 
     small = nn.Parameter(
         DTensor.from_local(torch.zeros(4, 6).to(torch.float8_e4m3fn), mesh, [Shard(0)])

@@ -33,6 +33,7 @@ from deepmd_muon.optim.sharded.layout import (
     state_layout,
 )
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
+from deepmd_muon.optim.sharded.process_groups import largest_set
 
 
 def fsdp(ranks, dim=0):
@@ -475,3 +476,6 @@ def test_sets_of_ranks_that_only_overlap_are_refused():
     make_plan([planned("w", (0, 1, 2)), planned("a", (0, 1)), planned("b", (2,))])
     with pytest.raises(ShardingError, match=r"'a' is on ranks \[0, 1\], 'b' on ranks \[1, 2\]"):
         make_plan([planned("a", (0, 1)), planned("b", (1, 2))])
+    assert largest_set([(0, 1), (0, 1, 2)]) == (0, 1, 2)
+    with pytest.raises(ShardingError, match=r"on ranks \(1, 2\) and on ranks \(0, 1\)"):
+        largest_set([(0, 1), (1, 2)])  # vectors, too: rank 0 would not skip for a NaN of rank 2
