@@ -37,7 +37,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rcut", type=float, default=6.0, metavar="RADIUS", help="cut-off radius [Å] [6.0]"
     )
     parser.add_argument(
-        "--steps", type=int, default=10_000, metavar="N", help="length of the training [10000]"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="length of the training [15000 for se_e2_a if all structures have cells, else 10000]",
     )
     parser.add_argument(
         "-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data"

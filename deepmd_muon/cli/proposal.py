@@ -53,6 +53,7 @@ _DESCRIPTORS: dict[str, dict[str, Any]] = {
 _READS_DESCRIPTORS = "*fitting_net*layers.0.matrix"
 # In shorter runs that costs 10 to 20 % of the error, and on one of two sets of water gains nothing.
 _LONG_RUN = 15_000
+_STEPS = 10_000  # of a first potential where that layer stays with Muon
 _N_SYSTEMS_SHOWN = 20
 _SEL_OF_MOLECULES = 120
 _BATCH_ATOMS = 32  # as batch_size "auto"
@@ -89,7 +90,7 @@ class Wishes:
     rcut
         Cut-off radius [Å].
     steps
-        Length of the run.
+        Length of the run; None lets data and descriptor decide.
     type_map
         Types; empty for those of the data.
     reading
@@ -103,7 +104,7 @@ class Wishes:
     share: float
     descriptor: str | None
     rcut: float
-    steps: int
+    steps: int | None
     type_map: tuple[str, ...]
     reading: Reading
     folder: Path
@@ -404,7 +405,7 @@ def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
         )
     yield Choice(
         "training/numb_steps",
-        str(wishes.steps),
+        str(_steps(wishes, data)),
         "a first potential; 10 times as many lower the errors further",
     )
     natoms = max(share.system.natoms for share in data.shares)
@@ -450,11 +451,22 @@ def _descriptor_kind(wishes: Wishes, data: Data) -> str:
     return wishes.descriptor or ("se_e2_a" if len(data.type_map) <= _MANY_TYPES else "dpa1")
 
 
+def _may_blow_up(wishes: Wishes, data: Data) -> bool:
+    """Whether potentials of such data blow up where Muon has the layer that reads descriptors."""
+    all_periodic = all(share.system.pbc for share in data.shares)
+    return all_periodic and _descriptor_kind(wishes, data) == "se_e2_a"
+
+
+def _steps(wishes: Wishes, data: Data) -> int:
+    """Return the length of the run."""
+    if wishes.steps is not None:
+        return wishes.steps
+    return _LONG_RUN if _may_blow_up(wishes, data) else _STEPS
+
+
 def _has_first_layer_on_adamw(wishes: Wishes, data: Data) -> bool:
     """Whether AdamW updates the layer that reads descriptors."""
-    all_periodic = all(share.system.pbc for share in data.shares)
-    is_long = wishes.steps >= _LONG_RUN
-    return is_long and all_periodic and _descriptor_kind(wishes, data) == "se_e2_a"
+    return _may_blow_up(wishes, data) and _steps(wishes, data) >= _LONG_RUN
 
 
 def _origin(paths: list[str], *, written: bool) -> str:
@@ -550,11 +562,12 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
     if data.validation_paths:
         validation_data = data_section("validation_data", data.validation_paths)
         training["validation_data"] = {**validation_data, "numb_btch": "sample"}
+    steps = _steps(wishes, data)
     training |= {
         **comment("training/numb_steps"),
-        "numb_steps": wishes.steps,
+        "numb_steps": steps,
         "seed": 1,
-        "disp_freq": max(1, min(100, wishes.steps // _MIN_CURVE_ROWS)),
+        "disp_freq": max(1, min(100, steps // _MIN_CURVE_ROWS)),
         "save_freq": 1000,
     }
     return {

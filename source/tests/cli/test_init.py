@@ -278,24 +278,31 @@ def test_of_two_commands_at_once_one_writes_and_the_other_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("words", "cell", "on_adamw"),
+    ("words", "cell", "steps", "on_adamw"),
     [
-        ("--steps 15000", True, True),
-        ("--steps 15000", False, False),
-        ("--steps 14999", True, False),
-        ("--steps 15000 --descriptor dpa1", True, False),
+        ("", True, 15000, True),
+        ("", False, 10000, False),
+        ("--steps 15000", False, 15000, False),
+        ("--steps 14999", True, 14999, False),
+        ("--descriptor dpa1", True, 10000, False),
+        ("--steps 15000 --descriptor dpa1", True, 15000, False),
     ],
 )
-def test_long_runs_of_structures_with_cells_have_the_first_layer_on_adamw(words, cell, on_adamw):
+def test_long_runs_of_structures_with_cells_have_the_first_layer_on_adamw(
+    words, cell, steps, on_adamw
+):
     pytest.importorskip("ase")
     random = np.random.default_rng(0)
     Path("all.xyz").write_text("".join(frame(random, ["H", "O"], cell=cell) for _ in range(12)))
     assert run_dp(f"init all.xyz {words}") == 0
-    section = json.loads(Path("input.json").read_text())["optimizer"]
+    content = json.loads(Path("input.json").read_text())
+    assert content["training"]["numb_steps"] == steps
+    section = content["optimizer"]
     assert section.pop("_comment", "").endswith("(doc/stability.md)") == on_adamw
     assert section.pop("adamw_patterns", []) == ["*fitting_net*layers.0.matrix"] * on_adamw
     assert section == {"type": "HybridMuon"} | ({"adam_lr_ratio": 1.0} if on_adamw else {})
-    assert load("input.json").settings.optimizer.adam_lr_ratio == (1.0 if on_adamw else 2.0)
+    ratio = 1.0 if on_adamw else float(f"{30000 / steps:.3g}")
+    assert load("input.json").settings.optimizer.adam_lr_ratio == ratio
 
 
 def test_isolated_atoms_are_told_and_small_systems_share_batches(capsys):
