@@ -313,9 +313,9 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     if not angles.message_columns:  # the kernels are for layers with a message
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import supports
 
-    if not fits_weight(weight, angles.activation.formula):
+    if not supports(weight, angles.activation.formula):
         return None
     return kernels
 
@@ -334,7 +334,7 @@ def _angle_layer(angles: Angles, inputs: AngleInputs) -> Any:
         weight=inputs.weight,
         rho=inputs.rho,
         reach=reach,
-        n_slots=block.width,
+        n_near=block.width,
         message_columns=angles.message_columns,
         alpha=angles.alpha,
         formula=angles.activation.formula,

@@ -322,9 +322,9 @@ def _kernels(edges: Edges, weight: Tensor) -> Any:
     if not edges.message_columns or not triton_support.usable(weight.device):
         return None  # the kernels are for layers with a message
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import supports
 
-    if not edges.neighbor.numel() or not fits_weight(weight, edges.activation.formula):
+    if not edges.neighbor.numel() or not supports(weight, edges.activation.formula):
         return None
     return kernels
 
