@@ -25,7 +25,7 @@ torch computes the products a_l·W_l. `push_kernel` then computes passes 1 and 3
 (`_hat`) marks the derivatives that the running pass propagates, a bar (`_bar`) derivatives of the
 energy that pass 4 reads.
 
-Reference: `RepflowLayer._nodes` and `_edge_features` compute the same from torch's operations when
+Reference: `RepflowLayer._new_nodes` and `_new_edges` compute the same from torch's operations when
 kernels cannot run, and `test_nodes_and_edge_features_of_dpa3` compares all four passes with them.
 """
 

@@ -11,7 +11,7 @@ one block, a among its first `axis`.
 | G      | `symmetrized` | (atoms, axis·(E + V)) | (axis, E) and (axis, V), flat: the input of a linear layer |
 
 `nn.four_passes` explains the passes and the accents. `push_kernel` computes passes 1 and 3,
-`pull_kernel` passes 2 and 4. Reference: `RepflowLayer._nodes`, as for `residual_sums`.
+`pull_kernel` passes 2 and 4. Reference: `RepflowLayer._new_nodes`, as for `residual_sums`.
 """
 
 from __future__ import annotations
