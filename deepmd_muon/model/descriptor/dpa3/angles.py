@@ -1,7 +1,7 @@
 """The angle part of a DPA-3 layer: messages from angles to edges and the update of the angles.
 
-For the pairs (j, k) of neighbours of one atom, with the weights s and the per-edge terms u and t
-computed before (see `layer`),
+For all pairs (j, k) of neighbours of one atom, j = k included, with the weights s of edges and their
+terms u as first and t as second neighbour, computed before (see `layer`),
 
     z_jk = a_jk·W + u_j + t_k,   y = f(z),
     m_j = s_j·Σ_k s_k·y_jk[:M],   a′_jk = α·a_jk + ρ∘y_jk[M:].
@@ -232,7 +232,7 @@ class Angles(FourPasses):
         rho: Tensor | None,
         like: Tensor,
     ) -> Tensor:
-        """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
+        """Return [s_j·s_k·m̄_j, ρ∘ā′], or [s_j·s_k·m̂_j, ρ∘â′] from hats; zeros for None."""
         M = self.message_columns
         y_bar = torch.empty_like(like)
         message_part = y_bar[..., :M]
