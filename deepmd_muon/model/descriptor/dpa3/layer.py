@@ -457,7 +457,7 @@ def _apply(layer: Layer, x: Tensor) -> Tensor:
 def _residual_sum(
     style: str, x: Tensor, updates: list[Tensor], step_sizes: torch.nn.ParameterList
 ) -> Tensor:
-    """Return x with its updates added: times trained step sizes, averaged, or incremented."""
+    """Return α·x + Σ ρ∘u of the updates u, with the α and ρ of `_residual_coefficients`."""
     if style == "res_residual":
         for step_size, update in zip(step_sizes, updates, strict=True):
             x = torch.addcmul(x, update, step_size)
@@ -473,9 +473,10 @@ def _residual_sum(
 def _residual_coefficients(
     style: str, step_sizes: torch.nn.ParameterList, x: Tensor, count: int
 ) -> tuple[float, list[Tensor]]:
-    """Return α and the ρ of `_residual_sum` as α·x + Σ ρ∘u, for `count` updates u of x `(…, width)`.
+    """Return α, and ρ `(width,)` of each of `count` updates of x `(…, width)`.
 
-    ρ are vectors `(width,)`.
+    ρ are the trained step sizes (res_residual), or make an average with x (res_avg) or an increment
+    (res_incr) of the updates.
     """
     if style == "res_residual":
         return 1.0, list(step_sizes)
