@@ -185,7 +185,7 @@ def node_results(
         draw.leaf(atoms, 3, 15),
     )
     layer.n_residual.extend(draw.leaf(9) for _ in messages[1:])
-    out = layer._nodes(x, torch.cat(messages, dim=1), moment, force=force)
+    out = layer._new_nodes(x, torch.cat(messages, dim=1), moment, force=force)
     used = [layer.node_self_mlp, layer.node_sym_linear]
     weights = [
         x,
@@ -217,7 +217,7 @@ def edge_sum_results(
     nothing = torch.zeros(0, device=device)
     graph = Graph(nothing, None, nothing, nothing, plan, nothing, nothing)
     e, u, m = draw.leaf(atoms, 5, 6), draw.leaf(atoms, 5, 6), draw.leaf(atoms * near, 6)
-    out = layer._edge_features(e, graph, u, m, force=force)
+    out = layer._new_edges(e, graph, u, m, force=force)
     weights = [e, u, m, *layer.edge_angle_linear2.parameters(), *layer.e_residual]
     return with_gradients(draw, [out], [e, u, m], weights, force=force, derive=derive)
 

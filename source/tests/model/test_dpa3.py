@@ -79,7 +79,7 @@ def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
         def lend(self, number, *tensors):
             lent.append({id(tensor) for tensor in tensors})
 
-    angles = RepflowLayer._angles
+    angles = RepflowLayer._run_angles
 
     def watched(self, features, graph, **how):
         read.append(
@@ -93,7 +93,7 @@ def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
 
     monkeypatch.setattr(module, "plan_angles", geometry.padded_angles)
     monkeypatch.setattr(triton_support, "Branches", Branches)
-    monkeypatch.setattr(RepflowLayer, "_angles", watched)
+    monkeypatch.setattr(RepflowLayer, "_run_angles", watched)
     model = stored_model(FIXTURE, "split")
     model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
     assert len(lent) == len(read) > 0

@@ -1,7 +1,7 @@
 """The angle part of a DPA-3 layer: messages from angles to edges and the update of the angles.
 
-For the pairs (j, k) of neighbours of one atom, with the weights s and the per-edge terms u and t
-computed before (see `layer`),
+For all pairs (j, k) of neighbours of one atom, j = k included, with the weights s of edges and their
+terms u as first and t as second neighbour, computed before (see `layer`),
 
     z_jk = a_jk·W + u_j + t_k,   y = f(z),
     m_j = s_j·Σ_k s_k·y_jk[:M],   a′_jk = α·a_jk + ρ∘y_jk[M:].
@@ -232,7 +232,7 @@ class Angles(FourPasses):
         rho: Tensor | None,
         like: Tensor,
     ) -> Tensor:
-        """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
+        """Return [s_j·s_k·m̄_j, ρ∘ā′], or [s_j·s_k·m̂_j, ρ∘â′] from hats; zeros for None."""
         M = self.message_columns
         y_bar = torch.empty_like(like)
         message_part = y_bar[..., :M]
@@ -313,9 +313,9 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     if not angles.message_columns:  # the kernels are for layers with a message
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import supports
 
-    if not fits_weight(weight, angles.activation.formula):
+    if not supports(weight, angles.activation.formula):
         return None
     return kernels
 
@@ -334,7 +334,7 @@ def _angle_layer(angles: Angles, inputs: AngleInputs) -> Any:
         weight=inputs.weight,
         rho=inputs.rho,
         reach=reach,
-        n_slots=block.width,
+        n_near=block.width,
         message_columns=angles.message_columns,
         alpha=angles.alpha,
         formula=angles.activation.formula,

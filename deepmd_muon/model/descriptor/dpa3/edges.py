@@ -95,8 +95,8 @@ class Edges(FourPasses):
         message = weight.new_empty(n_atoms, M)
         update = weight.new_empty(n_atoms, n_slots, n_update) if n_update else None
         moment = weight.new_empty(n_atoms, 3, E + V)
-        for atoms in self._blocks():
-            block = self._block(terms, atoms, Y)
+        for atoms in self._atom_ranges():
+            block = self._gather(terms, atoms, Y)
             y = self.activation.value(block.pre_activation(weight))
             message[atoms] = torch.bmm(block.w.unsqueeze(1), y[..., :M]).squeeze(1)
             moment[atoms, :, :E] = block.edge_moment(block.h)
@@ -119,8 +119,8 @@ class Edges(FourPasses):
         E, Y = weight.shape
         M = self.message_columns
         adjoints = EdgeTerms(*(torch.zeros_like(term) for term in terms))
-        for atoms in self._blocks():
-            block = self._block(terms, atoms, Y)
+        for atoms in self._atom_ranges():
+            block = self._gather(terms, atoms, Y)
             y, keep = self.activation(block.pre_activation(weight))
             y_bar = self._cotangent_of_y(bars, atoms, block.w, like=y)
             z_bar = self.activation.times_slope(keep, y_bar)
@@ -151,9 +151,9 @@ class Edges(FourPasses):
         E, Y = weight.shape
         M = self.message_columns
         out = EdgeCotangents(*(None if bar is None else torch.empty_like(bar) for bar in bars))
-        for atoms in self._blocks():
-            block = self._block(terms, atoms, Y)
-            block_dot = self._block(dots, atoms, Y)
+        for atoms in self._atom_ranges():
+            block = self._gather(terms, atoms, Y)
+            block_dot = self._gather(dots, atoms, Y)
             y, keep = self.activation(block.pre_activation(weight))
             y_dot = self.activation.times_slope(keep, block_dot.pre_activation(weight))
             if out.message is not None:
@@ -200,8 +200,8 @@ class Edges(FourPasses):
         e_hat = torch.empty_like(terms.e)
         p_hat = torch.empty_like(terms.p)
         table_hat = torch.zeros_like(terms.table)
-        for atoms in self._blocks():
-            block = self._block(terms, atoms, Y)
+        for atoms in self._atom_ranges():
+            block = self._gather(terms, atoms, Y)
             y, keep = self.activation(block.pre_activation(weight))
             y_hat = self._cotangent_of_y(hats, atoms, block.w, like=y)
             moment_pairs = []  # (h, Ĥ) and (ḣ, H̄)
@@ -210,7 +210,7 @@ class Edges(FourPasses):
             if dots is None:
                 z_hat = self.activation.times_slope(keep, y_hat)
             else:
-                block_dot = self._block(dots, atoms, Y)
+                block_dot = self._gather(dots, atoms, Y)
                 if bars.message is not None:
                     m_bar = bars.message[atoms].unsqueeze(1)
                     y_hat[..., :M].addcmul_(block_dot.w.unsqueeze(-1), m_bar)
@@ -236,8 +236,8 @@ class Edges(FourPasses):
             self._add_to_neighbors(table_hat, atoms, z_hat, block_v_hat)
         return e_hat, p_hat, table_hat, None, None, weight_hat
 
-    def _blocks(self) -> Iterator[slice]:
-        """Yield runs of atoms: as many as a CPU's cache takes, elsewhere all."""
+    def _atom_ranges(self) -> Iterator[slice]:
+        """Yield ranges of atoms: as many as a CPU's cache takes, elsewhere all."""
         n_atoms, n_slots = self.neighbor.shape
         step = max(n_atoms, 1)
         if self.neighbor.device.type == "cpu":
@@ -245,8 +245,8 @@ class Edges(FourPasses):
         for start in range(0, n_atoms, step):
             yield slice(start, start + step)
 
-    def _block(self, terms: EdgeTerms, atoms: slice, Y: int) -> _Block:
-        """Return the terms of some atoms' edges."""
+    def _gather(self, terms: EdgeTerms, atoms: slice, Y: int) -> _Block:
+        """Return the terms, or their tangents, of a range's edges."""
         neighbor = self.neighbor[atoms]
         rows = terms.table.index_select(0, neighbor.flatten())
         rows = rows.view(*neighbor.shape, terms.table.shape[1])
@@ -262,7 +262,7 @@ class Edges(FourPasses):
     def _cotangent_of_y(
         self, cotangents: EdgeCotangents, atoms: slice, w: Tensor, like: Tensor
     ) -> Tensor:
-        """Return [w·m̄, ȳ[M:]] of a block from the cotangents of m and y[M:]; zeros for None."""
+        """Return [w·m̄, ȳ[M:]] of a block, or [w·m̂, ŷ[M:]] from hats; zeros for None."""
         y_bar = torch.empty_like(like)
         message_part = y_bar[..., : self.message_columns]
         update_part = y_bar[..., self.message_columns :]
@@ -280,7 +280,7 @@ class Edges(FourPasses):
     def _add_to_neighbors(
         self, table: Tensor, atoms: slice, z_bar: Tensor, v_bar: Tensor | None
     ) -> None:
-        """Add [q̄, v̄] of a block's edges, where q̄ = z̄, to the table's rows of their neighbours."""
+        """Add [z̄, v̄] of a block's edges to their neighbours' rows of the table: q̄ = Σ z̄."""
         rows = z_bar.new_zeros(*z_bar.shape[:2], table.shape[1])
         rows[..., : z_bar.shape[2]] = z_bar
         if v_bar is not None:
@@ -322,9 +322,9 @@ def _kernels(edges: Edges, weight: Tensor) -> Any:
     if not edges.message_columns or not triton_support.usable(weight.device):
         return None  # the kernels are for layers with a message
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import supports
 
-    if not edges.neighbor.numel() or not fits_weight(weight, edges.activation.formula):
+    if not edges.neighbor.numel() or not supports(weight, edges.activation.formula):
         return None
     return kernels
 

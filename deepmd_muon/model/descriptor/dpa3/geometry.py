@@ -121,7 +121,7 @@ class AngleBlock:
 class AnglePlan:
     """Which edges form angles, and in which order these edges and the angles are stored.
 
-    Block after block, atom after atom: an atom's first neighbours ("slots"), and the pairs (j, k)
+    Block after block, atom after atom: an atom's leading neighbours ("slots"), and the pairs (j, k)
     of them, k fastest.
 
     Attributes

@@ -39,10 +39,12 @@ class Graph:
     plan
         Storage order of angles.
     angle_weight
-        Angular switch of the edges in angles, divided by the fourth root of the angle scale: by its
-        square root in a product of two `(nslots,)`; 0 in empty slots.
+        Angular switch s of the edges in angles, divided by the fourth root of the angle scale, so
+        that s_j·s_k is divided by its square root `(nslots,)`; 0 in empty slots.
     in_angle
         Which slots of the plan take part in angles `(nslots,)`.
+
+    Angles have their own slots, `nslots` in all (see `AnglePlan`).
     """
 
     neighbor: Tensor
@@ -71,6 +73,8 @@ class Wanted(NamedTuple):
 
 class RepflowLayer(torch.nn.Module):
     """Updates all features from their values before the layer: x′ = α·x + Σ ρ∘u.
+
+    `update_style` decides about α and ρ, see `_residual_coefficients`.
 
     | x        | updates u, with the activation f                 | linear layer         |
     |----------|--------------------------------------------------|----------------------|
@@ -118,7 +122,7 @@ class RepflowLayer(torch.nn.Module):
                 step_sizes.normal_(0.0, repflow.update_residual, generator=generator)
             return torch.nn.Parameter(step_sizes)
 
-        trained = repflow.update_style == "res_residual"
+        trains_steps = repflow.update_style == "res_residual"
         self.node_self_mlp = linear(n, n, 0)
         self.node_sym_linear = linear((n + e) * repflow.axis_neuron, n, 2)
         self.node_edge_linear = linear(edge_input, repflow.message, 4)
@@ -126,7 +130,7 @@ class RepflowLayer(torch.nn.Module):
         n_residual = []
         e_residual = []
         a_residual = []
-        if trained:
+        if trains_steps:
             n_residual = [residual(n, 1), residual(n, 3)]
             n_residual += [residual(n, 5, head) for head in range(repflow.n_multi_edge_message)]
             e_residual = [residual(e, 7)]
@@ -139,7 +143,7 @@ class RepflowLayer(torch.nn.Module):
             self.edge_angle_linear1 = linear(repflow.angle_input, e, 10)
             self.edge_angle_linear2 = linear(e, e, 11)
             self.angle_self_linear = linear(repflow.angle_input, a, 13)
-            if trained:
+            if trains_steps:
                 e_residual.append(residual(e, 12))
                 a_residual.append(residual(a, 14))
         self.n_residual = torch.nn.ParameterList(n_residual)
@@ -175,17 +179,17 @@ class RepflowLayer(torch.nn.Module):
             if wanted.edge and angle is not None:
                 branches.lend(1, *features, *graph.plan.tensors, graph.angle_weight)
                 with branches.chain(1):
-                    angle_message, angle = self._angles(
+                    angle_message, angle = self._run_angles(
                         features, graph, force=force, with_message=True, with_update=wanted.angle
                     )
                 branches.take(angle_message, angle)
-            message, update, moment = self._edges(
+            message, update, moment = self._run_edges(
                 features, graph, force=force, with_message=True, with_update=wanted.edge
             )
-            node = self._nodes(features.node, message, moment, force=force)
+            node = self._new_nodes(features.node, message, moment, force=force)
         edge = features.edge
         if update is not None:
-            edge = self._edge_features(edge, graph, update, angle_message, force=force)
+            edge = self._new_edges(edge, graph, update, angle_message, force=force)
         return Features(node=node, edge=edge, angle=angle)
 
     def _one_after_another(self, features: Features, graph: Graph, *, force: bool) -> Features:
@@ -194,27 +198,29 @@ class RepflowLayer(torch.nn.Module):
         The edges are updated first, then the angles, the edges by angles, and the nodes. Each
         update reads the newest features.
         """
-        _, update, _ = self._edges(
+        _, update, _ = self._run_edges(
             features, graph, force=force, with_message=False, with_update=True
         )
         assert update is not None
         edge = torch.addcmul(features.edge, update, self.e_residual[0])
         features = features._replace(edge=edge)
-        _, angle = self._angles(features, graph, force=force, with_message=False, with_update=True)
+        _, angle = self._run_angles(
+            features, graph, force=force, with_message=False, with_update=True
+        )
         features = features._replace(angle=angle)
-        angle_message, _ = self._angles(
+        angle_message, _ = self._run_angles(
             features, graph, force=force, with_message=True, with_update=False
         )
         angle_update = self._update_by_angles(edge, graph, angle_message)
         edge = torch.addcmul(edge, angle_update, self.e_residual[1])
         features = features._replace(edge=edge)
-        message, _, moment = self._edges(
+        message, _, moment = self._run_edges(
             features, graph, force=force, with_message=True, with_update=False
         )
-        node = self._nodes(features.node, message, moment, force=force)
+        node = self._new_nodes(features.node, message, moment, force=force)
         return features._replace(node=node)
 
-    def _edges(
+    def _run_edges(
         self,
         features: Features,
         graph: Graph,
@@ -223,9 +229,10 @@ class RepflowLayer(torch.nn.Module):
         with_message: bool,
         with_update: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return m, y[M:] and H of `edges`: messages to nodes, the update of the edges, moments.
+        """Return the results of `edges`: the message to each node, the update of edges, moments.
 
-        Without messages m has 0 columns; without an update y[M:] is None.
+        They are m, y[M:] and H there. Without messages m has 0 columns; without an update y[M:] is
+        None.
         """
         n = self.repflow.n_dim
         layers = [self.node_edge_linear] if with_message else []
@@ -234,7 +241,8 @@ class RepflowLayer(torch.nn.Module):
         matrix, bias = join(layers)
         centre_rows, neighbor_rows, edge_rows = matrix.split([n, n, self.repflow.e_dim])
         p = torch.addmm(bias, features.node, centre_rows)
-        table = torch.cat([torch.mm(features.node, neighbor_rows), features.node], 1)
+        q = torch.mm(features.node, neighbor_rows)
+        table = torch.cat([q, features.node], 1)
         operation = Edges(
             neighbor=graph.neighbor,
             activation=self.activation,
@@ -242,15 +250,15 @@ class RepflowLayer(torch.nn.Module):
             incoming=graph.incoming,
         )
         terms = EdgeTerms(e=features.edge, p=p, table=table, w=graph.edge_weight, h=graph.direction)
-        messages, updates, moment = run(operation, EdgeInputs(terms, edge_rows), force=force)
-        return messages, updates, moment
+        message, update, moment = run(operation, EdgeInputs(terms, edge_rows), force=force)
+        return message, update, moment
 
-    def _nodes(self, node: Tensor, message: Tensor, moment: Tensor, *, force: bool) -> Tensor:
+    def _new_nodes(self, node: Tensor, message: Tensor, moment: Tensor, *, force: bool) -> Tensor:
         """Return the nodes after the layer, from messages `(nreal, heads·n_dim)` of edges, and H."""
         repflow = self.repflow
         messages = [m.contiguous() for m in message.split(repflow.n_dim, dim=1)]
         if kernels_fit(node, self.activation):
-            return self._nodes_by_kernels(node, messages, moment, force=force)
+            return self._new_nodes_by_kernels(node, messages, moment, force=force)
         f = self.activation.value
         symmetrized = [  # per block: edges, nodes
             torch.bmm(h[..., : repflow.axis_neuron].transpose(1, 2), h).flatten(1) / 3.0
@@ -263,7 +271,7 @@ class RepflowLayer(torch.nn.Module):
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 
-    def _nodes_by_kernels(
+    def _new_nodes_by_kernels(
         self, node: Tensor, messages: list[Tensor], moment: Tensor, *, force: bool
     ) -> Tensor:
         from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
@@ -297,7 +305,7 @@ class RepflowLayer(torch.nn.Module):
         (node_new,) = run(operation, inputs, force=force)
         return node_new
 
-    def _angles(
+    def _run_angles(
         self,
         features: Features,
         graph: Graph,
@@ -306,10 +314,10 @@ class RepflowLayer(torch.nn.Module):
         with_message: bool,
         with_update: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return m and a′ of `angles`: messages to first edges, and the angles after the layer.
+        """Return the results m and a′ of `angles`: messages to edges, the angles after the layer.
 
-        Messages are `(nslots, e_dim)`, or `(nslots, 0)`. Without an update the angles come back as
-        they are.
+        Each slot gets a message: `(nslots, e_dim)`, or `(nslots, 0)` without. Without an update the
+        angles come back as they are.
         """
         repflow = self.repflow
         assert features.angle is not None
@@ -328,12 +336,12 @@ class RepflowLayer(torch.nn.Module):
         centre_term = torch.addmm(bias, node, centre_rows)
         if graph.plan.padded:
             # Pad and slice: unlike index_select, their backward needs no atomic additions.
-            n_plan_slots = graph.plan.blocks[0].width
+            n_near = graph.plan.blocks[0].width
             _, n_slots, e_dim = features.edge.shape
-            padding = (0, edge_columns - e_dim, 0, n_plan_slots - n_slots)  # negative: slices
+            padding = (0, edge_columns - e_dim, 0, n_near - n_slots)  # negative: slices
             edge = torch.nn.functional.pad(features.edge, padding).flatten(0, 1)
             edge = self._compressed(edge)
-            first_term = torch.mm(edge, first_rows).view(-1, n_plan_slots, matrix.shape[1])
+            first_term = torch.mm(edge, first_rows).view(-1, n_near, matrix.shape[1])
             u = (first_term + centre_term.unsqueeze(1)).flatten(0, 1)
         else:
             edge = features.edge.flatten(0, 1)[:, :edge_columns].index_select(0, graph.plan.slot)
@@ -354,8 +362,8 @@ class RepflowLayer(torch.nn.Module):
             weight=angle_rows,
             rho=rho if with_update else None,
         )
-        messages, angle = run(operation, inputs, force=force)
-        return messages, angle if with_update else features.angle
+        message, angle = run(operation, inputs, force=force)
+        return message, angle if with_update else features.angle
 
     def _compressed(self, edge: Tensor) -> Tensor:
         """Return the features of edges `(n, …)` that enter angles, after the linear map if any."""
@@ -363,7 +371,7 @@ class RepflowLayer(torch.nn.Module):
             return edge
         return torch.mm(edge, self.a_compress_e_linear.matrix)
 
-    def _edge_features(
+    def _new_edges(
         self,
         edge: Tensor,
         graph: Graph,
@@ -378,11 +386,11 @@ class RepflowLayer(torch.nn.Module):
             return _residual_sum(style, edge, [update], self.e_residual)
         smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
         if smooth_and_padded and kernels_fit(edge, self.activation):
-            return self._edge_features_by_kernels(edge, graph, update, angle_message, force=force)
+            return self._new_edges_by_kernels(edge, graph, update, angle_message, force=force)
         angle_update = self._update_by_angles(edge, graph, angle_message)
         return _residual_sum(style, edge, [update, angle_update], self.e_residual)
 
-    def _edge_features_by_kernels(
+    def _new_edges_by_kernels(
         self, edge: Tensor, graph: Graph, update: Tensor, angle_message: Tensor, *, force: bool
     ) -> Tensor:
         from deepmd_muon.model.descriptor.dpa3.kernels.residual_sums import (
@@ -449,7 +457,7 @@ def _apply(layer: Layer, x: Tensor) -> Tensor:
 def _residual_sum(
     style: str, x: Tensor, updates: list[Tensor], step_sizes: torch.nn.ParameterList
 ) -> Tensor:
-    """Return x with its updates added: times trained step sizes, averaged, or incremented."""
+    """Return α·x + Σ ρ∘u of the updates u, with the α and ρ of `_residual_coefficients`."""
     if style == "res_residual":
         for step_size, update in zip(step_sizes, updates, strict=True):
             x = torch.addcmul(x, update, step_size)
@@ -465,9 +473,10 @@ def _residual_sum(
 def _residual_coefficients(
     style: str, step_sizes: torch.nn.ParameterList, x: Tensor, count: int
 ) -> tuple[float, list[Tensor]]:
-    """Return α and the ρ of `_residual_sum` as α·x + Σ ρ∘u, for `count` updates u of x `(…, width)`.
+    """Return α, and ρ `(width,)` of each of `count` updates of x `(…, width)`.
 
-    ρ are vectors `(width,)`.
+    ρ are the trained step sizes (res_residual), or make an average with x (res_avg) or an increment
+    (res_incr) of the updates.
     """
     if style == "res_residual":
         return 1.0, list(step_sizes)

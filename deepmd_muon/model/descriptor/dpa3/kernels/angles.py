@@ -25,21 +25,27 @@ For all pairs (j, k) of neighbours of one atom, j = k included, with f applied t
 | α      | `alpha`     | number            | weight of the old features                             |
 | m      | `message`   | (slots, M)        |                                                        |
 
-Each atom has `n_slots` neighbours, so slot = atom·n_slots + j and angle = slot·n_slots + k: "slots"
-in a shape are those of all atoms, while in `kernels.edges` they are those of one atom. Y = M if a′
+An atom has `n_near` neighbours in angles, a *slot* for each: slot = atom·n_near + j, and
+angle = slot·n_near + k. Slots are numbered through all atoms, unlike in `kernels.edges`. Y = M if a′
 is not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------
 A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k. Its z, y and
-their derivatives never leave the chip. The grid is (P, G, B): program (p, g, b) takes the atoms p,
-p + P, …, of each atom the *group* of first neighbours g, g + G, …, and block B − 1 − b. Columns of y
-are taken in *chunks*, because a program's registers hold one chunk of W:
+their derivatives never leave the chip. Three axes of the grid divide the tiles:
+
+| axis | size | a program takes                                                  |
+|------|------|------------------------------------------------------------------|
+| 0    | P    | every P-th atom                                                  |
+| 1    | G    | of each atom a *group*: every G-th first neighbour               |
+| 2    | B    | one block of second neighbours                                   |
+
+Columns of y are taken in *chunks*, because a program's registers hold one chunk of W:
 
     for each chunk of y:
-        for every P-th atom:
-            for every G-th first neighbour within reach: compute the tile and store
-            for every G-th first neighbour beyond: store zeros
+        for each atom of the program:
+            for each first neighbour of the group within reach: compute the tile and store
+            for each first neighbour of the group beyond: store zeros
 
 No two programs add to one number. Each writes parts, which are added up afterwards, always in the
 same order:
@@ -94,8 +100,8 @@ class AngleLayer(NamedTuple):
         ρ (A,); None if a′ is not wanted.
     reach
         How many leading neighbours of each atom take part (atoms,), int32.
-    n_slots
-        Neighbours of each atom.
+    n_near
+        Neighbours of each atom in angles.
     message_columns
         M.
     alpha
@@ -107,7 +113,7 @@ class AngleLayer(NamedTuple):
     weight: Tensor
     rho: Tensor | None
     reach: Tensor
-    n_slots: int
+    n_near: int
     message_columns: int
     alpha: float
     formula: Formula
@@ -205,13 +211,13 @@ class Launch:
         self.weight = layer.weight.contiguous()
         self.rho = self.weight.new_empty(0) if layer.rho is None else layer.rho.contiguous()
         A, Y = self.weight.shape
-        n_slots = layer.n_slots
-        n_atoms = self.terms.u.shape[0] // n_slots
-        tile_rows = min(MAX_TILE_ROWS, tile_side(n_slots))
-        self.n_blocks = triton.cdiv(n_slots, tile_rows)
+        n_near = layer.n_near
+        n_atoms = self.terms.u.shape[0] // n_near
+        tile_rows = min(MAX_TILE_ROWS, tile_side(n_near))
+        self.n_blocks = triton.cdiv(n_near, tile_rows)
         self.n_chunks = triton.cdiv(Y, tuning.chunk_columns)
         n_programs = concurrent_programs(self.weight.device, tuning.programs)
-        self.n_groups = _count_groups(n_atoms, n_slots, n_programs)
+        self.n_groups = _count_groups(n_atoms, n_near, n_programs)
         n_atom_programs = _count_atom_programs(n_atoms, self.n_groups, n_programs)
         self.grid = (n_atom_programs, self.n_groups, self.n_blocks)
         sizes = as_constexpr(
@@ -233,7 +239,7 @@ class Launch:
             "reach": layer.reach,
             "terms": self.terms,
             "n_atoms": n_atoms,
-            "n_slots": n_slots,
+            "n_near": n_near,
             "alpha": layer.alpha,
             "sizes": sizes,
             **layer.formula.kernel_arguments,
@@ -260,16 +266,16 @@ class Launch:
         )
 
 
-def _count_groups(n_atoms: int, n_slots: int, n_programs: int) -> int:
+def _count_groups(n_atoms: int, n_near: int, n_programs: int) -> int:
     """Return G; `n_programs` run at once."""
 
     def tiles_in_turn(n_groups: int) -> int:
         """Return how many tiles a program takes one after another."""
         n_atom_programs = _count_atom_programs(n_atoms, n_groups, n_programs)
         atoms_in_turn = triton.cdiv(n_atoms, n_atom_programs)
-        return int(atoms_in_turn * triton.cdiv(n_slots, n_groups))
+        return int(atoms_in_turn * triton.cdiv(n_near, n_groups))
 
-    choices = range(1, n_slots + 1)
+    choices = range(1, n_near + 1)
     fewest = min(map(tiles_in_turn, choices))
     return next(n_groups for n_groups in choices if tiles_in_turn(n_groups) <= SLACK * fewest)
 
@@ -333,7 +339,7 @@ class GradientParts(NamedTuple):
 # each number of atoms that 16 divides.
 
 
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+@triton.jit(do_not_specialize=["n_atoms", "n_near"])
 def push_kernel(
     out,  # OutputParts, written
     weight,  # (A, Y)
@@ -342,7 +348,7 @@ def push_kernel(
     terms,  # AngleTerms
     dots,  # AngleTerms: tangents; None in pass 1
     n_atoms,
-    n_slots,
+    n_near,
     alpha,
     sizes,  # Sizes
     kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
@@ -353,14 +359,14 @@ def push_kernel(
     y = f(z); m_j = s_j·Σ_k s_k·y_jk[:M], one part for each block, and a′ = α·a + ρ∘y[M:]. Their
     tangents are ẏ = f′(z)∘ż, ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
     """
-    block = _open_block(n_slots, sizes)
-    message_part = _part(out.message, block.number, n_atoms, n_slots, sizes.M)
+    block = _open_block(n_near, sizes)
+    message_part = _part(out.message, block.number, n_atoms, n_near, sizes.M)
     for chunk_number in range(sizes.n_chunks):
         chunk = _load_chunk(weight, rho, chunk_number, block.i, sizes)
         a_new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            slot_0 = _slot_0(atom, n_slots)
+            slot_0 = _slot_0(atom, n_near)
             start, end, zeros_start = _first_neighbors(reach, atom, block, sizes)
             s_k = tl.load(terms.s + slot_0 + block.k, block.mask, 0.0)
             t_mask = z_mask & (start < end)  # nothing to load without a tile
@@ -370,9 +376,9 @@ def push_kernel(
                 t_dot = load_tile(dots.t, slot_0 + block.k, chunk.column, t_mask, sizes.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = slot_0 + j
-                angle = slot * n_slots + block.k
+                angle = slot * n_near + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, sizes.A)
-                z = _pre_activation(terms, a, t, slot, chunk, sizes)
+                z = _pre_activation(terms, a=a, t=t, slot=slot, chunk=chunk, sizes=sizes)
                 y, slope, _ = curve(z, kind, curve_constants)
                 if dots is None:
                     m = tl.load(terms.s + slot) * tl.sum(y * s_k[:, None], 0)
@@ -380,7 +386,10 @@ def push_kernel(
                     a_in = terms.a
                 else:
                     a_dot = load_tile(dots.a, angle, block.i, block.a_mask, sizes.A)
-                    y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, sizes)
+                    z_dot = _pre_activation(
+                        dots, a=a_dot, t=t_dot, slot=slot, chunk=chunk, sizes=sizes
+                    )
+                    y_dot = slope * z_dot
                     s_j = tl.load(terms.s + slot)
                     s_pair = (s_j * s_k)[:, None]
                     s_pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
@@ -398,7 +407,7 @@ def push_kernel(
                 a_out=out.a_new,
                 slot_0=slot_0,
                 zeros_start=zeros_start,
-                n_slots=n_slots,
+                n_near=n_near,
                 block=block,
                 column=chunk.column,
                 chunk_number=chunk_number,
@@ -406,7 +415,7 @@ def push_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+@triton.jit(do_not_specialize=["n_atoms", "n_near"])
 def pull_kernel(
     out,  # GradientParts, written
     hats,  # AngleCotangents of this pass: of the energy in pass 2, of the loss in pass 4
@@ -417,7 +426,7 @@ def pull_kernel(
     terms,  # AngleTerms
     dots,  # AngleTerms: tangents; None in pass 2, and without forces
     n_atoms,
-    n_slots,
+    n_near,
     alpha,
     sizes,  # Sizes
     kind: tl.constexpr,
@@ -432,22 +441,22 @@ def pull_kernel(
     ŝ_j = Σ_k s_k·(m̂_j·y_jk[:M]) as first and ŝ_k = Σ_j s_j·(m̂_j·y_jk[:M]) as second neighbour.
     Without bars and dots their terms are 0.
     """
-    block = _open_block(n_slots, sizes)
+    block = _open_block(n_near, sizes)
     group = tl.program_id(1)
     n_groups = tl.num_programs(1)
-    u_part = _part(out.u, block.number, n_atoms, n_slots, sizes.Y)
+    u_part = _part(out.u, block.number, n_atoms, n_near, sizes.Y)
     for chunk_number in range(sizes.n_chunks):
         chunk = _load_chunk(weight, rho, chunk_number, block.i, sizes)
         a_new_mask = block.mask[:, None] & chunk.in_a[None, :]
         z_mask = block.mask[:, None] & chunk.in_y[None, :]
         if out.s_as_first is not None:
             s_number = block.number * sizes.n_chunks + chunk_number
-            s_as_first_part = _part(out.s_as_first, s_number, n_atoms, n_slots, 1)
-        else:  # pass 4
+            s_as_first_part = _part(out.s_as_first, s_number, n_atoms, n_near, 1)
+        else:  # pass 4, with out.weight
             weight_hat = tl.zeros_like(chunk.weight)
             rho_hat = tl.zeros([sizes.chunk_columns], tl.float32)
         for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
-            slot_0 = _slot_0(atom, n_slots)
+            slot_0 = _slot_0(atom, n_near)
             start, end, zeros_start = _first_neighbors(reach, atom, block, sizes)
             s_k = tl.load(terms.s + slot_0 + block.k, block.mask, 0.0)
             t_mask = z_mask & (start < end)  # nothing to load without a tile
@@ -459,16 +468,18 @@ def pull_kernel(
             s_k_hat = tl.zeros_like(s_k)
             for j in range(start, end, n_groups):
                 slot = slot_0 + j
-                angle = slot * n_slots + block.k
+                angle = slot * n_near + block.k
                 a = load_tile(terms.a, angle, block.i, block.a_mask, sizes.A)
-                z = _pre_activation(terms, a, t, slot, chunk, sizes)
+                z = _pre_activation(terms, a=a, t=t, slot=slot, chunk=chunk, sizes=sizes)
                 y, slope, bend = curve(z, kind, curve_constants)
                 s_j = tl.load(terms.s + slot)
                 # Before ŷ: in another order the compiler spills more registers.
                 if dots is not None:
                     s_pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
                     a_dot = load_tile(dots.a, angle, block.i, block.a_mask, sizes.A)
-                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, sizes)
+                    z_dot = _pre_activation(
+                        dots, a=a_dot, t=t_dot, slot=slot, chunk=chunk, sizes=sizes
+                    )
                 m_hat = _load_m_cotangent(hats.message, slot, chunk, sizes)
                 if out.s_as_first is not None:
                     s_pair_hat = tl.sum(y * m_hat, 1)  # of s_j·s_k
@@ -500,7 +511,7 @@ def pull_kernel(
                 if out.weight is not None:
                     rho_hat += tl.sum(rho_terms, 0)
                     weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=sizes.dot_precision)
-                if dots is not None:  # in pass 4 alone
+                if dots is not None:  # only pass 4 has dots, and it has out.weight
                     weight_hat += tl.dot(
                         tl.trans(a_dot), z_bar, input_precision=sizes.dot_precision
                     )
@@ -522,24 +533,26 @@ def pull_kernel(
                 a_out=out.a,
                 slot_0=slot_0,
                 zeros_start=zeros_start,
-                n_slots=n_slots,
+                n_near=n_near,
                 block=block,
                 column=chunk.column,
                 chunk_number=chunk_number,
                 sizes=sizes,
             )
-            row = group.to(tl.int64) * n_atoms + atom  # of parts as (groups·atoms, n_slots, …)
+            row = group.to(tl.int64) * n_atoms + atom  # of parts as (groups·atoms, n_near, …)
             if out.s_as_second is not None:
-                _store_zeros_of_s(s_as_first_part + slot_0, zeros_start, n_slots)
+                _store_zeros_of_s(s_as_first_part + slot_0, zeros_start, n_near)
                 s_row = chunk_number * n_groups * n_atoms + row
-                tl.store(out.s_as_second + s_row * n_slots + block.k, s_k_hat, block.mask)
-            t_at = out.t + (row * n_slots + block.k)[:, None] * sizes.Y + chunk.column[None, :]
+                tl.store(out.s_as_second + s_row * n_near + block.k, s_k_hat, block.mask)
+            t_at = out.t + (row * n_near + block.k)[:, None] * sizes.Y + chunk.column[None, :]
             tl.store(t_at, t_hat, z_mask)
         if out.weight is not None:
             # Of this program, as the flattened grid counts.
             program = (tl.program_id(0) * n_groups + group) * sizes.n_blocks + block.number
-            _store_weight(out.weight, weight_hat, program, block, chunk, sizes)
-            _store_rho(out.rho, rho_hat, program, chunk, sizes)
+            _store_weight(
+                out.weight, weight_hat, program=program, block=block, chunk=chunk, sizes=sizes
+            )
+            _store_rho(out.rho, rho_hat, program=program, chunk=chunk, sizes=sizes)
         # The next chunk adds to â. Other threads of this program may have written it.
         tl.debug_barrier()
 
@@ -563,13 +576,13 @@ class Block(NamedTuple):
 
     number: Any
     k: Any  # (tile_rows,)
-    mask: Any  # (tile_rows,): k < n_slots
+    mask: Any  # (tile_rows,): k < n_near
     i: Any  # (a_width,): all columns of a
     a_mask: Any  # (tile_rows, a_width): i < A too
 
 
 @triton.jit
-def _open_block(n_slots, sizes):
+def _open_block(n_near, sizes):
     """Return the block of a program."""
     number = tl.zeros([], tl.int32)  # not 0: callers need a tensor, to convert it to int64
     if sizes.n_blocks > 1:
@@ -578,15 +591,15 @@ def _open_block(n_slots, sizes):
         number += sizes.n_blocks - 1 - tl.program_id(2)
     k = number * sizes.tile_rows + tl.arange(0, sizes.tile_rows)
     i = tl.arange(0, sizes.a_width)
-    mask = k < n_slots
+    mask = k < n_near
     a_mask = mask[:, None] & (i < sizes.A)[None, :]
     return Block(number=number, k=k, mask=mask, i=i, a_mask=a_mask)
 
 
 @triton.jit
-def _slot_0(atom, n_slots):
+def _slot_0(atom, n_near):
     """Return the slot of an atom's neighbour 0 (int64: angles · columns may exceed 2³¹)."""
-    return atom * tl.full([], n_slots, tl.int64)
+    return atom * tl.full([], n_near, tl.int64)
 
 
 @triton.jit
@@ -594,7 +607,7 @@ def _first_neighbors(reach, atom, block, sizes):
     """Return `start`, `end` and `zeros_start`: the two ranges of a program's first neighbours.
 
     With G groups the program computes the tiles of start, start + G, … below `end`. It stores zeros
-    for zeros_start, zeros_start + G, … below `n_slots`.
+    for zeros_start, zeros_start + G, … below `n_near`.
     """
     n_within = tl.load(reach + atom)
     # If no second neighbour of the block is within reach, nor is any tile.
@@ -626,9 +639,9 @@ def _load_chunk(weight, rho, chunk_number, i, sizes):
 
 
 @triton.jit
-def _part(parts, number, n_atoms, n_slots, n_columns: tl.constexpr):
-    """Return a pointer to a part (atoms·n_slots, n_columns)."""
-    return parts + number.to(tl.int64) * n_atoms * n_slots * n_columns
+def _part(parts, number, n_atoms, n_near, n_columns: tl.constexpr):
+    """Return a pointer to a part (atoms·n_near, n_columns)."""
+    return parts + number.to(tl.int64) * n_atoms * n_near * n_columns
 
 
 @triton.jit
@@ -678,25 +691,25 @@ def _store_zeros(
     a_out,  # (angles, A), written with the first chunk: a′ or â; None if a′ is not wanted
     slot_0,
     zeros_start,
-    n_slots,
+    n_near,
     block,
     column,  # (chunk_columns,)
     chunk_number,
     sizes,
 ):
     """Store zeros for the first neighbours that a program does not compute."""
-    for j in range(zeros_start, n_slots, tl.num_programs(1)):
+    for j in range(zeros_start, n_near, tl.num_programs(1)):
         slot = slot_0 + j
         zero_row = tl.zeros([sizes.chunk_columns], tl.float32)
         tl.store(row_part + slot * n_columns + column, zero_row, column < n_columns)
         if a_out is not None:
-            angle = slot * n_slots + block.k
+            angle = slot * n_near + block.k
             zeros = tl.zeros([sizes.tile_rows, sizes.a_width], tl.float32)
             at = a_out + angle[:, None] * sizes.A + block.i[None, :]
             tl.store(at, zeros, block.a_mask & (chunk_number == 0))
 
 
 @triton.jit
-def _store_zeros_of_s(s_of_atom, zeros_start, n_slots):
-    for j in range(zeros_start, n_slots, tl.num_programs(1)):
+def _store_zeros_of_s(s_of_atom, zeros_start, n_near):
+    for j in range(zeros_start, n_near, tl.num_programs(1)):
         tl.store(s_of_atom + j, 0.0)

@@ -323,7 +323,7 @@ def push_kernel(
     y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v], one part for each tile. Their tangents are
     ẏ = f′(z)∘ż, ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ = Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇]).
     """
-    tiles = _tiles_of_launch(
+    tiles = _open_tiles(
         neighbor=neighbor,
         tile_order=tile_order,
         n_used_tiles=n_used_tiles,
@@ -387,7 +387,7 @@ def pull_kernel(
     ŵ = y[:M]·m̂, ĥ_c = [e, v]·Ĥ_c.
     Without bars and dots their terms are 0.
     """
-    tiles = _tiles_of_launch(
+    tiles = _open_tiles(
         neighbor=neighbor,
         tile_order=tile_order,
         n_used_tiles=n_used_tiles,
@@ -411,7 +411,7 @@ def pull_kernel(
                 tl.store(w_part + tile.edge, tl.sum(y * m_hat, 1), tile.mask)
             w = tl.load(terms.w + tile.edge, tile.mask, 0.0)
             y_hat = _y_cotangent(
-                m=m_hat, w=w, update=hats.update, tile=tile, chunk=chunk, sizes=sizes
+                m_hat, w=w, update_hat=hats.update, tile=tile, chunk=chunk, sizes=sizes
             )
             if dots is not None:
                 e_dot = _load_e(dots.e, tile, sizes)
@@ -420,7 +420,7 @@ def pull_kernel(
                 m_bar = _load_m_cotangent(bars.message, tile, chunk, sizes)
                 y_hat += m_bar * w_dot[:, None]
                 y_bar = _y_cotangent(
-                    m=m_bar, w=w, update=bars.update, tile=tile, chunk=chunk, sizes=sizes
+                    m_bar, w=w, update_hat=bars.update, tile=tile, chunk=chunk, sizes=sizes
                 )
                 z_hat = slope * y_hat + bend * z_dot * y_bar
                 z_bar = slope * y_bar
@@ -491,7 +491,7 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
-def _tiles_of_launch(neighbor, tile_order, n_used_tiles, n_atoms, n_slots, sizes):
+def _open_tiles(neighbor, tile_order, n_used_tiles, n_atoms, n_slots, sizes):
     return Tiles(
         neighbor=neighbor,
         order=tile_order,
@@ -590,17 +590,17 @@ def _load_m_cotangent(message, tile, chunk, sizes):
 
 
 @triton.jit
-def _y_cotangent(m, w, update, tile, chunk, sizes):
-    """Return a chunk of [w·m̂, ŷ[M:]] or [w·m̄, ȳ[M:]] of a tile (tile_rows, chunk_columns).
+def _y_cotangent(m_hat, w, update_hat, tile, chunk, sizes):
+    """Return a chunk of ŷ = [w·m̂, ŷ[M:]] of a tile (tile_rows, chunk_columns), or of ȳ from bars.
 
-    `m` and `update` are cotangents of m, 0 beyond M, and of y[M:].
+    m̂ must be 0 beyond M.
     """
-    y = m * w[:, None]
+    y_hat = m_hat * w[:, None]
     if sizes.Y > sizes.M:
         update_column = chunk.column - sizes.M
         mask = tile.mask[:, None] & ((update_column >= 0) & chunk.in_y)[None, :]
-        y += load_tile(update, tile.edge, update_column, mask, sizes.Y - sizes.M)
-    return y
+        y_hat += load_tile(update_hat, tile.edge, update_column, mask, sizes.Y - sizes.M)
+    return y_hat
 
 
 @triton.jit
@@ -680,7 +680,7 @@ def _pull_moments(out, hats, bars, terms, dots, tiles, sizes):
             e_and_v_hat = _e_and_v_cotangent(hats.moment, terms.h, tile, column, sizes)
             if dots is not None:
                 e_and_v_hat += _e_and_v_cotangent(bars.moment, dots.h, tile, column, sizes)
-            _add_e_store_v(out, e_and_v_hat, tile, column, sizes)
+            _add_to_e_and_store_v(out, e_and_v_hat, tile, column, sizes)
         if out.h is not None:
             tl.store(out.h + tile.edge * 3, h_hat_x, tile.mask)
             tl.store(out.h + tile.edge * 3 + 1, h_hat_y, tile.mask)
@@ -718,7 +718,7 @@ def _load_row(matrix, row, column, n_columns):
 
 
 @triton.jit
-def _add_e_store_v(out, e_and_v_hat, tile, column, sizes):
+def _add_to_e_and_store_v(out, e_and_v_hat, tile, column, sizes):
     """Add columns of the cotangent of [e, v] to ê, and store those of v̂ in the row of each edge.
 
     No barrier between calls: each takes other columns.

@@ -2,9 +2,9 @@
 
 The sum
 -------
-    y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l)
-    h_l = a_l·W_l + b_l     in the near slots, the first of each atom, which have a row in a_l
-    h_l = b_l               in its other slots
+    y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(z_l)
+    z_l = a_l·W_l + b_l     in the near slots, the first of each atom, which have a row in a_l
+    z_l = b_l               in its other slots
 
 Nodes have one slot, a near one; m_k are messages of edges, a₀ = x, and a₁ is the symmetrized
 moment. Edges have a slot for each neighbour; m₀ is their own update, and a₀ are messages of angles,
@@ -16,16 +16,16 @@ which only the nearest edges have.
 | m_k    | `terms`         | (atoms·slots, width) | K terms without activation                |
 | a_l    | `layer_inputs`  | (atoms·near, …)      | inputs of L linear layers                 |
 | W, b   | `weights`, `biases` | (…, width), (width,) | of these layers                       |
-| h_l    | `h`             | (atoms·near, width)  | a_l·W_l + b_l                             |
+| z_l    | `z`             | (atoms·near, width)  | a_l·W_l + b_l                             |
 | ρ, σ   | `term_steps`, `layer_steps` | (width,) | step sizes                                |
 | α      | `alpha`         | number               | weight of the old features                |
 
-`nn.four_passes` explains the passes. A dot (`_dot`) marks tangents. On the host a bar (`_bar`)
-marks derivatives of the energy, a hat (`_hat`) of the loss. In `pull_kernel`, which passes 2 and 4
-launch, a hat marks the derivatives that this pass propagates, a bar those that pass 4 has from
-pass 2.
+torch computes the products a_l·W_l. `push_kernel` then computes passes 1 and 3, `pull_kernel` passes
+2 and 4. Passes and accents are those of `nn.four_passes`, except in `pull_kernel`: there a hat
+(`_hat`) marks the derivatives that the running pass propagates, a bar (`_bar`) derivatives of the
+energy that pass 4 reads.
 
-Reference: `RepflowLayer._nodes` and `_edge_features` compute the same from torch's operations when
+Reference: `RepflowLayer._new_nodes` and `_new_edges` compute the same from torch's operations when
 kernels cannot run, and `test_nodes_and_edge_features_of_dpa3` compares all four passes with them.
 """
 
@@ -46,8 +46,8 @@ from deepmd_muon.model.nn.layer_kernels import curve
 
 # Elements of (atoms·slots, width) that one program computes. Nodes are few: small tiles let all
 # multiprocessors work on them.
-EDGE_TILE = 2048
-NODE_TILE = 256
+EDGE_ELEMENTS = 2048
+NODE_ELEMENTS = 256
 
 # ----- what the passes exchange ------------------------------------------------------------------
 
@@ -68,8 +68,8 @@ class AdjointSaved(NamedTuple):
     """What pass 2 hands over: the first two for pass 4, the others for pass 3."""
 
     y_bar: Tensor
-    h_bars: tuple[Tensor, ...]
-    h: tuple[Tensor, ...]
+    z_bars: tuple[Tensor, ...]
+    z: tuple[Tensor, ...]
     inputs: ResidualSumInputs
 
 
@@ -78,7 +78,7 @@ class TangentSaved(NamedTuple):
 
     term_dots: tuple[Tensor, ...]
     layer_input_dots: tuple[Tensor, ...]  # of every layer, also ẋ
-    h_dots: tuple[Tensor, ...]
+    z_dots: tuple[Tensor, ...]
 
 
 # ----- the operation -----------------------------------------------------------------------------
@@ -110,40 +110,40 @@ class ResidualSum(FourPasses):
         """Pass 1: return y."""
         layer_inputs = self._all_layer_inputs(inputs.x, inputs.layer_inputs)
         layers = zip(inputs.biases, layer_inputs, inputs.weights, strict=True)
-        h = tuple(torch.addmm(bias, a, weight) for bias, a, weight in layers)
+        z = tuple(torch.addmm(bias, a, weight) for bias, a, weight in layers)
         y = inputs.x.new_empty(inputs.x.shape)
         push_kernel[self._grid(y)](
             y=y,
             x=inputs.x.contiguous(),
             terms=_contiguous(inputs.terms),
-            h=h,
-            h_dots=None,
+            z=z,
+            z_dots=None,
             alpha=self.alpha,
             **self._launch_arguments(y, inputs),
         )
-        return (y,), h
+        return (y,), z
 
     def adjoint(
-        self, cotangents: Any, inputs: ResidualSumInputs, h: tuple[Tensor, ...]
+        self, cotangents: Any, inputs: ResidualSumInputs, z: tuple[Tensor, ...]
     ) -> tuple[Tensors, Nested]:
         """Pass 2: return the adjoints of x, the terms and the inputs of layers."""
         (y_bar,) = cotangents
         term_bars = tuple(torch.empty_like(y_bar) for _ in inputs.terms)
-        h_bars = tuple(torch.empty_like(h_l) for h_l in h)
+        z_bars = tuple(torch.empty_like(z_l) for z_l in z)
         pull_kernel[self._grid(y_bar)](
             term_hats=term_bars,
-            h_hats=h_bars,
+            z_hats=z_bars,
             sum_parts=None,
             y_hat=y_bar,
             y_bar=None,
             terms=None,
             term_dots=None,
-            h=h,
-            h_dots=None,
+            z=z,
+            z_dots=None,
             **self._launch_arguments(y_bar, inputs),
         )
-        x_bar, layer_input_bars = self._pull(y_bar, h_bars, inputs.weights)
-        saved = AdjointSaved(y_bar=y_bar, h_bars=h_bars, h=h, inputs=inputs)
+        x_bar, layer_input_bars = self._pull(y_bar, z_bars, inputs.weights)
+        saved = AdjointSaved(y_bar=y_bar, z_bars=z_bars, z=z, inputs=inputs)
         return (x_bar, *term_bars, *layer_input_bars), saved
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
@@ -152,7 +152,7 @@ class ResidualSum(FourPasses):
         x_dot, *other_dots = tangents
         term_dots = tuple(other_dots[: len(inputs.terms)])
         layer_input_dots = self._all_layer_inputs(x_dot, tuple(other_dots[len(inputs.terms) :]))
-        h_dots = tuple(
+        z_dots = tuple(
             torch.mm(a_dot, weight)
             for a_dot, weight in zip(layer_input_dots, inputs.weights, strict=True)
         )
@@ -161,20 +161,20 @@ class ResidualSum(FourPasses):
             y=y_dot,
             x=x_dot,
             terms=term_dots,
-            h=saved.h,
-            h_dots=h_dots,
+            z=saved.z,
+            z_dots=z_dots,
             alpha=self.alpha,
             **self._launch_arguments(y_dot, inputs),
         )
-        return (y_dot,), TangentSaved(term_dots, layer_input_dots, h_dots)
+        return (y_dot,), TangentSaved(term_dots, layer_input_dots, z_dots)
 
     def gradient(
         self,
         cotangents: Any,
         inputs: ResidualSumInputs,
-        h: tuple[Tensor, ...],
-        adjoint: AdjointSaved | None,
-        tangent: TangentSaved | None,
+        z: tuple[Tensor, ...],
+        adjoint_saved: AdjointSaved | None,
+        tangent_saved: TangentSaved | None,
     ) -> Nested:
         """Pass 4: return the gradients of all inputs in the order of `ResidualSumInputs`.
 
@@ -183,35 +183,37 @@ class ResidualSum(FourPasses):
         """
         (y_hat,) = cotangents
         term_hats = tuple(torch.empty_like(y_hat) for _ in inputs.terms)
-        h_hats = tuple(torch.empty_like(h_l) for h_l in h)
-        n_layers = len(h)
+        z_hats = tuple(torch.empty_like(z_l) for z_l in z)
+        n_layers = len(z)
         n_terms = len(term_hats)
         grid = self._grid(y_hat)
         n_sums = n_layers + n_terms + n_layers  # b̂, ρ̂ and σ̂
         sum_parts = y_hat.new_empty(*grid, n_sums, y_hat.shape[1])
         pull_kernel[grid](
             term_hats=term_hats,
-            h_hats=h_hats,
+            z_hats=z_hats,
             sum_parts=sum_parts,
             y_hat=y_hat,
-            y_bar=None if adjoint is None else adjoint.y_bar,
+            y_bar=None if adjoint_saved is None else adjoint_saved.y_bar,
             terms=_contiguous(inputs.terms),
-            term_dots=None if tangent is None else tangent.term_dots,
-            h=h,
-            h_dots=None if tangent is None else tangent.h_dots,
+            term_dots=None if tangent_saved is None else tangent_saved.term_dots,
+            z=z,
+            z_dots=None if tangent_saved is None else tangent_saved.z_dots,
             **self._launch_arguments(y_hat, inputs),
         )
         (sums,) = add_parts(sum_parts)
         bias_hats, term_step_hats, layer_step_hats = sums.split([n_layers, n_terms, n_layers])
-        x_hat, layer_input_hats = self._pull(y_hat, h_hats, inputs.weights)
+        x_hat, layer_input_hats = self._pull(y_hat, z_hats, inputs.weights)
         layer_inputs = self._all_layer_inputs(inputs.x, inputs.layer_inputs)
         weight_hats = [
-            torch.mm(a.t(), h_hat) for a, h_hat in zip(layer_inputs, h_hats, strict=True)
+            torch.mm(a.t(), z_hat) for a, z_hat in zip(layer_inputs, z_hats, strict=True)
         ]
-        if adjoint is not None and tangent is not None:
-            by_layer = zip(weight_hats, tangent.layer_input_dots, adjoint.h_bars, strict=True)
-            for weight_hat, a_dot, h_bar in by_layer:
-                weight_hat.addmm_(a_dot.t(), h_bar)
+        if adjoint_saved is not None and tangent_saved is not None:
+            by_layer = zip(
+                weight_hats, tangent_saved.layer_input_dots, adjoint_saved.z_bars, strict=True
+            )
+            for weight_hat, a_dot, z_bar in by_layer:
+                weight_hat.addmm_(a_dot.t(), z_bar)
         return ResidualSumInputs(
             x=x_hat,
             terms=term_hats,
@@ -227,22 +229,22 @@ class ResidualSum(FourPasses):
         return (x, *layer_inputs) if self.first_layer_reads_x else layer_inputs
 
     def _pull(
-        self, y_bar: Tensor, h_bars: tuple[Tensor, ...], weights: tuple[Tensor, ...]
+        self, y_bar: Tensor, z_bars: tuple[Tensor, ...], weights: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the cotangents of x and of `layer_inputs` from those of y and h."""
-        layers = list(zip(h_bars, weights, strict=True))
+        """Return the cotangents of x and of `layer_inputs` from those of y and z."""
+        layers = list(zip(z_bars, weights, strict=True))
         if self.first_layer_reads_x:
-            h_bar, weight = layers.pop(0)
-            x_bar = torch.addmm(y_bar, h_bar, weight.t(), beta=self.alpha)
+            z_bar, weight = layers.pop(0)
+            x_bar = torch.addmm(y_bar, z_bar, weight.t(), beta=self.alpha)
         else:
             x_bar = y_bar if self.alpha == 1.0 else y_bar * self.alpha
-        return x_bar, tuple(torch.mm(h_bar, weight.t()) for h_bar, weight in layers)
+        return x_bar, tuple(torch.mm(z_bar, weight.t()) for z_bar, weight in layers)
 
     # ----- launches ------------------------------------------------------------------------------
 
     def _tile_rows(self, x: Tensor) -> int:
         """Return how many rows of features like x a program takes."""
-        elements = EDGE_TILE if self.n_slots > 1 else NODE_TILE
+        elements = EDGE_ELEMENTS if self.n_slots > 1 else NODE_ELEMENTS
         return int(max(1, elements // triton.next_power_of_2(x.shape[1])))
 
     def _grid(self, x: Tensor) -> tuple[int]:
@@ -293,9 +295,9 @@ class Tile(NamedTuple):
 
     index: Any  # flat, in (atoms·slots, width)
     mask: Any  # false past the last row or column
-    h_index: Any  # flat, in h (atoms·near, width)
-    h_mask: Any  # false also in slots without a row in h
-    is_near: Any  # (rows, 1): whether the slot has a row in h
+    z_index: Any  # flat, in z (atoms·near, width)
+    z_mask: Any  # false also in slots without a row in z
+    is_near: Any  # (rows, 1): whether the slot has a row in z
     column: Any  # (1, columns)
     column_mask: Any  # (1, columns)
 
@@ -309,12 +311,12 @@ def _open_tile(n_rows, n_slots, n_near, sizes):
     column_mask = column < sizes.width
     slot = row % n_slots
     is_near = slot < n_near
-    h_row = (row // n_slots) * n_near + slot
+    z_row = (row // n_slots) * n_near + slot
     return Tile(
         index=row[:, None] * sizes.width + column,
         mask=(row < n_rows)[:, None] & column_mask,
-        h_index=h_row[:, None] * sizes.width + column,
-        h_mask=((row < n_rows) & is_near)[:, None] & column_mask,
+        z_index=z_row[:, None] * sizes.width + column,
+        z_mask=((row < n_rows) & is_near)[:, None] & column_mask,
         is_near=is_near[:, None],
         column=column,
         column_mask=column_mask,
@@ -332,9 +334,9 @@ def _load_by_column(vector, tile):
 
 
 @triton.jit
-def _load_h(h, bias, tile):
-    """Load h: a·W + b in near slots, b elsewhere."""
-    near = tl.load(h + tile.h_index, tile.h_mask, 0.0)
+def _load_z(z, bias, tile):
+    """Load z: a·W + b in near slots, b elsewhere."""
+    near = tl.load(z + tile.z_index, tile.z_mask, 0.0)
     return tl.where(tile.is_near, near, _load_by_column(bias, tile))
 
 
@@ -343,8 +345,8 @@ def push_kernel(
     y,  # (atoms·slots, width), written; ẏ in pass 3
     x,  # (atoms·slots, width); ẋ in pass 3
     terms,  # K × (atoms·slots, width); tangents in pass 3
-    h,  # L × (atoms·near, width)
-    h_dots,  # L × (atoms·near, width); None in pass 1
+    z,  # L × (atoms·near, width)
+    z_dots,  # L × (atoms·near, width); None in pass 1
     biases,  # L × (width,)
     term_steps,  # K × (width,)
     layer_steps,  # L × (width,)
@@ -356,18 +358,18 @@ def push_kernel(
     kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
     curve_constants: tl.constexpr,
 ) -> None:
-    """Write y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(h_l), or its tangent.
+    """Write y = α·x + Σ_k ρ_k∘m_k + Σ_l σ_l∘f(z_l), or its tangent.
 
-    ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(h_l)∘ḣ_l; ḣ = 0 in slots that are not near.
+    ẏ = α·ẋ + Σ_k ρ_k∘ṁ_k + Σ_l σ_l∘f′(z_l)∘ż_l; ż = 0 in slots that are not near.
     """
     tile = _open_tile(n_rows, n_slots, n_near, sizes)
     total = alpha * _load(x, tile)
     for k in tl.static_range(len(terms)):
         total += _load_by_column(term_steps[k], tile) * _load(terms[k], tile)
-    for layer in tl.static_range(len(h)):
-        f, slope, _ = curve(_load_h(h[layer], biases[layer], tile), kind, curve_constants)
-        if h_dots is not None:
-            f = slope * tl.load(h_dots[layer] + tile.h_index, tile.h_mask, 0.0)  # ḟ
+    for layer in tl.static_range(len(z)):
+        f, slope, _ = curve(_load_z(z[layer], biases[layer], tile), kind, curve_constants)
+        if z_dots is not None:
+            f = slope * tl.load(z_dots[layer] + tile.z_index, tile.z_mask, 0.0)  # ḟ
         total += _load_by_column(layer_steps[layer], tile) * f
     tl.store(y + tile.index, total, tile.mask)
 
@@ -375,14 +377,14 @@ def push_kernel(
 @triton.jit(do_not_specialize=["n_rows", "n_slots", "n_near"])
 def pull_kernel(
     term_hats,  # K × (atoms·slots, width), written
-    h_hats,  # L × (atoms·near, width), written
+    z_hats,  # L × (atoms·near, width), written
     sum_parts,  # (programs, L + K + L, width), written: parts of b̂, ρ̂ and σ̂; None in pass 2
     y_hat,  # (atoms·slots, width)
     y_bar,  # (atoms·slots, width); None in pass 2, and without forces
     terms,  # K × (atoms·slots, width); None in pass 2
     term_dots,  # K × (atoms·slots, width); None if y_bar is
-    h,  # L × (atoms·near, width)
-    h_dots,  # L × (atoms·near, width); None if y_bar is
+    z,  # L × (atoms·near, width)
+    z_dots,  # L × (atoms·near, width); None if y_bar is
     biases,  # L × (width,)
     term_steps,  # K × (width,)
     layer_steps,  # L × (width,)
@@ -393,14 +395,14 @@ def pull_kernel(
     kind: tl.constexpr,  # `kind` and `curve_constants` are those of `curve`
     curve_constants: tl.constexpr,
 ) -> None:
-    """Write m̂ and ĥ, and in pass 4 b̂, ρ̂ and σ̂: derivatives of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩.
+    """Write m̂ and ẑ, and in pass 4 b̂, ρ̂ and σ̂: derivatives of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩.
 
-    m̂ = ρ∘ŷ, ĥ = σ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ). Sums over all slots, also those that are not near:
-    b̂ = Σ ĥ, ρ̂ = Σ (m∘ŷ + ṁ∘ȳ), σ̂ = Σ (f(h)∘ŷ + f′(h)∘ḣ∘ȳ).
+    m̂ = ρ∘ŷ, ẑ = σ∘(f′(z)∘ŷ + f″(z)∘ż∘ȳ). Sums over all slots, also those that are not near:
+    b̂ = Σ ẑ, ρ̂ = Σ (m∘ŷ + ṁ∘ȳ), σ̂ = Σ (f(z)∘ŷ + f′(z)∘ż∘ȳ).
     """
     tile = _open_tile(n_rows, n_slots, n_near, sizes)
     n_terms: tl.constexpr = len(term_hats)
-    n_layers: tl.constexpr = len(h)
+    n_layers: tl.constexpr = len(z)
     # Rows beyond the last contribute nothing to sums: ŷ and ȳ are loaded as 0 there.
     hat = _load(y_hat, tile)
     if y_bar is not None:
@@ -415,17 +417,17 @@ def pull_kernel(
                 step_hat += _load(term_dots[k], tile) * bar
             _store_sum(sums, n_layers + k, step_hat, sizes)
     for layer in tl.static_range(n_layers):
-        f, slope, bend = curve(_load_h(h[layer], biases[layer], tile), kind, curve_constants)
-        h_hat = slope * hat
+        f, slope, bend = curve(_load_z(z[layer], biases[layer], tile), kind, curve_constants)
+        z_hat = slope * hat
         step_hat = f * hat
         if y_bar is not None:
-            h_dot_bar = tl.load(h_dots[layer] + tile.h_index, tile.h_mask, 0.0) * bar  # ḣ∘ȳ
-            h_hat += bend * h_dot_bar
-            step_hat += slope * h_dot_bar
-        h_hat *= _load_by_column(layer_steps[layer], tile)
-        tl.store(h_hats[layer] + tile.h_index, h_hat, tile.h_mask)
+            z_dot_bar = tl.load(z_dots[layer] + tile.z_index, tile.z_mask, 0.0) * bar  # ż∘ȳ
+            z_hat += bend * z_dot_bar
+            step_hat += slope * z_dot_bar
+        z_hat *= _load_by_column(layer_steps[layer], tile)
+        tl.store(z_hats[layer] + tile.z_index, z_hat, tile.z_mask)
         if sum_parts is not None:
-            _store_sum(sums, layer, h_hat, sizes)
+            _store_sum(sums, layer, z_hat, sizes)
             _store_sum(sums, n_layers + n_terms + layer, step_hat, sizes)
 
 

@@ -30,7 +30,7 @@ MIN_DOT_SIDE = 16  # side of the smallest tile that tensor cores multiply
 MAX_WEIGHT_ROWS = 64  # rows of W that a program holds in registers
 
 
-def fits_weight(weight: Tensor, formula: Formula | None) -> bool:
+def supports(weight: Tensor, formula: Formula | None) -> bool:
     """Return whether kernels have the activation, tensor cores, and tiles for the rows of W."""
     if formula is None or weight.dtype != torch.float32 or weight.shape[0] > MAX_WEIGHT_ROWS:
         return False
@@ -80,7 +80,7 @@ MANY_ROWS = 64  # addends and elements of the tile of a program of `sum_many_ker
 MANY_COLUMNS = 32
 
 
-class Sum(NamedTuple):
+class SumJob(NamedTuple):
     """A sum over the first axis of `addends`, and where it goes."""
 
     out: Tensor
@@ -90,16 +90,16 @@ class Sum(NamedTuple):
 def add_parts(*parts: Tensor) -> list[Tensor]:
     """Return the sums of contiguous tensors over their first axis, in at most two launches."""
     outs: list[Tensor] = []
-    few: list[Sum] = []
-    many: list[Sum] = []
+    few: list[SumJob] = []
+    many: list[SumJob] = []
     for addends in parts:
         if len(addends) == 1:
-            outs.append(addends.squeeze(0))
+            outs.append(addends.squeeze(0))  # a view
             continue
         out = addends.new_empty(addends.shape[1:])
         outs.append(out)
         if out.numel():
-            (few if len(addends) <= MAX_FEW else many).append(Sum(out, addends))
+            (few if len(addends) <= MAX_FEW else many).append(SumJob(out, addends))
     if few:
         max_counts = tuple(tl.constexpr(_rounded_up(len(job.addends))) for job in few)
         sum_few_kernel[_grid(few, FEW_BLOCK)](
@@ -117,17 +117,17 @@ def _rounded_up(count: int) -> int:
     return count if count <= 4 else -(-count // 4) * 4
 
 
-def _grid(sums: list[Sum], elements: int) -> tuple[int]:
+def _grid(jobs: list[SumJob], elements: int) -> tuple[int]:
     """Return the grid with `elements` of one sum for each program."""
-    return (sum(triton.cdiv(job.out.numel(), elements) for job in sums),)
+    return (sum(triton.cdiv(job.out.numel(), elements) for job in jobs),)
 
 
-def _arguments(sums: list[Sum]) -> dict[str, tuple[Tensor | int, ...]]:
+def _arguments(jobs: list[SumJob]) -> dict[str, tuple[Tensor | int, ...]]:
     return {
-        "outs": tuple(job.out for job in sums),
-        "addends": tuple(job.addends for job in sums),
-        "sizes": tuple(job.out.numel() for job in sums),
-        "counts": tuple(len(job.addends) for job in sums),
+        "outs": tuple(job.out for job in jobs),
+        "addends": tuple(job.addends for job in jobs),
+        "sizes": tuple(job.out.numel() for job in jobs),
+        "counts": tuple(len(job.addends) for job in jobs),
     }
 
 
@@ -190,20 +190,20 @@ NEIGHBOR_ROWS = 32  # edges and columns of the tile of a program of `sum_by_neig
 NEIGHBOR_COLUMNS = 64
 
 
-def sum_by_neighbor(rows: Tensor, incoming: Incoming) -> Tensor:
+def sum_by_neighbor(edge_rows: Tensor, incoming: Incoming) -> Tensor:
     """Return, for each atom, the sum of the rows `(edges, width)` of the edges that lead to it."""
     n_atoms = len(incoming.start) - 1
-    width = rows.shape[1]
-    out = rows.new_empty(n_atoms, width)
+    width = edge_rows.shape[1]
+    out = edge_rows.new_empty(n_atoms, width)
     grid = (n_atoms, triton.cdiv(width, NEIGHBOR_COLUMNS))
     sum_by_neighbor_kernel[grid](
         out=out,
-        edge_rows=rows,
+        edge_rows=edge_rows,
         order=incoming.order,
         start=incoming.start,
         width=width,
-        rows=NEIGHBOR_ROWS,
-        columns=NEIGHBOR_COLUMNS,
+        tile_rows=NEIGHBOR_ROWS,
+        tile_columns=NEIGHBOR_COLUMNS,
     )
     return out
 
@@ -215,16 +215,16 @@ def sum_by_neighbor_kernel(
     order,  # (edges,): numbers of the edges, sorted by neighbour
     start,  # (atoms + 1,): where the edges to each atom start in `order`
     width,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ) -> None:
     """Write some columns of the sum for one atom."""
     atom = tl.program_id(0)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
-    row = tl.arange(0, rows)
-    total = tl.zeros([rows, columns], out.dtype.element_ty)
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    row = tl.arange(0, tile_rows)
+    total = tl.zeros([tile_rows, tile_columns], out.dtype.element_ty)
     end = tl.load(start + atom + 1)
-    for offset in range(tl.load(start + atom), end, rows):
+    for offset in range(tl.load(start + atom), end, tile_rows):
         row_mask = offset + row < end
         edge = tl.load(order + offset + row, row_mask, 0)
         mask = row_mask[:, None] & (column < width)[None, :]

@@ -7,12 +7,11 @@ one block, a among its first `axis`.
 
 | symbol | name          | shape                 | meaning                                      |
 |--------|---------------|-----------------------|----------------------------------------------|
-| H      | `moment`      | (atoms, 3, E + N)     | from `edges`: E columns of edges, N of nodes |
-| G      | `symmetrized` | (atoms, axis·(E + N)) | (axis, E) and (axis, N), flat: the input of a linear layer |
+| H      | `moment`      | (atoms, 3, E + V)     | from `edges`: E columns of edges, V of nodes |
+| G      | `symmetrized` | (atoms, axis·(E + V)) | (axis, E) and (axis, V), flat: the input of a linear layer |
 
-`nn.four_passes` explains the passes and the accents. `symmetrize_kernel` computes passes 1 and 3,
-`symmetrize_adjoint_kernel` passes 2 and 4. Reference: `RepflowLayer._nodes`, as for
-`residual_sums`.
+`nn.four_passes` explains the passes and the accents. `push_kernel` computes passes 1 and 3,
+`pull_kernel` passes 2 and 4. Reference: `RepflowLayer._new_nodes`, as for `residual_sums`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,13 @@ class AdjointSaved(NamedTuple):
     symmetrized_bar: Tensor
 
 
+class Pair(NamedTuple):
+    """Two factors of a derivative by H: H with Ḡ or Ĝ, or Ḣ with Ḡ."""
+
+    moment: Tensor
+    cotangent: Tensor
+
+
 @dataclass(frozen=True)
 class Symmetrization(FourPasses):
     """The operation; the output is G.
@@ -60,36 +66,36 @@ class Symmetrization(FourPasses):
 
     def value(self, inputs: SymmetrizationInputs) -> tuple[Perhaps, Nested]:
         """Pass 1: return G."""
-        return (self._symmetrize(inputs.moment),), ()
+        return (self._push(inputs.moment),), ()
 
     def adjoint(
         self, cotangents: Any, inputs: SymmetrizationInputs, value_saved: Any
     ) -> tuple[Tensors, Nested]:
         """Pass 2: return H̄."""
         (symmetrized_bar,) = cotangents
-        moment_bar = self._symmetrize_adjoint([(inputs.moment, symmetrized_bar)])
+        moment_bar = self._pull([Pair(inputs.moment, symmetrized_bar)])
         return (moment_bar,), AdjointSaved(inputs.moment, symmetrized_bar)
 
     def tangent(self, tangents: Any, saved: AdjointSaved) -> tuple[Perhaps, Nested]:
         """Pass 3: return Ġ, and save Ḣ."""
         (moment_dot,) = tangents
-        return (self._symmetrize(saved.moment, moment_dot),), (moment_dot,)
+        return (self._push(saved.moment, moment_dot),), (moment_dot,)
 
     def gradient(
         self,
         cotangents: Any,
         inputs: SymmetrizationInputs,
         value_saved: Any,
-        adjoint: AdjointSaved | None,
-        tangent: tuple[Tensor] | None,
+        adjoint_saved: AdjointSaved | None,
+        tangent_saved: tuple[Tensor] | None,
     ) -> Nested:
         """Pass 4: return the gradient of ⟨Ĝ, G⟩ + ⟨Ḡ, Ġ⟩ by H."""
         (symmetrized_hat,) = cotangents
-        pairs = [(inputs.moment, symmetrized_hat)]
-        if adjoint is not None and tangent is not None:
-            (moment_dot,) = tangent
-            pairs.append((moment_dot, adjoint.symmetrized_bar))
-        return (self._symmetrize_adjoint(pairs),)
+        pairs = [Pair(inputs.moment, symmetrized_hat)]
+        if adjoint_saved is not None and tangent_saved is not None:
+            (moment_dot,) = tangent_saved
+            pairs.append(Pair(moment_dot, adjoint_saved.symmetrized_bar))
+        return (self._pull(pairs),)
 
     def _sizes(self, moment: Tensor) -> Sizes:
         node_columns = moment.shape[2] - self.edge_columns
@@ -104,10 +110,10 @@ class Symmetrization(FourPasses):
             )
         )
 
-    def _symmetrize(self, moment: Tensor, moment_dot: Tensor | None = None) -> Tensor:
-        """Return G from H, or with Ḣ the tangent of G."""
+    def _push(self, moment: Tensor, moment_dot: Tensor | None = None) -> Tensor:
+        """Return G, or its tangent Ġ if Ḣ is passed."""
         symmetrized = moment.new_empty(len(moment), self.axis * moment.shape[2])
-        symmetrize_kernel[(len(moment),)](
+        push_kernel[(len(moment),)](
             symmetrized=symmetrized,
             moment=moment,
             moment_dot=moment_dot,
@@ -115,17 +121,16 @@ class Symmetrization(FourPasses):
         )
         return symmetrized
 
-    def _symmetrize_adjoint(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the derivative by H: a sum over pairs, of H with Ḡ or Ĝ, and of Ḣ with Ḡ."""
-        moments, symmetrized_bars = zip(*pairs, strict=True)
-        moment_bar = torch.empty_like(moments[0])
-        symmetrize_adjoint_kernel[(len(moment_bar),)](
-            moment_bar=moment_bar,
-            moments=moments,
-            symmetrized_bars=symmetrized_bars,
-            sizes=self._sizes(moment_bar),
+    def _pull(self, pairs: Sequence[Pair]) -> Tensor:
+        """Return the derivative by H, a sum over pairs."""
+        out = torch.empty_like(pairs[0].moment)
+        pull_kernel[(len(out),)](
+            out=out,
+            moments=tuple(pair.moment for pair in pairs),
+            cotangents=tuple(pair.cotangent for pair in pairs),
+            sizes=self._sizes(out),
         )
-        return moment_bar
+        return out
 
 
 # ----- kernels: a program computes one atom ------------------------------------------------------
@@ -149,7 +154,7 @@ class Block(NamedTuple):
 
     begin: Any  # its first column in H
     d_mask: Any  # (columns,): which of its columns exist
-    g_index: Any  # (rows, columns): flat, in G (atoms·axis·(E + N),)
+    g_index: Any  # (rows, columns): flat, in G (atoms·axis·(E + V),)
 
 
 @triton.jit
@@ -166,10 +171,10 @@ def _block(number: tl.constexpr, atom, a, d, sizes):
 
 
 @triton.jit
-def symmetrize_kernel(
-    symmetrized,  # (atoms, axis·(E + N)), written
-    moment,  # (atoms, 3, E + N)
-    moment_dot,  # (atoms, 3, E + N); None for G
+def push_kernel(
+    symmetrized,  # (atoms, axis·(E + V)), written
+    moment,  # (atoms, 3, E + V)
+    moment_dot,  # (atoms, 3, E + V); None for G
     sizes,
 ) -> None:
     """G_ad = Σ_c H_ca·H_cd / 3 in each block, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
@@ -196,13 +201,13 @@ def symmetrize_kernel(
 
 
 @triton.jit
-def symmetrize_adjoint_kernel(
-    moment_bar,  # (atoms, 3, E + N), written
-    moments,  # pairs × (atoms, 3, E + N)
-    symmetrized_bars,  # pairs × (atoms, axis·(E + N))
+def pull_kernel(
+    out,  # (atoms, 3, E + V), written: H̄ (pass 2) or Ĥ (pass 4)
+    moments,  # pairs × (atoms, 3, E + V)
+    cotangents,  # pairs × (atoms, axis·(E + V))
     sizes,
 ) -> None:
-    """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_e Ḡ_de·H_ce) / 3 in each block.
+    """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_d′ Ḡ_dd′·H_cd′) / 3 in each block.
 
     The second sum is there because the first `axis` columns of H are factors on both sides.
     """
@@ -216,13 +221,13 @@ def symmetrize_adjoint_kernel(
         mask = a_mask[:, None] & block.d_mask[None, :]
         for c in tl.static_range(3):
             row = (atom * 3 + c) * width + block.begin
-            total = tl.zeros([sizes.columns], moment_bar.dtype.element_ty)
+            total = tl.zeros([sizes.columns], out.dtype.element_ty)
             for pair in tl.static_range(len(moments)):
-                g_bar = tl.load(symmetrized_bars[pair] + block.g_index, mask, 0.0)
+                g_bar = tl.load(cotangents[pair] + block.g_index, mask, 0.0)
                 h_a = tl.load(moments[pair] + row + a, a_mask, 0.0)
                 h_d = tl.load(moments[pair] + row + d, block.d_mask, 0.0)
                 as_right_factor = h_a[:, None] * g_bar
                 row_sums = tl.sum(g_bar * h_d[None, :], 1)  # (rows,): belongs to column d = a
                 as_left_factor = tl.where(a[:, None] == d[None, :], row_sums[:, None], 0.0)
                 total += tl.sum(as_right_factor + as_left_factor, 0)
-            tl.store(moment_bar + row + d, total / 3.0, block.d_mask)
+            tl.store(out + row + d, total / 3.0, block.d_mask)
