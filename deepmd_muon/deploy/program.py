@@ -379,9 +379,8 @@ class Program(torch.nn.Module):
     ) -> None:
         """Add energies, forces and virials of some centres, given by their rows, to the sums."""
         d, tape = self.descriptor.describe(near)
-        energy, d_bar = self.fitting_net.energy_and_slope(
-            d, near.counts, parameters
-        )  # d_bar: dE/dD
+        # E of the net, and dE/dD.
+        energy, d_bar = self.fitting_net.energy_and_slope(d, near.counts, parameters)
         counted = self.counted[near.kind]
         frame = torch.div(near.centre, frames.nall, rounding_mode="floor")
         if self.has_table:
