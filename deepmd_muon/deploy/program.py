@@ -263,16 +263,54 @@ class Program(torch.nn.Module):
             nall, 3)` [eV/Å], `virial (nframes, 9)` and, if asked for, `extended_virial (nframes,
             nall, 9)` [eV]; energies float64, the others in the precision of the positions.
         """
-        parameters = self._parameter_rows(nlist, fparam, aparam)
         return self._evaluate(
             extended_coord,
             extended_atype,
             nlist,
             mapping=mapping,
-            parameters=parameters,
+            fparam=fparam,
+            aparam=aparam,
             do_atomic_virial=do_atomic_virial,
             comm_dict=comm_dict,
         )
+
+    def _evaluate(
+        self,
+        extended_coord: Tensor,
+        extended_atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor | None,
+        fparam: Tensor | None,
+        aparam: Tensor | None,
+        do_atomic_virial: bool,
+        comm_dict: dict[str, Tensor] | None,
+    ) -> dict[str, Tensor]:
+        """Implement `forward_lower`."""
+        nframes = extended_atype.shape[0]
+        parameters = self._parameter_rows(nlist, fparam, aparam)
+        frames = _flatten(extended_coord, extended_atype, nlist)
+        sums = _zero_sums(frames, nframes, do_atomic_virial)
+        chunk = self.centres_gpu if extended_coord.is_cuda else self.centres_cpu
+        # Centres with similar numbers of neighbours share a chunk, if there are several.
+        n_listed = torch.zeros_like(frames.centre)
+        if frames.centre.shape[0] > chunk:
+            n_listed = (frames.listed >= 0).sum(1)
+        order = sort_by_type(frames.types[frames.centre], n_listed)
+
+        feature_rows = torch.empty([0], dtype=torch.int64, device=order.device)
+        comm: dict[str, Tensor] = {}
+        if self.descriptor.message_passing:
+            chunk = max(1, order.shape[0])  # all at once: layers read features of other centres
+            if comm_dict is not None:
+                comm = comm_dict
+            else:
+                feature_rows = _feature_rows(order, frames, mapping)
+        # At least once: a rank without atoms still takes part in exchanges.
+        for begin in range(0, max(1, order.shape[0]), chunk):
+            rows = order[begin : begin + chunk]
+            near = self._near(frames, rows, feature_rows, comm)
+            self._add_centres(frames, near, rows, parameters[rows], sums)
+        return _outputs(sums, nframes, do_atomic_virial, extended_coord.dtype)
 
     def _parameter_rows(
         self, nlist: Tensor, fparam: Tensor | None, aparam: Tensor | None
@@ -297,47 +335,11 @@ class Program(torch.nn.Module):
             columns.append(aparam.to(torch.float64).reshape([nframes * nloc, numb_aparam]))
         return torch.cat(columns, dim=1)
 
-    def _evaluate(
-        self,
-        extended_coord: Tensor,
-        extended_atype: Tensor,
-        nlist: Tensor,
-        mapping: Tensor | None,
-        parameters: Tensor,
-        do_atomic_virial: bool,
-        comm_dict: dict[str, Tensor] | None,
-    ) -> dict[str, Tensor]:
-        """Implement `forward_lower`, with the result of `_parameter_rows`."""
-        nframes = extended_atype.shape[0]
-        frames = _flatten(extended_coord, extended_atype, nlist)
-        sums = _zero_sums(frames, nframes, do_atomic_virial)
-        chunk = self.centres_gpu if extended_coord.is_cuda else self.centres_cpu
-        # Centres with similar numbers of neighbours share a chunk, if there are several.
-        n_listed = torch.zeros_like(frames.centre)
-        if frames.centre.shape[0] > chunk:
-            n_listed = (frames.listed >= 0).sum(1)
-        order = sort_by_type(frames.types[frames.centre], n_listed)
-
-        originals = torch.empty([0], dtype=torch.int64, device=order.device)
-        comm: dict[str, Tensor] = {}
-        if self.descriptor.message_passing:
-            chunk = max(1, order.shape[0])  # all at once: layers read features of other centres
-            if comm_dict is not None:
-                comm = comm_dict
-            else:
-                originals = _originals(order, frames, mapping)
-        # At least once: a rank without atoms still takes part in exchanges.
-        for begin in range(0, max(1, order.shape[0]), chunk):
-            rows = order[begin : begin + chunk]
-            near = self._near(frames, rows, originals, comm)
-            self._add_centres(frames, near, rows, parameters[rows], sums)
-        return _outputs(sums, nframes, do_atomic_virial, extended_coord.dtype)
-
     def _near(
         self,
         frames: Frames,
         rows: Tensor,
-        originals: Tensor,
+        feature_rows: Tensor,
         comm: dict[str, Tensor],
     ) -> Near:
         """Return the neighbourhoods of some centres, given by their rows in `frames.centre`."""
@@ -362,7 +364,7 @@ class Program(torch.nn.Module):
             vectors=vectors,
             types=frames.types,
             first_type=frames.types[first_atom].clamp(min=0),
-            place=originals,
+            place=feature_rows,
             nlocal=frames.nloc,
             comm=comm,
         )
@@ -376,8 +378,9 @@ class Program(torch.nn.Module):
         sums: Sums,
     ) -> None:
         """Add energies, forces and virials of some centres, given by their rows, to the sums."""
-        described, tape = self.descriptor.describe(near)
-        energy, adjoint = self.fitting_net.energy_and_slope(described, near.counts, parameters)
+        d, tape = self.descriptor.describe(near)
+        # E of the net, and dE/dD.
+        energy, d_bar = self.fitting_net.energy_and_slope(d, near.counts, parameters)
         counted = self.counted[near.kind]
         frame = torch.div(near.centre, frames.nall, rounding_mode="floor")
         if self.has_table:
@@ -389,10 +392,10 @@ class Program(torch.nn.Module):
             slope = counted.view(-1, 1, 1) * edge_slope(blend, energy, near.vectors)
             add_edges(near, slope, frame, sums)
             energy = share * energy + blend.weight * blend.energy
-            adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
+            d_bar = share.unsqueeze(1).to(d_bar.dtype) * d_bar
         sums.energy[rows] = (energy + self.bias[near.kind]) * counted
-        adjoint = adjoint * counted.unsqueeze(1).to(adjoint.dtype)
-        add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)
+        d_bar = d_bar * counted.unsqueeze(1).to(d_bar.dtype)
+        add_edges(near, self.descriptor.pullback(d_bar, tape), frame, sums)
 
     @torch.jit.export
     def forward_common_lower(
@@ -411,13 +414,13 @@ class Program(torch.nn.Module):
         deepmd-kit sums `energy_derv_c` over atoms to get the virial. Without `do_atomic_virial` the
         first atom therefore holds the whole virial.
         """
-        parameters = self._parameter_rows(nlist, fparam, aparam)
         results = self._evaluate(
             extended_coord,
             extended_atype,
             nlist,
             mapping=mapping,
-            parameters=parameters,
+            fparam=fparam,
+            aparam=aparam,
             do_atomic_virial=do_atomic_virial,
             comm_dict=None,
         )
@@ -509,13 +512,13 @@ class Program(torch.nn.Module):
         if box is not None:
             extended, types, owner = with_images(coord, atype, box, self.rcut)
         nlist = all_pairs(extended, natoms, self.rcut)[None]
-        parameters = self._parameter_rows(nlist, fparam, aparam)
         results = self._evaluate(
             extended[None],
             types[None],
             nlist,
             mapping=owner[None],
-            parameters=parameters,
+            fparam=fparam,
+            aparam=aparam,
             do_atomic_virial=do_atomic_virial,
             comm_dict=None,
         )
@@ -671,10 +674,10 @@ def add_edges(near: Near, slope: Tensor, frame: Tensor, sums: Sums) -> None:
     sums.virial.index_add_(0, frame, virials.reshape(-1, 9), alpha=-1)
 
 
-def _originals(order: Tensor, frames: Frames, mapping: Tensor | None) -> Tensor:
-    """Return where `order` has every atom, or the local atom it is an image of `(nframes·nall,)`.
+def _feature_rows(order: Tensor, frames: Frames, mapping: Tensor | None) -> Tensor:
+    """Return the row of every atom's features `(nframes·nall,)`: its place in `order`.
 
-    These are the rows of features that atoms and ghosts share.
+    An image has the row of its local atom.
     """
     if mapping is None:
         raise ValueError(

@@ -48,7 +48,7 @@ class Switched(NamedTuple):
     distance: Any  # r
     t: Any  # 1/(r + protection)
     switch: Any  # w
-    slope: Any  # dw/dr
+    switch_slope: Any  # dw/dr
 
 
 class RowJacobian(NamedTuple):
@@ -95,7 +95,7 @@ def switched(r, reach):
         distance=distance,
         t=1.0 / (distance + reach.protection),
         switch=v * v * v * (10.0 - (15.0 - 6.0 * v) * v),
-        slope=bump * bump * (-30.0 / (reach.rcut - reach.rcut_smth)),
+        switch_slope=bump * bump * (-30.0 / (reach.rcut - reach.rcut_smth)),
     )
 
 
@@ -105,7 +105,7 @@ def row_jacobian(r, reach):
     f = switched(r, reach)
     per_distance = 1.0 / f.distance
     isotropic = f.switch * f.t * f.t
-    slope_t = f.slope * f.t
+    slope_t = f.switch_slope * f.t
     return RowJacobian(
         radial=(slope_t - isotropic) * per_distance,
         isotropic=isotropic,
@@ -278,9 +278,9 @@ def _pull_kernel(
     r = loaded_edges(edges, neighbor, edge, exists, reach)
     jacobian = row_jacobian(r, reach)
     bar = load_row(adjoint, edge, exists)
-    f = load_row(factor, edge // nnei, exists)
-    a0 = bar.radial.to(tl.float64) * f.radial
-    a = times(cast(bar.vector, tl.float64), f.vector)
+    factor_row = load_row(factor, edge // nnei, exists)
+    a0 = bar.radial.to(tl.float64) * factor_row.radial
+    a = times(cast(bar.vector, tl.float64), factor_row.vector)
     along = jacobian.radial * a0 + jacobian.bend * dot(a, r)
     store_vector(out, edge, exists, plus(scaled(jacobian.isotropic, a), scaled(along, r)))
 
@@ -320,10 +320,10 @@ def _push_kernel(
     jacobian = row_jacobian(r, reach)
     c = load_vector(cotangent, edge, exists, 0.0)
     along = dot(c, r)
-    f = load_row(factor, edge // nnei, exists)
-    radial = jacobian.radial * along * f.radial
+    factor_row = load_row(factor, edge // nnei, exists)
+    radial = jacobian.radial * along * factor_row.radial
     vector = plus(scaled(jacobian.isotropic, c), scaled(jacobian.bend * along, r))
-    store_row(out, edge, exists, Row(radial, times(vector, f.vector)))
+    store_row(out, edge, exists, Row(radial, times(vector, factor_row.vector)))
 
 
 # ----- forces and virial -------------------------------------------------------------------------
@@ -369,40 +369,40 @@ def _scatter_kernel(
         _add_vector(force + j * 3, scaled(-1.0, slope_ij), j >= 0)
 
 
-def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
+def gather(cotangent: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
     """Apply the transpose of `scatter` to (natoms, 3): return (nreal, nnei, 3)."""
-    slope = force.new_empty(*neighbor.shape, 3)
+    out = cotangent.new_empty(*neighbor.shape, 3)
     _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        slope=slope,
-        force=force.contiguous(),
+        out=out,
+        cotangent=cotangent.contiguous(),
         order=order,
         neighbor=neighbor.contiguous(),
         count=neighbor.numel(),
         nnei=neighbor.shape[1],
         block=BLOCK,
     )
-    return slope
+    return out
 
 
 @triton.jit(do_not_specialize=["nnei"])  # as `_edge_vectors_kernel`
 def _gather_kernel(
-    slope,  # (nreal, nnei, 3), written
-    force,  # (natoms, 3)
+    out,  # (nreal, nnei, 3), written
+    cotangent,  # (natoms, 3): c
     order,  # (nreal,)
     neighbor,  # (nreal, nnei)
     count,
     nnei,
     block: tl.constexpr,
 ):
-    """Write slope_ij = force_i − force_j, with 0 for the neighbour of an empty slot."""
+    """Write out_ij = c_i − c_j, with c_j = 0 in empty slots."""
     edge, exists = edges_of_program(count, block)
     atom_i = tl.load(order + edge // nnei, exists, 0)
     j = tl.load(neighbor + edge, exists, -1)
     # Component by component: a vector at once takes 40 registers in place of 32.
     for k in tl.static_range(3):
-        force_i = tl.load(force + atom_i * 3 + k, exists, 0.0)
-        force_j = tl.load(force + j * 3 + k, j >= 0, 0.0)
-        tl.store(slope + edge * 3 + k, force_i - force_j, exists)
+        c_i = tl.load(cotangent + atom_i * 3 + k, exists, 0.0)
+        c_j = tl.load(cotangent + j * 3 + k, j >= 0, 0.0)
+        tl.store(out + edge * 3 + k, c_i - c_j, exists)
 
 
 def force_and_virial(

@@ -21,7 +21,7 @@ ROOM = 0
 AT_SAME_PLACE = 1
 #: 1 if a position is not finite.
 NOT_FINITE = 2
-#: `NEARNESS` over the least distance, rounded up, if atoms are nearer than `Candidates.nearest`.
+#: `NEARNESS` over the least distance, rounded up, if its square is below `too_near_squared`.
 TOO_NEAR = 3
 #: The first of the widths of sections; the bounds of shorter radii follow them.
 FIRST_WIDTH = 4
@@ -141,10 +141,10 @@ class Candidates(NamedTuple):
         Candidates of each atom `(nrows,)`, int32; more than the room if that is too small.
     needed
         What did not fit, int32; zeros if all did. Its entries are named above.
-    nearest
+    too_near_squared
         Squared distance below which atoms are too near for the reader of the list `(1,)` [Å²],
         float64.
-    inner
+    shorter_bounds
         Bounds of the neighbours within each shorter radius.
     """
 
@@ -152,5 +152,5 @@ class Candidates(NamedTuple):
     shift: Tensor | None
     number: Tensor
     needed: Tensor
-    nearest: Tensor
-    inner: tuple[int, ...]
+    too_near_squared: Tensor
+    shorter_bounds: tuple[int, ...]

@@ -34,28 +34,28 @@ from deepmd_muon.model.nn import triton_support
 
 
 def mark_stale(
-    stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float
+    stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit_squared: float
 ) -> None:
     """Mark structures that need new candidates, and note whether all positions are finite.
 
     Parameters
     ----------
     stale
-        `(nframes,)`, int32, written: 1 if an atom has moved by more than the root of `limit`.
+        `(nframes,)`, int32, written: 1 if an atom has moved farther than the root of `limit_squared`.
     needed
         See `Candidates`; its entry NOT_FINITE is raised.
     coord, reference
         Positions, and positions to measure from `(nframes, natoms, 3)` [Å].
-    limit
+    limit_squared
         [Å²]
     """
     if triton_support.usable(coord.device):
         from deepmd_muon.model.neighbors import kernels
 
-        kernels.mark_stale(stale, needed, coord, reference, limit)
+        kernels.mark_stale(stale, needed, coord, reference, limit_squared)
         return
     displacement_squared = (coord - reference).square().sum(-1)
-    stale.copy_((~(displacement_squared <= limit)).any(1))  # negated: NaN is stale, too
+    stale.copy_((~(displacement_squared <= limit_squared)).any(1))  # negated: NaN is stale, too
     needed[NOT_FINITE].logical_or_(~coord.isfinite().all())
 
 
@@ -117,7 +117,7 @@ def lay_out(
     order: Tensor,
     frame: Tensor,
     sections: Sections,
-    inner: Sequence[float] = (),
+    shorter_radii: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations at the present positions, as `find_neighbors` does.
 
@@ -128,15 +128,17 @@ def lay_out(
         too small.
     atoms, order, frame, sections
         As in `find_neighbors`.
-    inner
-        Shorter radii [Å]; `candidates` has a bound of the neighbours within each.
+    shorter_radii
+        [Å]; `candidates` has a bound of the neighbours within each.
     """
     if triton_support.usable(atoms.coord.device):
         from deepmd_muon.model.neighbors import kernels
 
-        return kernels.lay_out(candidates, atoms, order, frame, sections=sections, inner=inner)
+        return kernels.lay_out(
+            candidates, atoms, order, frame, sections=sections, shorter_radii=shorter_radii
+        )
     images = _at_present(candidates, atoms, order, frame)
-    _note_too_small(candidates, images, atoms, sections, inner)
+    _note_too_small(candidates, images, atoms, sections, shorter_radii)
     neighbor, shift = in_sections(images, atoms, sections)
     return neighbor, None if atoms.cells is None else shift
 
@@ -167,13 +169,13 @@ def _note_too_small(
     images: Images,
     atoms: Atoms,
     sections: Sections,
-    inner: Sequence[float],
+    shorter_radii: Sequence[float],
 ) -> None:
     """Raise the entries of `needed` that show too near atoms and too small widths and bounds."""
     squared = images.squared
     rcut_squared = sections.rcut**2
     _raise_needed(candidates, AT_SAME_PLACE, (squared < SAME_PLACE**2).any(1))
-    too_near = (squared < candidates.nearest) & (squared < rcut_squared)
+    too_near = (squared < candidates.too_near_squared) & (squared < rcut_squared)
     nearness = NEARNESS / squared.clamp(min=SAME_PLACE**2).sqrt() + 1.0
     _raise_needed(candidates, TOO_NEAR, torch.where(too_near, nearness, 0.0).int().amax(1))
 
@@ -186,7 +188,8 @@ def _note_too_small(
         total = in_section.sum(1)
         _raise_needed(candidates, FIRST_WIDTH + section, torch.where(total > width, total, 0))
     first_bound = FIRST_WIDTH + len(sections.widths)
-    for k, (radius, bound) in enumerate(zip(inner, candidates.inner, strict=True)):
+    bounds = zip(shorter_radii, candidates.shorter_bounds, strict=True)
+    for k, (radius, bound) in enumerate(bounds):
         total = (squared < radius**2).sum(1)
         _raise_needed(candidates, first_bound + k, torch.where(total > bound, total, 0))
 

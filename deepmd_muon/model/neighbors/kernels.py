@@ -171,12 +171,12 @@ def count(
     n_shorter = len(radii) - 1
     type_counts = order.new_empty((nrows, ntypes), dtype=torch.int32)
     shorter_counts = order.new_empty((nrows, n_shorter), dtype=torch.int32)
-    nearest = atoms.coord.new_empty(nrows)
+    nearest_squared = atoms.coord.new_empty(nrows)
     if nrows:
         count_kernel[(nrows,)](
             type_counts=type_counts,
             shorter_counts=shorter_counts,
-            nearest=nearest,
+            nearest_squared=nearest_squared,
             radii_squared=torch.tensor(radii, dtype=torch.float64).square().to(order.device),
             **_atom_arguments(atoms, order, frame),
             ntypes=ntypes,
@@ -185,11 +185,11 @@ def count(
             type_tile=max(2, triton.next_power_of_2(ntypes)),
             radius_tile=max(2, triton.next_power_of_2(n_shorter)),
         )
-    return type_counts, shorter_counts, nearest
+    return type_counts, shorter_counts, nearest_squared
 
 
 def mark_stale(
-    stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float
+    stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit_squared: float
 ) -> None:
     """Note moves as `candidates.mark_stale` does."""
     nframes, natoms, _ = coord.shape
@@ -200,7 +200,7 @@ def mark_stale(
         coord=coord,
         reference=reference,
         natoms=natoms,
-        limit_squared=limit,
+        limit_squared=limit_squared,
         block=BLOCK,
     )
 
@@ -239,14 +239,16 @@ def lay_out(
     order: Tensor,
     frame: Tensor,
     sections: Sections,
-    inner: Sequence[float],
+    shorter_radii: Sequence[float],
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations as `candidates.lay_out` does."""
     nrows, room = candidates.place.shape
     neighbor, shift = _empty_list(atoms, nrows, sections)
     if neighbor.numel() == 0:
         return neighbor, shift
-    shorter_squared, shorter_bounds = _shorter_limits(tuple(inner), candidates.inner, order.device)
+    shorter_squared, shorter_bounds = _shorter_limits(
+        tuple(shorter_radii), candidates.shorter_bounds, order.device
+    )
     lay_out_kernel[(nrows,)](
         neighbor=neighbor,
         shift=shift,
@@ -254,10 +256,10 @@ def lay_out(
         place=candidates.place,
         translation=candidates.shift,
         number=candidates.number,
-        nearest_allowed=candidates.nearest,
+        too_near_squared=candidates.too_near_squared,
         shorter_squared=shorter_squared,
         shorter_bounds=shorter_bounds,
-        n_shorter=len(inner),
+        n_shorter=len(shorter_radii),
         **_atom_arguments(atoms, order, frame),
         form=_list_form(sections, order.device),
         room=room,
@@ -543,7 +545,7 @@ def search_kernel(
 def count_kernel(
     type_counts,  # (nrows, ntypes) int32, written
     shorter_counts,  # (nrows, n_shorter) int32, written
-    nearest,  # (nrows,) float64, written: least |r|², infinite without a neighbour [Å²]
+    nearest_squared,  # (nrows,) float64, written: least |r|², infinite without a neighbour [Å²]
     radii_squared,  # (1 + n_shorter,) float64: of the cut-off and of shorter radii [Å²]
     atoms,
     rows,
@@ -562,24 +564,24 @@ def count_kernel(
     n_images = _n_images(atoms, atom.frame, images_per_atom, searched=atom.exists)
     kind = tl.arange(0, type_tile)
     radius = tl.arange(0, radius_tile)
-    # Nothing is nearer than 0: lanes beyond the last radius count no neighbours.
+    # |r|² < 0 never holds: lanes beyond the last radius count no neighbours.
     shorter_squared = tl.load(radii_squared + 1 + radius, radius < n_shorter, 0.0)
     rcut_squared = tl.load(radii_squared)
     of_types = tl.zeros((type_tile,), tl.int32)
     within = tl.zeros((radius_tile,), tl.int32)
-    nearest_squared = rcut_squared * 0.0 + float("inf")
+    least_squared = rcut_squared * 0.0 + float("inf")  # a tensor, as the loop needs
     for begin in range(0, n_images, block):
         k = begin + tl.arange(0, block)
         images = _compare(k, n_images, images_per_atom, atom=atom, atoms=atoms, natoms=natoms)
         squared = tl.where(images.is_image, images.squared, float("inf"))
-        nearest_squared = tl.minimum(nearest_squared, tl.min(squared))
+        least_squared = tl.minimum(least_squared, tl.min(squared))
         # No mask: beyond the last image `place` is that of an atom.
         kind_j = tl.where(squared < rcut_squared, tl.load(atoms.atype + images.place), -1)
         of_types += tl.sum((kind_j[:, None] == kind[None, :]).to(tl.int32), 0)
         within += tl.sum((squared[:, None] < shorter_squared[None, :]).to(tl.int32), 0)
     tl.store(type_counts + row * ntypes + kind, of_types, kind < ntypes)
     tl.store(shorter_counts + row * n_shorter + radius, within, radius < n_shorter)
-    tl.store(nearest + row, nearest_squared)
+    tl.store(nearest_squared + row, least_squared)
 
 
 # ----- lists from candidates ---------------------------------------------------------------------
@@ -684,7 +686,7 @@ def lay_out_kernel(
     place,  # (nrows, room) int32: places of candidates
     translation,  # (nrows, room, 3) int32: their S; None without cells
     number,  # (nrows,) int32: candidates of each row
-    nearest_allowed,  # (1,) float64: |r|² below which atoms are too near [Å²]
+    too_near_squared,  # (1,) float64: |r|² below which atoms are too near [Å²]
     shorter_squared,  # (n_shorter,) float64: squares of the shorter radii [Å²]
     shorter_bounds,  # (n_shorter,) int64: bounds of the neighbours within them
     n_shorter,
@@ -724,10 +726,11 @@ def lay_out_kernel(
     # A tensor: Triton's interpreter cannot divide a constexpr.
     scale = tl.full((), _NEARNESS, tl.float64)
     nearness = (scale / distance + 1.0).to(tl.int32)  # rounded up; a maximum is the least distance
-    tl.atomic_max(needed + _TOO_NEAR, nearness, nearest_squared < tl.load(nearest_allowed))
+    tl.atomic_max(needed + _TOO_NEAR, nearness, nearest_squared < tl.load(too_near_squared))
     for k in range(n_shorter):
         within = tl.sum((near & (squared < tl.load(shorter_squared + k))).to(tl.int32))
         too_many = within > tl.load(shorter_bounds + k)
+        # In `needed` the bounds follow the widths.
         tl.atomic_max(needed + _FIRST_WIDTH + form.n_sections + k, within, too_many)
 
     _write_empty_row(neighbor, shift, row, form.nnei, block=block)

@@ -220,8 +220,8 @@ class SkinLists:
             shift=None if self.cells is None else zeros(nrows, room, 3),
             number=zeros(nrows),
             needed=zeros(self._entries),
-            nearest=self.nearest,
-            inner=self._room.inner,
+            too_near_squared=self.nearest,
+            shorter_bounds=self._room.inner,
         )
         self._reference.fill_(torch.inf)
         # `Structures` wants these numbers for every atom; here they are the same for all.
@@ -249,7 +249,7 @@ class SkinLists:
             coord=self.coord,
             reference=self._reference,
             # Two atoms that both move by half the skin come nearer by the whole skin.
-            limit=(0.5 * self._skin) ** 2,
+            limit_squared=(0.5 * self._skin) ** 2,
         )
         refer(self._reference, self.built, self.coord, self._stale)
         renew(
@@ -302,7 +302,7 @@ class SkinLists:
             order=self._order,
             frame=self._frame,
             sections=sections,
-            inner=[radius for radius, _ in self._inner],
+            shorter_radii=[radius for radius, _ in self._inner],
         )
         return Structures(
             coord=self.coord,

@@ -12,6 +12,9 @@ training steps:
     dE/dR_e[c] = Σ_k b_k(s_e) P_i[c, k],   P_i = Ā_i·Cᵀ
     dE/ds_e = Σ_ck R_e[c] b′_k(s_e) P_i[c, k].
 
+B has a group of numbers (4, channels, terms) for each centre and neighbour type, with as many terms
+k as edges reach. The net's argument is R₀, which is s standardised.
+
 The net itself is evaluated for edges beyond the table, so that energy and forces are those of the
 model at any distance.
 
@@ -130,14 +133,14 @@ class Basis(NamedTuple):
         b_k and b′_k `(6, nedges)`; 0 beyond the table.
     cell
         k of the first `(nedges,)`.
-    beyond
+    is_beyond
         Whether the edge is beyond the table `(nedges,)`.
     """
 
     values: Tensor
     slopes: Tensor
     cell: Tensor
-    beyond: Tensor
+    is_beyond: Tensor
 
 
 class Tape(NamedTuple):
@@ -152,7 +155,7 @@ class Tape(NamedTuple):
     switch
         Factor of the second channel `(nedges,)`, in the dtype of the table; empty with one channel.
     offset
-        Index in the flat B of the number of component 0, channel 0 and the first spline `(nedges,)`.
+        Index in the flat B of component 0, channel 0, k = `cell` of the edge's group `(nedges,)`.
     beyond, exact
         Numbers of the edges beyond the table `(n,)`; their G, dG/dR₀ and, with two channels,
         dG/dswitch `(2 or 3, n, M)`.
@@ -212,7 +215,7 @@ class Tabulated(torch.nn.Module):
     slots: int
     axis: int
     width: int  # M
-    step: float  # length of an interval in units of s
+    step: float  # length of an interval in units of s; the argument is in those of R₀
     pieces: int  # intervals
     channels: int  # 1 or 2
     fills: bool  # whether empty slots contribute to A
@@ -222,7 +225,7 @@ class Tabulated(torch.nn.Module):
     empty_row: Tensor  # (ntypes, 4)
     seen: Tensor  # false for excluded pairs (centre, neighbour)
     table: Tensor  # C (centre·ntypes + neighbour, channels, pieces + 5, M)
-    basis: Tensor  # b and b′ as polynomials of u (12, 6)
+    polynomials: Tensor  # b and b′ as coefficients of powers of u (12, 6)
     type_rows: Tensor  # appended to D, for each type (ntypes, n)
 
     def __init__(self, scripted: Any, empty_row: Tensor, *, step: float, nearest: float) -> None:
@@ -243,7 +246,7 @@ class Tabulated(torch.nn.Module):
         ntypes = self.request.ntypes
         self.register_buffer("seen", torch.ones(ntypes, ntypes, dtype=torch.bool))
         self.register_buffer("type_rows", self.scale.new_zeros(ntypes, 0))
-        # The argument is in units of R₀, which is s standardised.
+        # From units of R₀ to those of s.
         self.step = step / float(self.scale[:, 0].max())
         # Rounded up; the largest s in the table is 1/(nearest + protection).
         self.pieces = max(1, int(-(-1.0 // ((nearest + self.protection) * self.step))))
@@ -257,7 +260,7 @@ class Tabulated(torch.nn.Module):
         matrix = spline_matrix()
         slope = torch.zeros_like(matrix)
         slope[:, :5] = matrix[:, 1:] * torch.arange(1, 6) / self.step
-        self.register_buffer("basis", torch.cat([matrix, slope]).to(self.scale.dtype))
+        self.register_buffer("polynomials", torch.cat([matrix, slope]).to(self.scale.dtype))
 
     def _check_size(self) -> None:
         ntypes = self.request.ntypes
@@ -344,12 +347,12 @@ class Tabulated(torch.nn.Module):
         terms = 6 if basis.cell.numel() == 0 else int(basis.cell.max()) + 6
         kinds, group = self._groups(neighbor_kind, real)
         offset = (group * (4 * self.channels * terms)).view(-1) + basis.cell
-        b = self._spread(
+        b = self._expand(
             rows, basis.values, switch, offset, groups=len(kinds) * ncentre, terms=terms
         )
         a = self._contract(b, kinds, near)
 
-        beyond = (basis.beyond & used.view(-1)).nonzero().view(-1)
+        beyond = (basis.is_beyond & used.view(-1)).nonzero().view(-1)
         exact = torch.zeros(
             [1 + self.channels, beyond.shape[0], self.width], dtype=dtype, device=rows.device
         )
@@ -410,13 +413,13 @@ class Tabulated(torch.nn.Module):
         square = u * u
         cube = square * u
         powers = torch.stack([torch.ones_like(u), u, square, cube, square * square, cube * square])
-        beyond = s > self.pieces * self.step
-        values_and_slopes = product(self.basis, powers) * ~beyond
+        is_beyond = s > self.pieces * self.step
+        values_and_slopes = product(self.polynomials, powers) * ~is_beyond
         return Basis(
             values=values_and_slopes[:6],
             slopes=values_and_slopes[6:],
-            cell=cell.masked_fill_(beyond, 0.0).to(torch.int64),
-            beyond=beyond,
+            cell=cell.masked_fill_(is_beyond, 0.0).to(torch.int64),
+            is_beyond=is_beyond,
         )
 
     def _warn_once(self) -> None:
@@ -434,7 +437,7 @@ class Tabulated(torch.nn.Module):
     def _groups(self, neighbor_kind: Tensor, real: Tensor) -> tuple[list[int], Tensor]:
         """Return the types among the neighbours, and the group in B of each edge `(ncentre, nnei)`.
 
-        A group is one centre and one of these types: a block of all centres for each type.
+        Groups are in blocks: one block for each of these types, with all centres.
         """
         kinds: list[int] = []
         block = torch.zeros([self.request.ntypes], dtype=torch.int64, device=real.device)
@@ -449,7 +452,7 @@ class Tabulated(torch.nn.Module):
         centre = torch.arange(ncentre, device=real.device).unsqueeze(1)
         return kinds, block[neighbor_kind] * ncentre + centre
 
-    def _spread(
+    def _expand(
         self,
         rows: Tensor,
         values: Tensor,
@@ -458,7 +461,7 @@ class Tabulated(torch.nn.Module):
         groups: int,
         terms: int,
     ) -> Tensor:
-        """Return B `(groups, 4, channels·terms)`: sums of R_e[c]·b_k, and times the switch."""
+        """Return B `(groups, 4, channels·terms)`; the second channel has the switch as a factor."""
         out = torch.zeros(
             [groups * 4 * self.channels * terms], dtype=rows.dtype, device=rows.device
         )
@@ -478,12 +481,12 @@ class Tabulated(torch.nn.Module):
         n_terms = b.shape[2]
         a = torch.zeros([ncentre * 4, self.width], dtype=b.dtype, device=b.device)
         for block in range(len(kinds)):
-            rows = b[block * ncentre : (block + 1) * ncentre].view(-1, n_terms)
+            block_b = b[block * ncentre : (block + 1) * ncentre].view(-1, n_terms)
             start = 0  # centres are sorted by type
             for centre in range(len(near.counts)):
                 stop = start + 4 * near.counts[centre]
                 c = self._pair_table(centre, kinds[block], n_terms // self.channels)
-                a[start:stop] += product(rows[start:stop], c)
+                a[start:stop] += product(block_b[start:stop], c)
                 start = stop
         return a.view(ncentre, 4, self.width)
 
@@ -496,7 +499,7 @@ class Tabulated(torch.nn.Module):
     def pullback(self, adjoint: Tensor, tape: Tape) -> Tensor:
         """Return dE/dr_ij `(ncentre, nnei, 3)` from dE/dD `(ncentre, dim_out)`."""
         a_bar = sums_pullback(adjoint, tape.a, self.axis, self.slots)
-        rows_bar, s_bar, switch_bar = self._evaluate(self._products(a_bar, tape), tape)
+        rows_bar, s_bar, switch_bar = self._evaluate(self._pull_contraction(a_bar, tape), tape)
         if tape.beyond.shape[0] > 0:
             self._replace_beyond(a_bar, tape, rows_bar, switch_bar)
         geometry = tape.geometry
@@ -509,7 +512,7 @@ class Tabulated(torch.nn.Module):
         out = geometry.isotropic * rows_bar[1:] + radial * geometry.vectors
         return out.t().reshape(tape.a.shape[0], -1, 3)
 
-    def _products(self, a_bar: Tensor, tape: Tape) -> Tensor:
+    def _pull_contraction(self, a_bar: Tensor, tape: Tape) -> Tensor:
         """Return P = Ā·Cᵀ, flat, in the order of B."""
         flat = a_bar.view(-1, self.width)
         out = torch.empty(
@@ -557,10 +560,10 @@ class Tabulated(torch.nn.Module):
         """Write dE/dR, and dE/dswitch, of the edges beyond the table from the net's values."""
         nnei = tape.offset.shape[0] // a_bar.shape[0]
         products = torch.bmm(a_bar[tape.beyond // nnei], tape.exact.permute(1, 2, 0))
-        products = products.permute(2, 1, 0)  # (2 or 3, 4, n)
+        products = products.permute(2, 1, 0)  # Ā·G, Ā·dG/dR₀ and Ā·dG/dswitch (2 or 3, 4, n)
         rows = tape.rows[:, tape.beyond]
-        exact = products[0].contiguous()
-        exact[0] += (products[1] * rows).sum(0)
-        rows_bar.index_copy_(1, tape.beyond, exact)
+        exact_bar = products[0].contiguous()
+        exact_bar[0] += (products[1] * rows).sum(0)
+        rows_bar.index_copy_(1, tape.beyond, exact_bar)
         if self.channels > 1:
             switch_bar.index_copy_(0, tape.beyond, (products[2] * rows).sum(0))

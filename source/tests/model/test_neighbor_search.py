@@ -112,8 +112,8 @@ def through_candidates(atoms, order, frame, form, cell, short):
             else torch.zeros(nreal, size, 3, dtype=torch.int32, device=order.device),
             number=torch.zeros(nreal, dtype=torch.int32, device=order.device),
             needed=torch.zeros(entries, dtype=torch.int32, device=order.device),
-            nearest=torch.full((1,), 1e-4, dtype=torch.float64, device=order.device),
-            inner=(0,),
+            too_near_squared=torch.full((1,), 1e-4, dtype=torch.float64, device=order.device),
+            shorter_bounds=(0,),
         )
         reference, built = (
             torch.full((nframes, atoms.natoms, 3), torch.inf, dtype=torch.float64),

@@ -86,7 +86,7 @@ class Gate(NamedTuple):
 
 @triton.jit
 def _load_gate(gate, tile, width):
-    """Load the rows of a gate."""
+    """Load the rows of a gate; `width` is ncolumns, so that row = atom·width + query."""
     atom = tile.row // width
     start = atom * gate.atom_stride + tile.row % width * gate.row_stride
     at = gate.tensor + start[:, None] + (tile.column * gate.column_stride)[None, :]
@@ -255,7 +255,7 @@ def attend_adjoint(v: Values, gated_bar: Tensor, scale: float) -> tuple[Tensor, 
     _launch(
         _softmax_gradient_kernel,
         gated_bar,
-        scores_hat=scores_bar,
+        scores_hat=scores_bar,  # the kernel's hats are bars in pass 2
         along=along,
         gate_hat=gate_bar,
         gated_hat=gated_bar,
@@ -486,9 +486,9 @@ class RowSecondOrder(NamedTuple):
     """What passes 2 and 3 add to the gradient: the loss depends on x̄ = J·ȳ, too."""
 
     x_bar: Any  # (n_rows, width)
-    bar_along: Any  # (n_rows,): `along` of ȳ
+    bar_along: Any  # (n_rows,): `along` of u = ȳ
     y_dot: Any  # (n_rows, width)
-    dot_along: Any  # (n_rows,): `along` of ẋ
+    dot_along: Any  # (n_rows,): `along` of u = ẋ
 
 
 def _multiply_by_jacobian(
@@ -549,24 +549,24 @@ def _row_jacobian_kernel(
         r = tl.load(inverse + tile.row, tile.row_exists, 0.0)
         bar_along = tl.load(second_order.bar_along + tile.row, tile.row_exists, 0.0)
         dot_along = tl.load(second_order.dot_along + tile.row, tile.row_exists, 0.0)
-        along_y = _sum_of_row(y_dot * x_bar, width, centred)
+        y_factor = _sum_of_row(y_dot * x_bar, width, centred)
         if centred:
-            along_y += bar_along * dot_along * (r * r * r * r) * eps
-        result -= y_tile * along_y[:, None] + y_dot * (bar_along * r)[:, None]
+            y_factor += bar_along * dot_along * (r * r * r * r) * eps
+        result -= y_tile * y_factor[:, None] + y_dot * (bar_along * r)[:, None]
         result -= x_bar * (dot_along * r)[:, None]
     if u is not None:
-        value = _load(u, tile)
+        gamma_u = _load(u, tile)
         if gamma is not None:
-            value *= _load_per_column(gamma, tile)
+            gamma_u *= _load_per_column(gamma, tile)
         if centred:
-            mean = tl.sum(value, 1) / width
-        u_along = _sum_of_row(value * y_tile, width, centred)
+            mean = tl.sum(gamma_u, 1) / width
+        u_along = _sum_of_row(gamma_u * y_tile, width, centred)
         if along is not None:
             tl.store(along + tile.row, u_along, tile.row_exists)
-        value -= y_tile * u_along[:, None]
+        remainder = gamma_u - y_tile * u_along[:, None]
         if centred:
-            value -= mean[:, None]
-        result += value * _load_per_row(inverse, tile)
+            remainder -= mean[:, None]
+        result += remainder * _load_per_row(inverse, tile)
     tl.store(out + tile.offset, result, tile.mask)
 
 

@@ -4,7 +4,9 @@ Autograd differentiates the geometry alone, which has a few numbers for each edg
 attention weights have hundreds of numbers for each edge; their derivatives are written out here.
 
 A bar marks derivatives of the energy: `x_bar` is dE/dx. The symbols of attention are those of
-`attention_passes`. With a switch w (smooth attention) its scores are (scale·QKᵀ + shift)·w − shift.
+`attention_passes`; A is P∘E there, while `a` is the sum R ⊗ features over the columns of an atom.
+In smooth attention the scores are (scale·QKᵀ + shift)·w − shift, with w the product of both
+neighbours' switches: they fall to −shift at the cut-off.
 
 A layer is folded if features are narrower than Q, K and V: products of its matrices are computed
 once. With x̃, the features with a 1 behind them, and W̃, a matrix with its bias as the last row,
@@ -109,11 +111,11 @@ class AttentionWeights(NamedTuple):
 class Columns(NamedTuple):
     """The environment column by column; see `module.Neighborhood`."""
 
-    rows: Tensor  # (ncentre, ncolumns, 4), like the others
-    weight: Tensor  # slots of a column
-    real: Tensor  # whether it has a neighbour
-    kind: Tensor
-    switch: Tensor
+    rows: Tensor  # R (ncentre, ncolumns, 4)
+    weight: Tensor  # slots that the column stands for (ncentre, ncolumns)
+    real: Tensor  # whether it has a neighbour (ncentre, ncolumns)
+    kind: Tensor  # type (ncentre, ncolumns)
+    switch: Tensor  # (ncentre, ncolumns)
     direction: Tensor  # (ncentre, ncolumns, 3)
 
 
@@ -147,9 +149,9 @@ class Projected(NamedTuple):
         Q, K and V (ncentre, ncolumns, attn). Of a folded layer x̃·M, x̃
         (ncentre, ncolumns, width + 1) and x̃·F (ncentre, ncolumns, width), not normalised.
     inverse
-        1/l of Q, K and V (ncentre·ncolumns, 1); no members if they are not normalised.
+        1/l of Q, K and V, in this order (ncentre·ncolumns, 1); empty if they are not normalised.
     gram_products
-        x̃·G of Q, K and V (ncentre·ncolumns, width + 1); no members unless folded and normalised.
+        x̃·G of Q, K and V (ncentre·ncolumns, width + 1); empty unless folded and normalised.
     """
 
     query: Tensor
@@ -195,13 +197,13 @@ class Tape(NamedTuple):
     vectors, columns, gates
         The geometry, with autograd's graph from `vectors` to the others.
     embedded
-        Features before attention; see `embed_edges`.
+        Features before attention, and their derivatives; see `embed_edges`.
     layers
         Of attention.
     features
         Features behind attention (ncentre, ncolumns, width).
     a
-        A (ncentre, 4, width).
+        Σ R ⊗ features / slots (ncentre, 4, width).
     """
 
     vectors: Tensor
@@ -230,7 +232,7 @@ class ScriptedDPA1(torch.nn.Module):
     mean: Tensor  # of environment rows, for each type (ntypes, 4)
     scale: Tensor  # 1/stddev (ntypes, 4)
     table: Tensor  # embedding of each type (ntypes, tebd_dim)
-    gate: Tensor  # `gate` of `embed_edges`; `Gates` belong to attention
+    type_gate: Tensor  # see `embed_edges`
 
     def __init__(self, module: DPA1) -> None:
         super().__init__()
@@ -257,14 +259,14 @@ class ScriptedDPA1(torch.nn.Module):
         ]
         with torch.no_grad():
             table = module.type_embedding().detach().clone()
-            gate = self._type_gate(module, table)
+            type_gate = self._type_gate(module, table)
         self.request = Request(
             rcut=settings.rcut, sel=[module.slots], by_type=False, sort=False, ntypes=len(table)
         )
         self.register_buffer("mean", block.mean.detach()[:, 0].clone())
         self.register_buffer("scale", 1.0 / block.stddev.detach()[:, 0])
         self.register_buffer("table", table)
-        self.register_buffer("gate", gate)
+        self.register_buffer("type_gate", type_gate)
 
     def _type_gate(self, module: DPA1, table: Tensor) -> Tensor:
         """Return the output of the net of the types for every pair (ntypes², width), or no rows."""
@@ -292,7 +294,7 @@ class ScriptedDPA1(torch.nn.Module):
             x=rows[..., 0].reshape(-1),
             pair=pair.view(-1),
             types=self.table,
-            gate=self.gate,
+            type_gate=self.type_gate,
             switch=columns.switch.detach().view(-1) if self.strip and self.smooth else no_elements,
             one_side=self.one_side,
         )
@@ -429,7 +431,7 @@ def embed_edges(
     x: Tensor,
     pair: Tensor,
     types: Tensor,
-    gate: Tensor,
+    type_gate: Tensor,
     switch: Tensor,
     one_side: bool,
 ) -> Tensor:
@@ -445,7 +447,7 @@ def embed_edges(
         centre·ntypes + neighbour (n,).
     types
         Embedding of every type (ntypes, tebd_dim).
-    gate
+    type_gate
         In strip mode g, the output of the net of the types for every pair (ntypes², width):
         features are multiplied by 1 + g, or by 1 + g·switch. Else without rows.
     switch
@@ -459,20 +461,20 @@ def embed_edges(
         G, dG/dR₀ and, with a switch, dG/dswitch (2 or 3, n, width).
     """
     ntypes = types.shape[0]
-    strip = gate.shape[0] > 0
+    strip = type_gate.shape[0] > 0
     inputs = [x.unsqueeze(1)]
     if not strip:
         inputs.append(types[pair % ntypes])
         if not one_side:
             inputs.append(types[torch.div(pair, ntypes, rounding_mode="floor")])
-    radial = embed_rows(act, layers, torch.cat(inputs, dim=1))  # values, derivatives by R₀
+    net = embed_rows(act, layers, torch.cat(inputs, dim=1))  # values, derivatives by R₀
     if not strip:
-        return radial
-    pair_gate = gate[pair]
+        return net
+    g = type_gate[pair]
     if switch.shape[0] == 0:
-        return radial * (1.0 + pair_gate)
-    gated = radial * (1.0 + pair_gate * switch.unsqueeze(1))
-    by_switch = radial[0] * pair_gate
+        return net * (1.0 + g)
+    gated = net * (1.0 + g * switch.unsqueeze(1))
+    by_switch = net[0] * g
     return torch.cat([gated, by_switch.unsqueeze(0)])
 
 
@@ -497,10 +499,9 @@ def attend(
         _scale_pairs(scores, projected.inverse)
     saved_scores = scores
     if gates.switch.shape[0] > 0:
-        saved_scores = scores.add_(shift)
+        saved_scores.add_(shift)
         scores = (saved_scores * gates.switch).sub_(shift)
-    # In place: `saved_scores` is the same tensor unless there is a switch.
-    scores = scores.masked_fill_(gates.hidden, -1e30)
+    scores.masked_fill_(gates.hidden, -1e30)  # also `saved_scores`, unless there is a switch
     if gates.unlisted > 0 and ncolumns > 0:
         soft = _softmax_with_unlisted(scores, gates.unlisted, shift)
     else:
@@ -616,17 +617,17 @@ def attend_pullback(
     mixed_bar = summed_bar if folded else product(summed_bar, weights.outer.matrix.t())
     mixed_bar = mixed_bar.view(value.shape)
     value_bar = torch.bmm(saved.gated.transpose(1, 2), mixed_bar)
-    # One after another P∘Ā, the cotangent of the factor; P∘P̄ = A∘Ā; and that of the scores,
-    # P∘P̄ − P·Σ P∘P̄, also with a constant in the denominator of the softmax.
-    scores_bar = torch.bmm(mixed_bar, value.transpose(1, 2)).mul_(saved.soft)
+    # One buffer, in place: P∘Ā, then P∘P̄, then the cotangent of the scores.
+    soft_gated_bar = torch.bmm(mixed_bar, value.transpose(1, 2)).mul_(saved.soft)
     if folded and normalize:
-        scores_bar.mul_(projected.inverse[2].view(value.shape[0], 1, value.shape[1]))
-    factor_bar.add_(scores_bar)
-    scores_bar.mul_(gates.factor)
+        soft_gated_bar.mul_(projected.inverse[2].view(value.shape[0], 1, value.shape[1]))
+    factor_bar.add_(soft_gated_bar)
+    soft_soft_bar = soft_gated_bar.mul_(gates.factor)  # = A∘Ā
     lengths_bar: list[Tensor] = []  # −dE/dlog(l) of queries, keys and values, if folded
     if folded and normalize:
-        lengths_bar.append(scores_bar.sum(1))  # of values
-    scores_bar.addcmul_(saved.soft, scores_bar.sum(-1, keepdim=True), value=-1.0)
+        lengths_bar.append(soft_soft_bar.sum(1))  # of values
+    # P∘P̄ − P·Σ P∘P̄, also with a constant in the denominator of the softmax.
+    scores_bar = soft_soft_bar.addcmul_(saved.soft, soft_soft_bar.sum(-1, keepdim=True), value=-1.0)
     scores = saved.scores
     if gates.switch.shape[0] > 0:
         switch_bar.addcmul_(scores_bar, scores)
@@ -635,8 +636,8 @@ def attend_pullback(
     if folded:
         if normalize:
             products = scores_bar * scores
-            of_queries_and_keys = [products.sum(2), products.sum(1)]
-            lengths_bar = of_queries_and_keys + lengths_bar
+            lengths_bar.insert(0, products.sum(1))  # of keys
+            lengths_bar.insert(0, products.sum(2))  # of queries
             _scale_pairs(scores_bar, projected.inverse)
         return _pull_folded(
             weights,

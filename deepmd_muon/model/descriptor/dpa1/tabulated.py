@@ -34,7 +34,7 @@ class TabulatedDPA1(Tabulated):
     act: Act
     layers: list[Dense]
     types: Tensor
-    gate: Tensor
+    type_gate: Tensor
     empty_features: Tensor
 
     def __init__(self, scripted: ScriptedDPA1, *, step: float, nearest: float) -> None:
@@ -48,7 +48,7 @@ class TabulatedDPA1(Tabulated):
         self.layers = scripted.layers
         self.one_side = scripted.one_side
         self.register_buffer("types", scripted.table.clone())
-        self.register_buffer("gate", scripted.gate.clone())
+        self.register_buffer("type_gate", scripted.type_gate.clone())
         if scripted.append_types:
             self.type_rows = scripted.table.clone()
         self.fills = self.fills and not scripted.empty_is_zero
@@ -74,7 +74,7 @@ class TabulatedDPA1(Tabulated):
         if types and not scripted.one_side:
             types.append(scripted.table[centre].double())
         gate = (
-            scripted.gate[centre * scripted.request.ntypes + neighbor_kind].double()
+            scripted.type_gate[centre * scripted.request.ntypes + neighbor_kind].double()
             if scripted.strip
             else None
         )
@@ -100,7 +100,7 @@ class TabulatedDPA1(Tabulated):
             x=x,
             pair=pair,
             types=self.types,
-            gate=self.gate,
+            type_gate=self.type_gate,
             switch=switch,
             one_side=self.one_side,
         )

@@ -133,10 +133,10 @@ class Sums(FourPasses):
             stack = s.reshape(1, -1, 1)
             if self.force:
                 stack = torch.cat([stack, torch.ones_like(stack)])  # ds/ds = 1
-            trace: list[_LayerTrace] = []
+            traces: list[_LayerTrace] = []
             for layer, copies in zip(layers, self.copies, strict=True):
                 stack = _forward_layer(
-                    stack, layer, copies, self.activation, trace=trace if self.trace else None
+                    stack, layer, copies, self.activation, traces=traces if self.trace else None
                 )
             features = stack.unflatten(1, s.shape)
             a[plan.atoms] = torch.bmm(block_rows.transpose(1, 2), features[0])
@@ -146,7 +146,7 @@ class Sums(FourPasses):
                     has_stand_in=self.sel > plan.width,
                     rows=block_rows,
                     features=features,
-                    layers=trace,
+                    traces=traces,
                 )
                 self.blocks.append(block)
         return (a,), ()
@@ -221,12 +221,12 @@ class Sums(FourPasses):
                     layers[index],
                     self.copies[index],
                     self.activation,
-                    trace=block.layers[index],
+                    trace=block.traces[index],
                     gradient=gradients[index],
                 )
             # The input of the first layer, s, has no gradient.
             _backward_activation(
-                y_hat, layers[0], self.activation, trace=block.layers[0], gradient=gradients[0]
+                y_hat, layers[0], self.activation, trace=block.traces[0], gradient=gradients[0]
             )
         return None, None, gradients
 
@@ -286,7 +286,7 @@ class _Block:
         R `(atoms, edges, 4)`.
     features
         G, and G′ if forces are needed `(1 or 2, atoms, edges, M)`.
-    layers
+    traces
         Of each layer, if a backward pass may follow.
     """
 
@@ -294,7 +294,7 @@ class _Block:
     has_stand_in: bool
     rows: Tensor
     features: Tensor
-    layers: list[_LayerTrace]
+    traces: list[_LayerTrace]
 
     @property
     def edge_rows(self) -> Tensor:
@@ -314,16 +314,19 @@ def _forward_layer(
     layer: LayerTensors,
     copies: Copies,
     f: Activation,
-    trace: list[_LayerTrace] | None,
+    traces: list[_LayerTrace] | None,
 ) -> Tensor:
-    """Map the stacked input `(1 or 2, edges, n_in)` of a layer to its output `(…, n_out)`."""
+    """Map the stacked input `(1 or 2, edges, n_in)` of a layer to its output `(…, n_out)`.
+
+    Append to `traces` what the backward pass reads.
+    """
     n_stacked, n_edges, n_in = stack.shape
     flat = torch.mm(stack.view(n_stacked * n_edges, n_in), layer.matrix)
     h = flat.view(n_stacked, n_edges, layer.matrix.shape[1])
     value, keep = f(h[0].add_(layer.bias))
     h_dot = h[1] if n_stacked == 2 else None
-    if trace is not None:
-        trace.append(_LayerTrace(stack, keep, h_dot))
+    if traces is not None:
+        traces.append(_LayerTrace(stack, keep, h_dot))
     outputs = [value if layer.idt is None else value * layer.idt]
     if h_dot is not None:
         value_dot = f.times_slope(keep, h_dot)
@@ -381,7 +384,7 @@ def _backward_activation(
 
 
 class Contract(torch.autograd.Function):
-    """D from A."""
+    """D from A, differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, axis: int) -> Tensor:
@@ -422,7 +425,7 @@ class PullContraction(torch.autograd.Function):
 
 
 def pull(a: Tensor, d_bar: Tensor) -> Tensor:
-    """Return Ā `(natoms, 4, M)` from A and D̄ `(natoms, M, axis)`."""
+    """Return Ā `(natoms, 4, M)` from A and D̄ `(natoms, M, axis)`; see the module."""
     if triton_support.usable(a.device):
         from deepmd_muon.model.descriptor.se_e2_a import kernels
 

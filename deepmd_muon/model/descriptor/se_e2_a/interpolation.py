@@ -12,8 +12,9 @@ Then
     A_i = B_i·C,   B_i[c, jm] = Σ_{e in piece j} R_e[c] T_m(u_e)
     dE/dR_e[c] = Σ_m T_m(u_e) P_i[c, jm],  P_i = Ā_i·Cᵀ,  and dE/ds_e alike with T′_m.
 
-Each neighbour type has its own network, interval and C; jm runs over types, pieces and orders m.
-`expand` computes B from geometry alone. `evaluate` is linear in P; `spread` is its transpose.
+Each neighbour type has its own network, interval and C. The terms jm run over types, pieces and
+orders m; a series is the polynomials of one atom, type and piece. `expand` computes B from geometry
+alone. `evaluate` is linear in P; `spread` is its transpose.
 
 So the network is evaluated at 16 nodes a piece instead of once per edge (10² to 10³ times fewer
 rows), and only matrix products per atom remain. Forces and the gradient of a force loss are the
@@ -205,7 +206,7 @@ def coefficients(
     low, rate = intervals.double().unsqueeze(-1).unbind(1)
     s = torch.addcdiv(low, _nodes(pieces, device), rate)
     flat = [tensor for network in networks for tensor in network.flat]
-    c = _coefficients(f, networks[0].copies, s, _transform(scale, device), *flat)
+    c = _chebyshev_coefficients(f, networks[0].copies, s, _transform(scale, device), *flat)
     return c.to(intervals.dtype)
 
 
@@ -233,7 +234,7 @@ def _transform(scale: float, device: torch.device) -> Tensor:
     return matrix.to(device)
 
 
-class Coefficients(torch.autograd.Function):
+class ChebyshevCoefficients(torch.autograd.Function):
     """The coefficients of several networks, which overlap on a GPU.
 
     They are computed in float64: the slope of a series multiplies the errors of high orders, so
@@ -300,7 +301,9 @@ class Coefficients(torch.autograd.Function):
         return (None, None, None, None, *_converted(gradients, ctx.dtype))
 
 
-_coefficients: Callable[..., Tensor] = Coefficients.apply  # torch leaves `apply` untyped
+_chebyshev_coefficients: Callable[..., Tensor] = (
+    ChebyshevCoefficients.apply
+)  # torch leaves `apply` untyped
 
 
 def _by_piece(matrix: Tensor, values: Tensor) -> Tensor:
@@ -406,7 +409,7 @@ def expand_reference(edges: Edges) -> Tensor:
     """Return B `(atoms, 4, terms)`; see the module."""
     series, values, _ = _edge_basis(edges)
     b = _scatter(edges, series, edges.rows.unsqueeze(-1) * values.unsqueeze(-2))
-    # Missing slots count as edges. Those of one type have equal rows: one term serves all of them.
+    # Missing slots count as edges. Those of one type have equal rows: one addend serves all.
     n_types = len(edges.widths)
     types = torch.arange(n_types, device=b.device)
     piece, values, _ = _basis(edges, edges.empty[:, :1], types)  # (atoms, types[, 16])
@@ -436,13 +439,13 @@ def evaluate_reference(edges: Edges, p: Tensor) -> Tensor:
 def spread_reference(edges: Edges, cotangent: Tensor) -> Tensor:
     """Apply the transpose of `evaluate_reference` to `(atoms, edges, 4)`."""
     series, values, slopes = _edge_basis(edges)
-    terms = cotangent.unsqueeze(-1) * values.unsqueeze(-2)
-    terms += (edges.rows * cotangent[..., :1]).unsqueeze(-1) * slopes.unsqueeze(-2)
-    return _scatter(edges, series, terms)
+    addends = cotangent.unsqueeze(-1) * values.unsqueeze(-2)
+    addends += (edges.rows * cotangent[..., :1]).unsqueeze(-1) * slopes.unsqueeze(-2)
+    return _scatter(edges, series, addends)
 
 
 def _edge_basis(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of the series (atom, neighbour type, piece), T_m and dT_m/ds of each edge."""
+    """Return the number of each edge's series `(atoms·edges,)`, T_m and dT_m/ds `(…, 16)`."""
     kind = _kinds(edges.widths, edges.rows.device)
     piece, values, slopes = _basis(edges, edges.rows[..., 0], kind)
     atom = torch.arange(piece.shape[0], device=piece.device).unsqueeze(1)
@@ -474,11 +477,11 @@ def _basis(edges: Edges, s: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tenso
     return piece, torch.stack(values, -1), torch.stack(slopes, -1) * du_ds
 
 
-def _scatter(edges: Edges, series: Tensor, terms: Tensor) -> Tensor:
-    """Sum terms of edges `(atoms, edges, 4, 16)` over the edges of a series: `(atoms, 4, terms)`."""
+def _scatter(edges: Edges, series: Tensor, addends: Tensor) -> Tensor:
+    """Sum `(atoms, edges, 4, 16)` over the edges of each series: `(atoms, 4, terms)`."""
     atoms = edges.rows.shape[0]
     n_series = len(edges.widths) * len(edges.pieces)
-    sums = terms.new_zeros(atoms * n_series, 4 * ORDERS)
-    sums.index_add_(0, series, terms.view(-1, 4 * ORDERS))
+    sums = addends.new_zeros(atoms * n_series, 4 * ORDERS)
+    sums.index_add_(0, series, addends.view(-1, 4 * ORDERS))
     by_series = sums.view(atoms, n_series, 4, ORDERS)
     return by_series.transpose(1, 2).reshape(atoms, 4, edges.terms)

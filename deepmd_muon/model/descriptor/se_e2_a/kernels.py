@@ -238,23 +238,23 @@ def _intervals_kernel(
 
 def expand(edges: Edges) -> Tensor:
     """Return the result of `interpolation.expand_reference`."""
-    return _spread(edges, empty=edges.empty.contiguous(), cotangent=None)
+    return _sum_over_edges(edges, empty=edges.empty.contiguous(), cotangent=None)
 
 
 def spread(edges: Edges, cotangent: Tensor) -> Tensor:
     """Return the result of `interpolation.spread_reference`."""
-    return _spread(edges, empty=None, cotangent=cotangent.contiguous())
+    return _sum_over_edges(edges, empty=None, cotangent=cotangent.contiguous())
 
 
-def _spread(edges: Edges, *, empty: Tensor | None, cotangent: Tensor | None) -> Tensor:
-    """Return the result of `_spread_kernel`."""
+def _sum_over_edges(edges: Edges, *, empty: Tensor | None, cotangent: Tensor | None) -> Tensor:
+    """Return the result of `_edge_sums_kernel`."""
     rows = edges.rows.contiguous()
     sums = rows.new_empty(len(rows), 4, edges.terms)
-    _spread_kernel[(len(rows), len(edges.widths))](
+    _edge_sums_kernel[(len(rows), len(edges.widths))](
         sums=sums,
         empty=empty,
         cotangent=cotangent,
-        block=FEWEST * ORDERS,
+        clear_block=FEWEST * ORDERS,
         num_warps=WARPS,
         **_shared_arguments(edges, rows),
     )
@@ -324,7 +324,7 @@ class Section(NamedTuple):
     missing: Any  # slots beyond the columns
     low: Any  # least s
     rate: Any  # cells per unit of s
-    size: Any  # pieces·orders
+    n_numbers: Any  # of one component: pieces·orders
     start: Any  # of component 0 in B or P
     stride: Any  # between components in B or P
 
@@ -336,7 +336,7 @@ def _section_of_program(tables, sizes):
     kind = tl.program_id(1)
     n_types = tl.num_programs(1)
     entry = tables.type_table + 3 * kind
-    size = tables.n_pieces * sizes.orders
+    n_numbers = tables.n_pieces * sizes.orders
     return Section(
         atom=atom,
         first_column=tl.load(entry),
@@ -344,21 +344,21 @@ def _section_of_program(tables, sizes):
         missing=tl.load(entry + 2),
         low=tl.load(tables.intervals + 2 * kind),
         rate=tl.load(tables.intervals + 2 * kind + 1),
-        size=size,
-        start=(atom * 4 * n_types + kind) * size,
-        stride=n_types * size,
+        n_numbers=n_numbers,
+        start=(atom * 4 * n_types + kind) * n_numbers,
+        stride=n_types * n_numbers,
     )
 
 
 @triton.jit
-def _spread_kernel(
-    sums,  # (atoms, 4, types, pieces, orders), written: B, or P̄ with a cotangent
+def _edge_sums_kernel(
+    sums,  # (atoms, 4, types, pieces, orders), written: B (`expand`), or P̄ (`spread`)
     rows,  # (atoms, nnei, 4)
-    empty,  # (atoms, 4); None with a cotangent
+    empty,  # (atoms, 4); None for P̄
     cotangent,  # (atoms, nnei, 4): of the result of `_evaluate_kernel`, y; None for B
     tables,  # Tables
     sizes,  # Sizes
-    block: tl.constexpr,  # numbers of a section that are cleared together
+    clear_block: tl.constexpr,  # numbers of a section that are cleared together
 ):
     """Write B[c, jm] = Σ_e R_e[c]·T_m(u_e) over the edges e in piece j.
 
@@ -369,7 +369,7 @@ def _spread_kernel(
     section = _section_of_program(tables, sizes)
     width = section.width
     target = sums + section.start
-    _clear(target, section, block)
+    _clear(target, section, clear_block)
     n_edges = width + 1 if cotangent is None else width
     for begin in range(0, n_edges, sizes.block):
         e = begin + tl.arange(0, sizes.block)
@@ -396,19 +396,19 @@ def _spread_kernel(
                         empty_row = tl.load(empty + section.atom * 4 + c)
                         stand_in = empty_row * section.missing.to(row.dtype)
                         row = tl.where(in_piece & (e == width), stand_in, row)
-                        terms = row[:, None] * basis.t
+                        addends = row[:, None] * basis.t
                     else:
                         y = tl.load(cotangent + offset + c, in_piece, 0.0)
                         slope_factor = row * tl.where(in_piece, y0_du_ds, 0.0)
-                        terms = y[:, None] * basis.t + slope_factor[:, None] * basis.dt_du
-                    _add_terms(piece_sums + c * section.stride, terms)
+                        addends = y[:, None] * basis.t + slope_factor[:, None] * basis.dt_du
+                    _add_sum(piece_sums + c * section.stride, addends)
 
 
 @triton.jit
 def _clear(target, section, block: tl.constexpr):
     """Write zeros to the sums of a section, in blocks that divide their number."""
     for c in tl.static_range(4):
-        for begin in range(0, section.size, block):
+        for begin in range(0, section.n_numbers, block):
             zeros = tl.zeros((block,), target.dtype.element_ty)
             tl.store(target + c * section.stride + begin + tl.arange(0, block), zeros)
 
@@ -422,9 +422,9 @@ def _piece_range(piece, used, n_pieces):
 
 
 @triton.jit
-def _add_terms(sums, terms):
-    """Add the sum over edges of terms (edges, orders) to sums (orders,) in memory."""
-    total = tl.load(sums) + tl.sum(terms, 0)
+def _add_sum(sums, addends):
+    """Add the sum over edges of addends (edges, orders) to sums (orders,) in memory."""
+    total = tl.load(sums) + tl.sum(addends, 0)
     tl.debug_barrier()  # several threads may hold the same order: all read before one writes
     tl.store(sums, total)
 
@@ -450,7 +450,7 @@ def _evaluate_kernel(
     order = tl.arange(0, sizes.orders)[None, :]
     source = p + section.start + (basis.piece[:, None] * sizes.orders + order)
     through_s = tl.zeros((sizes.block,), rows.dtype.element_ty)
-    result0 = through_s
+    result0 = through_s  # as the loop needs; replaced at c = 0
     for c in tl.static_range(4):
         coefficients = tl.load(source + c * section.stride)
         row = tl.load(rows + offset + c, is_edge, 0.0)
