@@ -155,7 +155,7 @@ def block_rows(
             offset = matrix * whole
             for shape in view.block_shapes:
                 size = shape[0] * shape[1]
-                # Each interleaved part of a block is one run, or one per row if columns are split.
+                # Each interleaved part of a block is one run; if columns are split, one run per row.
                 run = (shape[1] if in_columns else size) // view.groups
                 aligned = not any(x % _ALIGNED for x in (size, offset, p.data_ptr(), m.data_ptr()))
                 by_shape[shape].append(len(rows))
@@ -270,9 +270,9 @@ class FusedMuon:
                 self._chunks[:, int(GROUP.value)], torch.tensor(applied, device=self._device)
             )
             self._chunks_to_apply = self._chunks[~is_applied].contiguous()
-        # In a graph, a side stream computes the smallest matrices, the damping factors and
-        # the table of results. The programs of these kernels do not wait for each other, so they
-        # cannot block the cooperative kernels of the main stream, whose programs do.
+        # In a graph, a side stream computes the smallest matrices, the damping factors and the table
+        # of results. The programs of these kernels do not wait for each other, so they cannot block
+        # the cooperative kernels of the main stream, whose programs do.
         self._on_side_stream = self._in_one_program()
         self._on_main_stream = [
             i for i in range(len(self._groups)) if i not in (*self._on_side_stream, *applied)
