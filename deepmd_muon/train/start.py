@@ -5,13 +5,14 @@ All ranks go through `run` together; rank 0 alone reads and writes what only one
 
 1. The outputs are checked and locked. Only then the checkpoint of `--restart` is known
    (`continued_by`), and no other run can write a newer one.
-2. Checkpoints are read (`read_sources`), and the input takes from them what it omits.
+2. Checkpoints are read (`read_sources`). They supply settings that the input omits.
 3. `_prepare`: data, `sel`, models, statistics and weights, the trainer.
 4. A restart takes the optimizer's state and the step from its checkpoint.
 5. Files of earlier runs that this one would overwrite are set aside, and training begins.
 
 A *branch* is a model with its data; only multi-task inputs have several. A *source* is the saved
-model that a branch starts from. The *way* of a source is the option that names its checkpoint.
+model that a branch starts from. The *way* of a source is the option that names its checkpoint. A
+*sample* makes batches of a branch's frames on a GPU before the first step, to measure them.
 
 `log.info` shows on rank 0 alone, `log.warning` on every rank (`set_up_logging`).
 
@@ -154,8 +155,8 @@ def run(  # noqa: PLR0913 - the options of dp train
         ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint_file))
 
         def last_good_checkpoint() -> Path | None:
-            """Return the checkpoint to continue from, by the time that the run fails."""
-            checkpoint = init_model or restart_file  # with --finetune there is none
+            """Return the checkpoint that an error message advises to continue from."""
+            checkpoint = init_model or restart_file  # not that of --finetune
             return checkpoint_path(checkpoint) if checkpoint else None
 
         stack.enter_context(explained(lambda: Moment("preparing"), newest=last_good_checkpoint))
@@ -170,11 +171,11 @@ def run(  # noqa: PLR0913 - the options of dp train
             """Lock the run's files; return the checkpoint that it continues."""
             stack.enter_context(files.held())
             continued_file = continued_by(restart, training.save_ckpt)
-            if restart in AUTOMATIC:
+            if restart in AUTOMATIC:  # the check above did not know it
                 files.check(continued_file)
             return continued_file
 
-        # From here on, `last_good_checkpoint` sees this file.
+        # `last_good_checkpoint` reads this variable.
         restart_file = ranks.run_on_rank0("locking its files", lock_files)
         ways: dict[Way, str | None] = {
             "restart": restart_file,
@@ -221,12 +222,12 @@ def run(  # noqa: PLR0913 - the options of dp train
 
 
 def _log_remarks(run_input: Input, sources: Mapping[str, Source]) -> None:
-    """Log what the input leaves open, differences from deepmd-kit, and what fine-tuning forgets."""
+    """Log remarks on the input, differences from deepmd-kit, and what fine-tuning forgets."""
     for notice in (*run_input.notices, *run_input.idle):
         log.warning("%s", notice)
     if run_input.small_steps and not any(source.way == "restart" for source in sources.values()):
         log.warning("%s", run_input.small_steps)
-    # `suit_scales` logs those that are not kept, once the length of descriptors is known.
+    # HybridMuon's scales. `suit_scales` logs those that are not kept, because it may lower them.
     scales_notices = [run_input.scales.notice] if run_input.scales and run_input.scales.kept else []
     for remark in (*run_input.remarks, *scales_notices):
         log.info("%s", remark)
@@ -284,7 +285,7 @@ def _prepare(
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    # Only branches whose `sel` is not a number are counted here.
+    # Counts the branches whose `sel` is not a number; `_compare_sel` counts the others.
     run_input, neighbor_stats = ranks.run_on_rank0(
         "counting neighbours",
         lambda: resolve_sel(
@@ -392,7 +393,7 @@ def _all_have_statistics(run_input: Input, sources: Mapping[str, Source]) -> boo
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
-    """Return samples of the branches whose neighbours are found on the device; on a CPU none."""
+    """Return the samples of branches whose batches a GPU can make; on a CPU none."""
     samples = {}
     for name, loader in loaders.items():
         sample = sample_on(ranks.device, loader.systems, loader.cache)
@@ -412,7 +413,7 @@ def _compare_sel(
 ) -> dict[str, NeighborStatistics]:
     """Compare the `sel` of these models with the training data; return their statistics.
 
-    `measured` says that statistics or energy biases are computed next. Then the host also lists the
+    With `measured`, statistics or energy biases are computed next, and the host also lists the
     neighbours of the frames that these read.
     """
     neighbor_stats = {}

@@ -235,8 +235,8 @@ def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
     return loader.bounded_numbers(model.settings.data_stat_nbatch, _MOST_MEASURED)
 
 
-class _Sampled(NamedTuple):
-    """The frames of a batch, and their structures on the model's device."""
+class _MeasuredBatch(NamedTuple):
+    """Measured frames on the host, and their structures on the model's device."""
 
     frames: Frames
     structures: Structures
@@ -248,15 +248,14 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
 
     def read_structures() -> Iterator[Structures]:
         for branch in group:
-            for sampled in _sample(branch, samples.get(branch.name)):
-                frames_of[branch.name].append(sampled.frames)
-                yield sampled.structures
+            for batch in _measured_batches(branch, samples.get(branch.name)):
+                frames_of[branch.name].append(batch.frames)
+                yield batch.structures
 
-    # One pass: frames are noted while their environments are standardised, and on the host further
-    # batches are built meanwhile.
+    # One pass: reading structures fills `frames_of`, and the host builds further batches meanwhile.
     structures = read_structures()
     mean, stddev = environment_statistics(group[0].model, structures)
-    for _ in structures:  # batches that are not standardised are read for their energies
+    for _ in structures:  # a descriptor that standardises nothing has read none
         pass
     statistics = []
     for branch in group:
@@ -279,18 +278,18 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
     return statistics
 
 
-def _sample(branch: RunBranch, sample: DeviceSample | None) -> Iterator[_Sampled]:
-    """Yield the measured frames of a branch, batch after batch."""
+def _measured_batches(branch: RunBranch, sample: DeviceSample | None) -> Iterator[_MeasuredBatch]:
+    """Yield the measured frames of a branch; `sample` finds their neighbours on the device."""
     model = branch.model
     loader = branch.data.training
     if sample is not None:
         for frames, structures in sample.batches(measured_frames(model, loader)):
-            yield _Sampled(frames, structures)
+            yield _MeasuredBatch(frames, structures)
         return
     device = model.out_bias.device
     for batch in loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED):
         structures = Structures.of(batch.frames, batch.neighbors, model.ntypes, device)
-        yield _Sampled(batch.frames, structures)
+        yield _MeasuredBatch(batch.frames, structures)
 
 
 def _parameter_statistics(frames_of_net: Sequence[Frames], protection: float) -> Arrays:
@@ -336,7 +335,7 @@ def _type_counts(frames: Frames, model: EnergyModel) -> np.ndarray:
 
 
 def fixed_energies(settings: ModelSettings) -> np.ndarray | None:
-    """Return given vacuum energies `(ntypes,)` [eV], NaN for free types; None if all are free."""
+    """Return the energies of `atom_ener` `(ntypes,)` [eV], NaN for types to fit; None if unset."""
     energies = getattr(settings.fitting_net, "atom_ener", None)
     if not energies:
         return None
@@ -416,9 +415,9 @@ def fit_energy_bias(
         errors.append(frames.energy - predicted)
     if not counts:
         raise TrainingError("no system has energies, which the energy bias is fitted to")
-    # What is fitted is the change of the bias, or the bias itself; types to keep change by 0.
-    is_fixed = np.array([name in keep for name in model.type_map])
-    fixed = np.where(is_fixed, 0.0 if mode == "change" else before, np.nan)
+    # Fitted is the change of the bias, or the bias itself. Types to keep change by 0.
+    is_kept = np.array([name in keep for name in model.type_map])
+    fixed = np.where(is_kept, 0.0 if mode == "change" else before, np.nan)
     rcond = getattr(model.settings.fitting_net, "rcond", None)
     fitted = energy_bias(np.concatenate(counts), np.concatenate(errors), fixed, rcond)
     after = before + fitted if mode == "change" else fitted

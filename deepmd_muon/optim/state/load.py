@@ -2,7 +2,9 @@
 
 A parameter keeps its saved tensors if shape, view and route are the saved ones, or if it was only
 frozen or unfrozen: then it has *switched*. Any other change is a *difference*: `on_route_change`
-decides. Differences that are `explained` (see `SavedParameter`) are migrated under every policy.
+decides. A difference is *explained* if it comes from the version that saved the state, not from a
+setting; it is migrated under every policy. State is *left out* if torch's flattened state dict lacks
+it, because the parameter had another route (see `SavedParameter`).
 
 `load_state` changes nothing: it returns the new state, and the caller replaces the old one. After
 each routing `drop_unused` removes what the settings no longer use.
@@ -42,7 +44,7 @@ _ADVICE = (
     "parameter names and shapes), set on_route_change to 'migrate' or 'reset', or start from the "
     "weights alone with a fresh optimizer state (dp train --init-model)."
 )
-# set_optimizer_state_dict passes the state under the keys of the present routes.
+# torch's set_optimizer_state_dict passes only keys of the present routes.
 _FLATTENED = (
     "torch's flattened state dicts (flatten_optimizer_state_dict=True) leave out the state of "
     "former routes. Save and load without flattening to migrate it, or set on_route_change to "
@@ -145,12 +147,12 @@ def _has_switched(saved: SavedParameter, entry: RouteEntry) -> bool:
     return all(
         tuple(value.shape) == tensors[key].shape_for(entry.shape, entry.view)
         for key, value in saved.values.items()
-        if key in tensors and _belongs_to_blocks(tensors[key])
+        if key in tensors and _depends_on_view(tensors[key])
     )
 
 
-def _belongs_to_blocks(tensor: StateTensor) -> bool:
-    """Return whether a state tensor has numbers for blocks, rows or columns."""
+def _depends_on_view(tensor: StateTensor) -> bool:
+    """Return whether a state tensor has the shape of the view: of blocks, rows or columns."""
     return tensor.extent not in ("parameter", "scalar")
 
 
@@ -222,11 +224,13 @@ def _problem_of_shape(
     if tensor.extent == "parameter":
         suits = shape == entry.shape
         return None if suits else f"{key} has shape {shape}, the parameter {entry.shape}"
-    if entry.view is None or shape == tensor.shape_for(entry.shape, entry.view):
+    if entry.view is None:
+        return None
+    expected = tensor.shape_for(entry.shape, entry.view)
+    if shape == expected:
         return None
     if tensor.extent == "blocks":
         return f"{key} has shape {shape}, the view has {entry.view.blocks} matrices"
-    expected = tensor.shape_for(entry.shape, entry.view)
     return f"{key} has shape {shape}, the view has shape {expected}"
 
 
@@ -300,9 +304,9 @@ def _parameters(groups: Iterable[Group]) -> list[tuple[Tensor, RouteEntry, Group
 def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
     """Drop the state that the present settings do not use, and log it.
 
-    Tensors of a rule that is off are dropped, so that stale ones cannot reappear. Other state
-    becomes unused if settings change while a parameter is frozen. A frozen parameter keeps all
-    state except that of rules that are off.
+    *Unused* tensors belong to no rule that is on. They are dropped, so that stale ones cannot
+    reappear. Tensors are *unfit* if route or view changed while their parameter was frozen. A
+    frozen parameter keeps all tensors that are not unused.
     """
     tensors = known_tensors()
     for p, entry, group in _parameters(groups):
@@ -330,7 +334,7 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
 def _unused_keys(
     values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool
 ) -> dict[str, str]:
-    """Return the keys of state tensors that belong to other known rules, each with the reason.
+    """Return the keys of state tensors that these rules do not use, each with the reason.
 
     Only parameters of a `narrow` dtype (16 bits) use master weights.
     """
@@ -351,6 +355,6 @@ def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule
     tensor = state_tensors(entry.route, rules).get(key)
     if tensor is None:
         return False
-    if not _belongs_to_blocks(tensor):
+    if not _depends_on_view(tensor):
         return True
     return tuple(value.shape) == tensor.shape_for(entry.shape, entry.view)

@@ -3,12 +3,13 @@
 `load_state_dict` first takes over what `settings_of_checkpoint` returns, because it decides the
 routes, and then calls `restore_groups`.
 
-A group stores two records as the JSON text `constructed`:
+A group's key `constructed` holds two records as JSON text:
 
-- the learning rate and the `SCHEDULED_SETTINGS` with which it was constructed: a scheduler has
-  changed those values of the group that differ;
-- under `CHOSEN`, the *choices* of `build`: settings that the input omits, and entries that `build`
-  has added to `splits` and `adam_patterns` for the model.
+- the learning rate and the `SCHEDULED_SETTINGS` with which the group was constructed. Where the
+  group's value differs, a scheduler has changed it;
+- under `CHOSEN`, the *choices*: what `build` chose for the model because the input omits it. A
+  choice is the name of a setting (`CHOSEN_BY_BUILD`), or an entry that `build` has added to the
+  lists `splits` and `adam_patterns`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ from deepmd_muon.optim.state.others import is_another_muon
 
 log = logging.getLogger(__name__)
 
+_CHOSEN_LISTS = ("splits", "adam_patterns")
 _NOT_SETTINGS = frozenset(["params", "param_names", "lr", "initial_lr", "constructed", "routes"])
 
 
 def settings_of_checkpoint(
     param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return, for each group, the values that it takes from the choices of `build` in a checkpoint.
+    """Return, for each group, the saved values that replace today's choices.
 
     A restarted run keeps them, so that it stays the same if a later release chooses otherwise.
     Groups whose parameters differ from the saved ones keep today's choices.
@@ -53,33 +55,31 @@ def settings_of_checkpoint(
     if len(param_groups) != len(saved_groups):
         return [{} for _ in param_groups]
     return [
-        _saved_choices(unfolded(group), current_spelling(saved))
+        _saved_values_of_choices(unfolded(group), current_spelling(saved))
         for group, saved in zip(param_groups, saved_groups, strict=True)
     ]
 
 
-def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _saved_values_of_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved values that replace today's choices in a group."""
     constructed = constructed_of(group)
-    chosen_now = constructed.get(CHOSEN, ())
+    choices = constructed.get(CHOSEN, ())
     saved_by_us = {"routes", "vector_route"} <= saved.keys()
-    if not chosen_now or not saved_by_us or _shapes_by_name(group) != _shapes_by_name(saved):
+    if not choices or not saved_by_us or _shapes_by_name(group) != _shapes_by_name(saved):
         return {}
-    chosen_then = _choices_of(saved)
-    settings = [key for key in chosen_now if key in CHOSEN_BY_BUILD and key in chosen_then]
-    # Entries that `build` adds to lists today and did not add then. If they are all that today's
-    # list adds, the saved list replaces it.
-    new_entries = {*chosen_now} - {*CHOSEN_BY_BUILD} - {*chosen_then}
-    lists = [
-        key for key in ("splits", "adam_patterns") if {*group[key]} - {*saved[key]} <= new_entries
-    ]
+    saved_choices = _choices_of(saved)
+    settings = [key for key in choices if key in CHOSEN_BY_BUILD and key in saved_choices]
+    # A saved list replaces today's if today's has no further entries but those that `build` adds
+    # now and did not add then.
+    new_entries = {*choices} - {*CHOSEN_BY_BUILD} - {*saved_choices}
+    lists = [key for key in _CHOSEN_LISTS if {*group[key]} - {*saved[key]} <= new_entries]
     values = {
         key: saved[key]
         for key in (*settings, *lists)
         if _as_list(saved[key]) != _as_list(group[key])
     }
     if values:
-        constructed[CHOSEN] = [key for key in chosen_now if key not in new_entries]
+        constructed[CHOSEN] = [key for key in choices if key not in new_entries]
         if "adam_lr_ratio" in values:  # a scheduled setting, now constructed with this value
             constructed["adam_lr_ratio"] = values["adam_lr_ratio"]
         values["constructed"] = json.dumps(constructed)
@@ -88,11 +88,11 @@ def _saved_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
 
 def _choices_of(saved: Mapping[str, Any]) -> Sequence[str]:
     """Return the choices of `build` for a saved group."""
-    # Version 0.1.0 recorded no choices.
-    by_first_release = "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
-    if not by_first_release:
+    is_version_0_1_0 = "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
+    if not is_version_0_1_0:
         choices: Sequence[str] = constructed_of(saved).get(CHOSEN, ())
         return choices
+    # It recorded no choices. Other `adamw_patterns` than the defaults came from the input.
     if {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}:
         return CHOSEN_BY_BUILD
     return [key for key in CHOSEN_BY_BUILD if key != "adamw_patterns"]
@@ -110,8 +110,8 @@ def restore_groups(
 ) -> None:
     """Restore what schedulers write and the user's own keys of groups; log differences in settings.
 
-    A setting that was constructed with the same value then and now takes its saved value, which a
-    scheduler may have changed. Any other setting was changed on purpose, and keeps its value.
+    A scheduled setting that was constructed with the same value then and now takes its saved value.
+    Any other setting was changed on purpose, and keeps its present value.
 
     Raises
     ------

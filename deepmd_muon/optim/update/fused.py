@@ -4,11 +4,11 @@ A *wave* is the parameters that a step takes together; `muon.muon_` defines its 
 this agrees up to rounding. A *block* is a matrix that is orthogonalized alone, a *group* all blocks
 of one shape: one batch (b, rows, columns) of directions. (`MatrixView.groups` is something else:
 the parts in which the blocks of a weight are interleaved.) A *chunk* is the elements of a block
-that one program takes.
+that one program takes. An *applied* group is one of large matrices: its last product updates the
+parameters itself (`AppliedGroups`).
 
 A step: `advance` writes the directions, group after group; each group is orthogonalized; `combine`
-writes the blocks' factors; `apply` updates the parameters. The last product of large matrices
-updates their parameters itself (`AppliedGroups`).
+writes the blocks' factors; `apply` updates the parameters of groups that are not applied.
 
 Tables on the device, buffers, and a CUDA graph of all launches are made once and serve until a
 parameter moves. A step then writes its numbers and replays the graph. New addresses of gradients,
@@ -97,7 +97,7 @@ class BlockGroup(NamedTuple):
 class ChunkRow(NamedTuple):
     """A row of the kernels' table, in the order of the constants in `fused_kernels`.
 
-    A block is stored in runs of adjacent elements. Its element k is this element of parameter,
+    A block is stored in *runs* of adjacent elements. Its element k is this element of parameter,
     momentum and gradient: offset + (k // columns) · stride + k % columns.
 
     Attributes
@@ -155,8 +155,7 @@ def block_rows(
             offset = matrix * whole
             for shape in view.block_shapes:
                 size = shape[0] * shape[1]
-                # A split of columns makes a run for each row and interleaved part. Otherwise there
-                # is one for each interleaved part.
+                # Each interleaved part of a block is one run; if columns are split, one run per row.
                 run = (shape[1] if in_columns else size) // view.groups
                 aligned = not any(x % _ALIGNED for x in (size, offset, p.data_ptr(), m.data_ptr()))
                 by_shape[shape].append(len(rows))
@@ -174,7 +173,7 @@ def block_rows(
                         plain=run == size and aligned,
                     )
                 )
-                offset += run
+                offset += run  # the blocks' first runs are adjacent
     groups: list[BlockGroup] = []
     start = 0
     for number, (shape, blocks) in enumerate(by_shape.items()):
@@ -258,30 +257,29 @@ class FusedMuon:
         self._results = AddressTable(len(self._groups), self._device)
         self._numbers = NumbersOnDevice(self._device)
 
-        # In a graph, a side stream computes the smallest matrices, the damping factors and a table.
-        # The programs of these kernels do not wait for each other, so they cannot block the
-        # cooperative kernels, whose programs do.
-        self._on_side_stream = self._in_one_program()
-        self._on_main_stream = [
-            i for i in range(len(self._groups)) if i not in self._on_side_stream
-        ]
-        if not self._on_main_stream:
-            self._on_main_stream = self._on_side_stream
-            self._on_side_stream = []
         self._side_stream = SideStream(self._device) if self._device.type == "cuda" else None
         self._recorded: dict[torch.dtype, torch.cuda.CUDAGraph] = {}  # by dtype of the gradients
         self.records = recording and self._device.type == "cuda"
         self._launched_steps = 0
 
-        self._separate = self._chunks  # of the blocks that `apply` updates
         self._applied = self._make_applied(rows)
-        if self._applied is not None:  # all other launches leave out its groups
-            applied = self._applied.numbers
-            self._on_main_stream = [i for i in self._on_main_stream if i not in applied]
+        applied = [] if self._applied is None else self._applied.numbers
+        self._chunks_to_apply = self._chunks
+        if applied:
             is_applied = torch.isin(
                 self._chunks[:, int(GROUP.value)], torch.tensor(applied, device=self._device)
             )
-            self._separate = self._chunks[~is_applied].contiguous()
+            self._chunks_to_apply = self._chunks[~is_applied].contiguous()
+        # In a graph, a side stream computes the smallest matrices, the damping factors and the table
+        # of results. The programs of these kernels do not wait for each other, so they cannot block
+        # the cooperative kernels of the main stream, whose programs do.
+        self._on_side_stream = self._in_one_program()
+        self._on_main_stream = [
+            i for i in range(len(self._groups)) if i not in (*self._on_side_stream, *applied)
+        ]
+        if len(self._on_side_stream) == len(self._groups):
+            self._on_main_stream = self._on_side_stream
+            self._on_side_stream = []
         self._sums = self._scales  # a dummy argument: nothing is summed
         if self._magma or self._applied is not None:
             self._sums = torch.zeros(
@@ -322,10 +320,10 @@ class FusedMuon:
     def _make_applied(self, rows: Sequence[ChunkRow]) -> AppliedGroups | None:
         """Return the groups whose last product updates the parameters; None if that fails."""
         settings = self._settings
-        by_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
-        if self._is_small or not by_kernels:
+        uses_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
+        if self._is_small or not uses_kernels:
             return None
-        groups = []
+        matrix_groups = []
         squares = self._squares.unsqueeze(1).split([len(group.blocks) for group in self._groups])
         for number, group in enumerate(self._groups):
             members = [rows[block] for block in group.blocks]
@@ -333,10 +331,11 @@ class FusedMuon:
                 group.rows, group.columns, len(members), self._dtype, self._device
             ):
                 continue
+            # Address of the block in its parameter, and number of its factor.
             targets = [
                 (row.parameter + self._dtype.itemsize * row.offset, row.block) for row in members
             ]
-            groups.append(
+            matrix_groups.append(
                 MatrixGroup(
                     number=number,
                     schedule=coefficients_of(settings.schedule_of((group.rows, group.columns))),
@@ -344,9 +343,9 @@ class FusedMuon:
                     squares=squares[number],
                 )
             )
-        if not groups:
+        if not matrix_groups:
             return None
-        applied = AppliedGroups(groups, self._dtype, self._factors, self._numbers.values)
+        applied = AppliedGroups(matrix_groups, self._dtype, self._factors, self._numbers.values)
         self._numbers.write(StepNumbers(rate=0.0, skip=1.0))  # `usable` must not change parameters
         return applied if applied.usable(self._direction_buffers().matrices) else None
 
@@ -383,59 +382,61 @@ class FusedMuon:
             self._settings = settings
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         gradients = captured_addresses(grads) if capturing else self._gradients.of(grads)
-        dtype = grads[0].dtype
-        factor: float | Tensor = -1.0 if maximize else 1.0
+        grad_dtype = grads[0].dtype
+        gradient_factor: float | Tensor = -1.0 if maximize else 1.0
         if control.scale is not None:
-            factor = factor * control.scale.double().reciprocal()
+            gradient_factor = gradient_factor * control.scale.double().reciprocal()
         self._numbers.write(
             StepNumbers(
                 rate=lr,
                 decay=self._settings.weight_decay,
                 pace=1.0 - self._settings.momentum,
                 skip=0.0 if control.skip is None else control.skip,
-                factor=factor,
+                factor=gradient_factor,
             )
         )
-        graph = None if capturing else self._recorded.get(dtype)
+        graph = None if capturing else self._recorded.get(grad_dtype)
         if graph is not None:
             graph.replay()
             return
-        self._launch(gradients, dtype, capturing=capturing)
+        self._launch(gradients, grad_dtype, capturing=capturing)
         self._launched_steps += 1
         wait = 0 if self._is_small else _STEPS_BEFORE_RECORDING
         if self.records and not capturing and self._launched_steps > wait:
             recording = try_record(
-                lambda: self._launch(gradients, dtype, capturing=True), self._device, "a fused step"
+                lambda: self._launch(gradients, grad_dtype, capturing=True),
+                self._device,
+                "a fused step",
             )
             if recording is None:
                 self.records = False
             else:
-                self._recorded[dtype], _ = recording  # the launches return nothing
+                self._recorded[grad_dtype], _ = recording  # the launches return nothing
 
-    def _launch(self, gradients: Tensor, dtype: torch.dtype, *, capturing: bool) -> None:
-        """Launch all kernels of a step; `gradients` has the addresses of gradients in `dtype`."""
+    def _launch(self, gradients: Tensor, grad_dtype: torch.dtype, *, capturing: bool) -> None:
+        """Launch all kernels of a step; `gradients` has the gradients' addresses."""
         directions = self._direction_buffers()
         matrices = directions.matrices
-        self._advance(gradients, dtype, directions.flat)
+        self._advance(gradients, grad_dtype, directions.flat)
         side = self._side_stream if capturing else None
         if side is not None:
             side.fork()
         polar = self._orthogonalize(matrices, self._on_main_stream)
-        with side or contextlib.nullcontext():
+        with side or contextlib.nullcontext():  # its end joins the side stream
             if self._magma or self._applied is not None:
                 self._combine()
             polar |= self._orthogonalize(matrices, self._on_side_stream)
-            # Applied groups have no polar factors, and nothing reads their rows of this table.
+            # Applied groups have no polar factors: their directions fill the table, and nothing
+            # reads them there.
             results = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
             addresses = captured_addresses(results) if capturing else self._results.of(results)
-        # The side stream has joined here.
         if self._applied is not None:
             with in_phase("orthogonalize"):
                 self._applied.run(matrices)
-        if len(self._separate):
+        if len(self._chunks_to_apply):
             self._apply(addresses, results[0].dtype)
 
-    def _advance(self, gradients: Tensor, dtype: torch.dtype, directions: Tensor) -> None:
+    def _advance(self, gradients: Tensor, grad_dtype: torch.dtype, directions: Tensor) -> None:
         """Launch the update of the momenta, which writes the directions and the sums of chunks."""
         with in_phase("momentum"):
             advance[(len(self._chunks),)](
@@ -445,7 +446,7 @@ class FusedMuon:
                 sums=self._sums,
                 numbers=self._numbers.values,
                 DTYPE=TYPES[self._dtype],
-                GRADIENT=TYPES[dtype],
+                GRADIENT=TYPES[grad_dtype],
                 WIDE=TYPES[self._wide],
                 MAGMA=self._magma,
                 NESTEROV=self._settings.nesterov,
@@ -477,19 +478,16 @@ class FusedMuon:
         polar = polar_factors([matrices[i] for i in groups], self._settings)
         return {i: o.contiguous() for i, o in zip(groups, polar, strict=True)}
 
-    def _apply(self, results: Tensor, dtype: torch.dtype) -> None:
-        """Launch the update of the parameters.
-
-        `results` has the addresses of polar factors in `dtype`.
-        """
+    def _apply(self, results: Tensor, polar_dtype: torch.dtype) -> None:
+        """Launch the update of the parameters; `results` has the addresses of the polar factors."""
         with in_phase("update"):
-            apply[(len(self._separate),)](
-                chunks=self._separate,
+            apply[(len(self._chunks_to_apply),)](
+                chunks=self._chunks_to_apply,
                 results=results,
                 factors=self._factors,
                 numbers=self._numbers.values,
                 DTYPE=TYPES[self._dtype],
-                POLAR=TYPES[dtype],
+                POLAR=TYPES[polar_dtype],
                 WIDE=TYPES[self._wide],
                 WIDTH=self._width,
                 num_warps=_APPLY_WARPS,

@@ -1,7 +1,7 @@
 """The fused steps of an optimizer: whether they may be used, and those that are kept.
 
 A list of parameters is stepped by `FusedMuon` if the kernels implement its settings (`fuses`), and
-if their results on small matrices equal those of torch (`_works`). Otherwise `muon_` steps it. The
+if their results on small matrices equal those of torch (`_agrees_with_torch`). Otherwise `muon_` steps it. The
 kernels of small models are compiled ahead in threads (`compile_kernels`).
 """
 
@@ -90,7 +90,7 @@ class FusedStepCache:
         # By the ids of the parameters, in the order of their first step. A new tensor may have an
         # old id, so `FusedMuon.fits` compares addresses.
         self._known: dict[tuple[int, ...], FusedMuon] = {}
-        self._made: Counter[Tensor] = Counter()  # steps by first parameter
+        self._made: Counter[Tensor] = Counter()  # steps made, by first parameter
         self._captured: list[FusedMuon] = []  # kept, because captured graphs read their tables
 
     def step(
@@ -113,38 +113,37 @@ class FusedStepCache:
         dtype = params[0].dtype
         scores = state.get(SCORE, [])
         key = tuple(map(id, params))
-        former = self._known.get(key)
-        fused = None
-        if former is not None and former.fits(params, buffers, scores, settings):
-            fused = former
-        elif not fuses(settings.structure, dtype):
+        known = self._known.get(key)
+        is_valid = known is not None and known.fits(params, buffers, scores, settings)
+        fused = known if is_valid else None
+        if fused is None and not fuses(settings.structure, dtype):
             return False
         grads = gradients_of(params)
-        grad_dtype = grads[0].dtype
+        grad_dtype = grads[0].dtype  # may differ from earlier steps
         if grad_dtype not in TYPES or any(g.dtype is not grad_dtype for g in grads):
             return False
         # Triton launches on the current device.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            if former is None:
+            if known is None:
                 compile_kernels(tuple(views), device, dtype, grad_dtype, settings)
-            # Cached; gradients may have another dtype than in earlier steps.
-            if not _works(
+            if not _agrees_with_torch(
                 device, dtype, grad_dtype, magma=bool(scores), nesterov=settings.nesterov
             ):
                 return False
             if fused is None:
                 if not all(x.is_contiguous() and x.dtype == dtype for x in (*params, *buffers)):
                     return False
-                fused = self._make(params, buffers, scores, views, settings, replaced=former)
+                fused = self._make(params, buffers, scores, views, settings, replaced=known)
                 self._known[key] = fused
                 if len(self._known) > _MOST_LISTS:
-                    del self._known[next(iter(self._known))]
+                    oldest = next(iter(self._known))
+                    del self._known[oldest]
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self._captured.append(fused)
             if isinstance(lr, Tensor) and not lr.is_cuda:
                 lr = float(lr)  # does not synchronize
-            contiguous = [g.contiguous() for g in grads]
-            fused.step(contiguous, lr, control, maximize=maximize, settings=settings)
+            grads = [g.contiguous() for g in grads]
+            fused.step(grads, lr, control, maximize=maximize, settings=settings)
         return True
 
     def _make(
@@ -181,10 +180,7 @@ def _most_recorded(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
-    """Return whether the fused kernels implement these settings and their rules for a dtype.
-
-    Log what they lack.
-    """
+    """Return whether the kernels implement these settings and their rules; log what they lack."""
     fused_rules = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
     # The class itself: a subclass may do something else.
     lacking = [rule.name for rule in matrix_rules(settings) if type(rule) not in fused_rules]
@@ -200,20 +196,17 @@ def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _works(
+def _agrees_with_torch(
     device: torch.device,
     dtype: torch.dtype,
-    gradient: torch.dtype,
+    grad_dtype: torch.dtype,
     *,
     magma: bool,
     nesterov: bool,
 ) -> bool:
-    """Return whether the kernels compile and agree with torch on two small matrices.
-
-    Log why they cannot be used.
-    """
+    """Return whether the kernels compile, and agree with torch on small matrices; log why not."""
     try:
-        _check(device, dtype, gradient, magma=magma, nesterov=nesterov)
+        _compare_with_torch(device, dtype, grad_dtype, magma=magma, nesterov=nesterov)
     except Exception as error:  # an error of the compiler or driver must not end a training run
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise
@@ -227,15 +220,15 @@ def _works(
     return True
 
 
-def _check(
+def _compare_with_torch(
     device: torch.device,
     dtype: torch.dtype,
-    gradient: torch.dtype,
+    grad_dtype: torch.dtype,
     *,
     magma: bool,
     nesterov: bool,
 ) -> None:
-    """Compare two fused steps with two of `muon_`; the second may replay a recorded one."""
+    """Raise FusedError unless two fused steps agree with `muon_`; the second may be a replay."""
     settings = HybridMuonConfig(
         magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
     ).explicit()
@@ -247,9 +240,9 @@ def _check(
     for is_fused in (False, True):
         p = x.to(dtype, copy=True).requires_grad_()
         m = (0.5 - x).to(dtype)
-        if gradient != dtype:
+        if grad_dtype != dtype:
             p.grad_dtype = None  # allows a gradient of another dtype
-        p.grad = x.flip(1).to(gradient)
+        p.grad = x.flip(1).to(grad_dtype)
         scores = [torch.full((4,), 0.5, device=device)] if magma else []
         state = {SCORE: scores} if magma else {}
         with torch.no_grad():
@@ -272,7 +265,7 @@ def compile_kernels(
     views: tuple[MatrixView, ...],
     device: torch.device,
     dtype: torch.dtype,
-    gradient: torch.dtype,
+    grad_dtype: torch.dtype,
     settings: HybridMuonConfig,
 ) -> None:
     """Compile and check the kernels of a small model's step in parallel threads.
@@ -284,15 +277,21 @@ def compile_kernels(
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
         return
     with _COMPILING:
-        key = views, device, dtype, gradient, settings
+        key = (views, device, dtype, grad_dtype, settings)
         if key in _COMPILED:
             return
         _COMPILED.add(key)
         calls: list[Callable[[], object]] = []
         if fuses(settings, dtype):
-            magma = settings.magma_muon
-            nesterov = settings.nesterov
-            calls.append(lambda: _works(device, dtype, gradient, magma=magma, nesterov=nesterov))
+            calls.append(
+                lambda: _agrees_with_torch(
+                    device,
+                    dtype,
+                    grad_dtype,
+                    magma=settings.magma_muon,
+                    nesterov=settings.nesterov,
+                )
+            )
         if settings.flash_muon and settings.precision in ("auto", "float16"):
             counts: Counter[tuple[int, int]] = Counter()
             for view in views:

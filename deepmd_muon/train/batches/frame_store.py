@@ -65,7 +65,7 @@ class Chunk:
     @property
     def natoms(self) -> np.ndarray:
         """Atoms of each frame without padding `(nframes,)`."""
-        return self.values["size"]
+        return self.values["natoms"]
 
 
 class _Write(NamedTuple):
@@ -116,8 +116,8 @@ class FrameStore:
     missing
         The last slot; the number of slots for frames, too.
     tensors
-        By name. Of every slot `(nslots + 1, …)`: "first_atom", "size" (its atoms), "counts" (atoms
-        of each type), labels and "fparam" of frames, and "has_…" for each label; of every atom
+        By name. Of every slot `(missing + 1, …)`: "first_atom", "natoms", "type_counts" (atoms of
+        each type), labels and "fparam" of frames, and "has_…" for each label; of every atom
         `(atoms, …)`: the names in `PER_ATOM`. Zeros if a frame lacks a label.
     cells
         Of all slots; None if no system is periodic.
@@ -169,8 +169,8 @@ class FrameStore:
             "coord": zeros(room.atoms, 3),
             "atype": zeros(room.atoms, dtype=torch.int64),
             "first_atom": zeros(slots, dtype=torch.int64),
-            "size": zeros(slots, dtype=torch.int64),
-            "counts": zeros(slots, ntypes, dtype=torch.int32),
+            "natoms": zeros(slots, dtype=torch.int64),
+            "type_counts": zeros(slots, ntypes, dtype=torch.int32),
         }
         widths = {name: LABELS[name] for name in label_names}
         for name in label_names:
@@ -198,12 +198,12 @@ class FrameStore:
         next_atom = 0
         for chunk in chunks:
             for number in chunk.flat:
-                self._refuse(int(number))
+                self._raise_on_host(int(number))
             if self.stays:
                 slots = chunk.numbers
                 systems = system_of(chunk.numbers, self.offset)
-                rows = chunk.numbers - self.offset[systems]
-                first_atom = self._first_atom[systems] + rows * self._natoms[systems]
+                rows_in_system = chunk.numbers - self.offset[systems]
+                first_atom = self._first_atom[systems] + rows_in_system * self._natoms[systems]
             else:
                 slots = next_slot + np.arange(len(chunk.numbers))
                 first_atom = next_atom + _starts(chunk.natoms)
@@ -272,9 +272,10 @@ class FrameStore:
 
     def _upload(self, chunk: Chunk, slots: np.ndarray, first_atom: np.ndarray) -> list[_Write]:
         """Copy a chunk to the device and count its neighbours; return what is to be written."""
-        atom_rows = np.repeat(first_atom, chunk.natoms) + _within_frames(chunk.natoms)
-        rows_of_atoms = self._on_device(atom_rows)
         rows_of_frames = self._on_device(slots)
+        rows_of_atoms = self._on_device(
+            np.repeat(first_atom, chunk.natoms) + _within_frames(chunk.natoms)
+        )
         values = {name: self._on_device(array) for name, array in chunk.values.items()}
         values["first_atom"] = self._on_device(first_atom)
         writes = []
@@ -291,8 +292,13 @@ class FrameStore:
             cells = Cells.of_some(values["box"], self.cache.rcut)
             for target, new in zip(self.cells, cells, strict=True):
                 writes.append(_Write(target, rows_of_frames, new))
-        # Frames of a chunk are not padded to one number of places.
-        packed = Atoms(values["coord"], values["atype"], values["size"], natoms=0, cells=cells)
+        packed = Atoms(
+            coord=values["coord"],
+            atype=values["atype"],
+            counts=values["natoms"],
+            natoms=0,  # not used: frames of a chunk are not padded to one number of places
+            cells=cells,
+        )
         self._count(chunk, packed)
         return writes
 
@@ -303,7 +309,7 @@ class FrameStore:
         ntypes = self.cache.ntypes
         max_neighbors = np.zeros((len(chunk.numbers), self.max_neighbors.shape[1]), dtype=np.int64)
         n_edges = np.zeros(len(chunk.numbers), dtype=np.int64)
-        least_square = np.full(len(chunk.numbers), np.inf)
+        nearest_squared = np.full(len(chunk.numbers), np.inf)
         # Frames of similar sizes together, by powers of two: each is padded to the largest.
         size_class = np.frexp(chunk.natoms)[1]
         for one_class in np.unique(size_class[chunk.natoms > 0]):
@@ -311,10 +317,10 @@ class FrameStore:
             counted = self._count_rows(chunk, packed, rows)
             max_neighbors[rows] = counted.max_neighbors
             n_edges[rows] = counted.n_edges
-            least_square[rows] = counted.least_square
-        same_place = np.flatnonzero(least_square < SAME_PLACE**2)
+            nearest_squared[rows] = counted.nearest_squared
+        same_place = np.flatnonzero(nearest_squared < SAME_PLACE**2)
         if len(same_place):
-            self._refuse(int(chunk.numbers[same_place[0]]))
+            self._raise_on_host(int(chunk.numbers[same_place[0]]))
         of_all_types = max_neighbors[:, ntypes]
         if of_all_types.max(initial=0) > MOST_NEIGHBORS:
             worst = int(of_all_types.argmax())
@@ -324,46 +330,51 @@ class FrameStore:
                 f"{self.cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
                 "look at the positions, or use a smaller cut-off"
             )
-        shortest = float(np.sqrt(least_square.min(initial=np.inf)))
+        shortest = float(np.sqrt(nearest_squared.min(initial=np.inf)))
         if shortest < self.cache.rcut:
             self.shortest = min(self.shortest, shortest)
         self._record(chunk, max_neighbors, n_edges)
 
     def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
-        """Count the neighbours of the frames in some rows of a chunk."""
+        """Count the neighbours of the frames in `rows` of a chunk, padded to the largest of them."""
         natoms = chunk.natoms[rows]
         width = int(natoms.max())
-        # Of every atom of these frames (natoms.sum(),): its frame among them, its number in the
-        # frame, its place among the padded frames, and its row in the chunk.
-        frame = np.repeat(np.arange(len(rows)), natoms)
+        # Of every atom of these frames (natoms.sum(),): its frame among them, its row in the chunk,
+        # and its place among the padded frames.
+        frame_of_atom = np.repeat(np.arange(len(rows)), natoms)
         within_frame = _within_frames(natoms)
-        places = self._on_device(frame * width + within_frame)
-        in_chunk = np.repeat(_starts(chunk.natoms)[rows], natoms) + within_frame
-        source = self._on_device(in_chunk)
-        owner = self._on_device(frame)
+        frame = self._on_device(frame_of_atom)
+        source = self._on_device(np.repeat(_starts(chunk.natoms)[rows], natoms) + within_frame)
+        place = self._on_device(frame_of_atom * width + within_frame)
 
-        coord = packed.coord.new_zeros(len(rows) * width, 3)
-        coord.index_copy_(0, places, packed.coord[source])
-        atype = packed.atype.new_full((len(rows) * width,), -1)
-        atype.index_copy_(0, places, packed.atype[source])
-        numbers = self._on_device(rows)
-        cells = None if packed.cells is None else packed.cells.select(numbers)
-        atoms = Atoms(coord, atype, packed.counts[numbers], width, cells)
+        n_places = len(rows) * width
+        frame_rows = self._on_device(rows)
+        padded = Atoms(
+            coord=packed.coord.new_zeros(n_places, 3).index_copy_(0, place, packed.coord[source]),
+            atype=packed.atype.new_full((n_places,), -1).index_copy_(
+                0, place, packed.atype[source]
+            ),
+            counts=packed.counts[frame_rows],
+            natoms=width,
+            cells=None if packed.cells is None else packed.cells.select(frame_rows),
+        )
         radii = [self.cache.rcut, *(radius for radius, _ in self.cache.inner)]
-        of_types, shorter, nearest = count_neighbors(atoms, places, owner, radii, self.cache.ntypes)
+        of_types, shorter, squared = count_neighbors(
+            padded, order=place, frame=frame, radii=radii, ntypes=self.cache.ntypes
+        )
 
         # (natoms.sum(), columns of `FrameStore.max_neighbors`)
         counts = torch.cat([of_types, of_types.sum(1, keepdim=True), shorter], 1).long()
-        index = owner.unsqueeze(1).expand_as(counts)
+        index = frame.unsqueeze(1).expand_as(counts)
         max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
         max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
-        n_edges = counts.new_zeros(len(rows)).index_add(0, owner, counts[:, self.cache.ntypes])
-        least_square = nearest.new_full((len(rows),), torch.inf)
-        least_square = least_square.scatter_reduce(0, owner, nearest, "amin")
+        n_edges = counts.new_zeros(len(rows)).index_add(0, frame, counts[:, self.cache.ntypes])
+        nearest_squared = squared.new_full((len(rows),), torch.inf)
+        nearest_squared = nearest_squared.scatter_reduce(0, frame, squared, "amin")
         return _Counted(
             max_neighbors=max_neighbors.cpu().numpy(),
             n_edges=n_edges.cpu().numpy(),
-            least_square=least_square.cpu().numpy(),
+            nearest_squared=nearest_squared.cpu().numpy(),
         )
 
     def _record(self, chunk: Chunk, max_neighbors: np.ndarray, n_edges: np.ndarray) -> None:
@@ -371,7 +382,7 @@ class FrameStore:
         for name, present in self.present.items():
             present[chunk.numbers] = chunk.values.get(f"has_{name}", False)
         # (nframes, ntypes + 1): atoms of each type, and 1 with a cell.
-        keys = np.concatenate([chunk.values["counts"], chunk.values["periodic"][:, None]], axis=1)
+        keys = np.column_stack([chunk.values["type_counts"], chunk.values["periodic"]])
         unique, inverse = np.unique(keys, axis=0, return_inverse=True)
         n_known = len(self._compositions)
         composition_of_key = np.array(
@@ -383,9 +394,9 @@ class FrameStore:
         new = unique[composition_of_key >= n_known]
         self.type_counts = np.concatenate([self.type_counts, new[:, :-1]])
         self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
-        none = np.zeros((len(new), self.max_neighbors.shape[1]), dtype=np.int64)
-        self.max_neighbors = np.concatenate([self.max_neighbors, none])
-        self.max_edges = np.concatenate([self.max_edges, none[:, 0]])
+        uncounted = np.zeros((len(new), self.max_neighbors.shape[1]), dtype=np.int64)
+        self.max_neighbors = np.concatenate([self.max_neighbors, uncounted])
+        self.max_edges = np.concatenate([self.max_edges, uncounted[:, 0]])
         composition = composition_of_key[inverse.reshape(-1)]
         self.composition[chunk.numbers] = composition
         self.natoms[chunk.numbers] = chunk.natoms
@@ -397,8 +408,8 @@ class FrameStore:
         owner = int(system_of(np.array(number), self.offset))
         return self._systems[owner], number - int(self.offset[owner])
 
-    def _refuse(self, number: int) -> None:
-        """Raise the error that the neighbour search on the host raises for a frame."""
+    def _raise_on_host(self, number: int) -> None:
+        """Search a bad frame's neighbours on the host, which raises an error that names the fault."""
         system, row = self._frame(number)
         self.cache.frame(system, row, frames=system.frames([row]), row=0)
 
@@ -408,7 +419,7 @@ class _Counted(NamedTuple):
 
     max_neighbors: np.ndarray  # of an atom, as a row of `FrameStore.max_neighbors`; (nrows, …)
     n_edges: np.ndarray  # neighbours of all atoms together; (nrows,)
-    least_square: np.ndarray  # squared distance of the nearest two atoms [Å²]; (nrows,)
+    nearest_squared: np.ndarray  # squared distance of the nearest two atoms [Å²]; (nrows,)
 
 
 def store_bytes(systems: Sequence[System], ntypes: int) -> int:
@@ -418,7 +429,7 @@ def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     # In numbers of 8 bytes.
     atom = 3 + 1 + parameters.of_atom  # coord, atype, aparam
     atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
-    # first_atom, size, fparam, counts (int32), has_… (bool)
+    # first_atom, natoms, fparam, type_counts (int32), has_… (bool)
     frame = 1 + 1 + parameters.of_frame + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
     if any(system.pbc for system in systems):
@@ -471,9 +482,9 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 
 
 def _within_frames(natoms: np.ndarray) -> np.ndarray:
-    """Return the number of every atom in its frame."""
-    numbers: np.ndarray = np.arange(natoms.sum()) - np.repeat(_starts(natoms), natoms)
-    return numbers
+    """Return the index of every atom within its frame `(natoms.sum(),)`."""
+    indices: np.ndarray = np.arange(natoms.sum()) - np.repeat(_starts(natoms), natoms)
+    return indices
 
 
 def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int) -> Chunk:
@@ -507,8 +518,8 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
         return packed
 
     values = {
-        "size": real.sum(1),
-        "counts": frames.type_counts(ntypes).astype(np.int32),
+        "natoms": real.sum(1),
+        "type_counts": frames.type_counts(ntypes).astype(np.int32),
         "periodic": np.full(nframes, system.pbc),
         "coord": pack(frames.coord),
         "atype": pack(atype[..., None])[:, 0].astype(np.int64),

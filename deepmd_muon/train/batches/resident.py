@@ -129,11 +129,13 @@ class ResidentBatches:
         self._readers = ThreadPoolExecutor(
             min(READERS, worker_count()), thread_name_prefix="deepmd_muon-frames"
         )
-        self._windows: deque[_Window] = deque()  # after the present one
+        self._drawn: deque[_DrawnBatch] = deque()  # of the current window
+        self._next_windows: deque[_Window] = deque()
         self._n_windows = 0  # drawn so far
-        self._present_reads = False  # whether the present window had frames to read
-        self._before_look_ahead = 0  # batches to hand out before the second window is drawn
-        self._drawn: deque[_DrawnBatch] = deque()  # of the present window
+        self._last_reads = False  # whether the window drawn last has frames to read
+        # Batches to hand out before the second window is drawn. Drawing and reading it would delay
+        # the first step, so the second step does it.
+        self._until_look_ahead = 0
         self._logged = False
         self._read_first()
 
@@ -141,9 +143,9 @@ class ResidentBatches:
         """Return the next batch."""
         if not self._drawn:
             self._begin_window()
-        elif self._before_look_ahead:
-            self._before_look_ahead -= 1
-            if not self._before_look_ahead:
+        elif self._until_look_ahead:
+            self._until_look_ahead -= 1
+            if not self._until_look_ahead:
                 self._look_ahead()
         drawn = self._drawn.popleft()
         self._loader.advance()
@@ -206,32 +208,31 @@ class ResidentBatches:
                 numbers = np.concatenate([rows + store.offset[k] for k, rows in plan.parts])
                 plans.append(plan)
                 batches.append(numbers)
-                # Data that pass through are read anew for each window.
+                # Data that pass through are read again for each window.
                 new = numbers[~self._requested[numbers]] if store.stays else numbers
                 self._requested[new] = True
                 to_read.append(new)
                 atoms += int(self._natoms[system_of(new, store.offset)].sum())
-        frames = np.unique(np.concatenate(to_read))
-        return _Window(plans, batches, to_read=frames, chunks=self._read(frames))
+        unique = np.unique(np.concatenate(to_read))
+        self._last_reads = bool(len(unique))
+        return _Window(plans, batches, to_read=unique, chunks=self._read(unique))
 
     def _begin_window(self) -> None:
         """Begin the next window: write its frames and slots, and add shapes for its batches."""
         is_first = not self._n_windows
-        window = self._windows.popleft() if self._windows else self._draw()
-        self._present_reads = bool(window.chunks)
+        window = self._next_windows.popleft() if self._next_windows else self._draw()
         self._store.take([chunk.result() for chunk in window.chunks])
         self._store.note_cut_lists()
-        needed = self._shapes_of(window.batches)
+        needed = self._needed_shapes(window.batches)
         self._shapes.learn(needed)
         self._table.write(
             [self._store.slots_of(numbers, window.to_read) for numbers in window.batches]
         )
         self._drawn.extend(map(_DrawnBatch, window.plans, window.batches, needed))
-        # Drawing and reading later windows would delay the first step, so the second step does it.
         per_step = self._loader.batches_per_step
         has_second_step = len(self._drawn) > per_step
         if is_first and has_second_step:
-            self._before_look_ahead = per_step
+            self._until_look_ahead = per_step
         else:
             self._look_ahead()
         if not self._logged:
@@ -239,12 +240,9 @@ class ResidentBatches:
             self._log(needed)
 
     def _look_ahead(self) -> None:
-        """Draw the windows after the present one, until one has nothing to read."""
-        while len(self._windows) < _READ_AHEAD:
-            reads = bool(self._windows[-1].chunks) if self._windows else self._present_reads
-            if not reads:
-                return
-            self._windows.append(self._draw())
+        """Draw the next windows, until one has nothing to read."""
+        while self._last_reads and len(self._next_windows) < _READ_AHEAD:
+            self._next_windows.append(self._draw())
 
     def _log(self, needed: Sequence[Shape]) -> None:
         shapes = [self._shapes.of(shape) for shape in needed]
@@ -261,11 +259,8 @@ class ResidentBatches:
 
     # ----- what batches need ---------------------------------------------------------------------
 
-    def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
-        """Return what each batch needs, computed once for all of one kind and number of frames.
-
-        Kinds are those of `FrameStore.kinds_of`.
-        """
+    def _needed_shapes(self, batches: Sequence[np.ndarray]) -> list[Shape]:
+        """Return `shape_of` each batch, computed once for all of one kind and number of frames."""
         sizes = [len(numbers) for numbers in batches]
         kinds = self._store.kinds_of(np.concatenate(batches))
         starts = np.cumsum([0, *sizes[:-1]])
@@ -285,7 +280,7 @@ class ResidentBatches:
 
 
 def shape_of(store: FrameStore, numbers: np.ndarray) -> Shape:
-    """Return what a batch of frames needs."""
+    """Return the least shape that holds a batch of frames."""
     cache = store.cache
     ntypes = cache.ntypes
     limits = group_limits(cache.sel, cache.by_type, ntypes)
@@ -385,7 +380,7 @@ class SlotTable:
         self._row.zero_()
 
     def read(self) -> Tensor:
-        """Return the slots of the present batch, and go to the next row; on the device."""
+        """Return the slots of the next batch, and advance the row; on the device."""
         slots = self._table.index_select(0, self._row)[0]
         self._row.add_(1)
         return slots
@@ -428,19 +423,19 @@ class Gathering:
         # Of each sorted atom: its type, and its number among those of its type (nsorted,).
         nsorted = sum(shape.counts)
         atom_type = np.repeat(np.arange(len(shape.counts)), shape.counts)
-        first_of_type = np.cumsum((0, *shape.counts[:-1]))
-        within_type = np.arange(nsorted) - np.repeat(first_of_type, shape.counts)
+        type_starts = np.cumsum((0, *shape.counts[:-1]))
+        within_type = np.arange(nsorted) - np.repeat(type_starts, shape.counts)
         if shape.composition is not None:
             # All frames are alike, so place and frame of every sorted atom are known now.
             self._n_spare = 0
             per_frame = np.array(shape.counts) // max(1, shape.frames)  # atoms of each type
-            of_its_type = np.maximum(per_frame[atom_type], 1)
-            frame = within_type // of_its_type
-            first_in_frame = (np.cumsum(per_frame) - per_frame)[atom_type]
-            order = frame * shape.natoms + first_in_frame + within_type % of_its_type
+            n_of_type = np.maximum(per_frame[atom_type], 1)
+            frame = within_type // n_of_type
+            first_of_type = (np.cumsum(per_frame) - per_frame)[atom_type]  # in a frame
+            order = frame * shape.natoms + first_of_type + within_type % n_of_type
         else:
-            # `_sort` computes them for each batch. Here: places of the spare frames, which it
-            # takes where the batch has fewer atoms of a type.
+            # `_sort` computes them for each batch. These are places of the spare frames: `_sort`
+            # takes them where the batch has fewer atoms of a type than the shape.
             self._n_spare = -(-nsorted // max(1, shape.natoms))
             order = shape.frames * shape.natoms + np.arange(nsorted)
             frame = order // max(1, shape.natoms)
@@ -459,7 +454,7 @@ class Gathering:
 
     def find_real(self, slots: Tensor) -> _Real:
         """Return which places have an atom, for frames in slots `(frames of the shape,)`, int64."""
-        natoms = self._store.select("size", slots)
+        natoms = self._store.select("natoms", slots)
         place = torch.arange(self.shape.natoms, device=slots.device)
         source = self._store.select("first_atom", slots).unsqueeze(1) + place  # (frames, natoms)
         if self.shape.composition is not None:
@@ -478,7 +473,7 @@ class Gathering:
         if real.mask is not None:
             atype = torch.where(real.mask, atype, -1)
             atype = torch.nn.functional.pad(atype, (0, 0, 0, self._n_spare), value=-1)
-            order, frame = self._sort(store.select("counts", slots).long())
+            order, frame = self._sort(store.select("type_counts", slots).long())
         cells = None
         box = None
         if shape.periodic and store.cells is not None:

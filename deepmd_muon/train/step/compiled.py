@@ -1,8 +1,8 @@
 """The gradient of a hosted model as one program: element-wise chains become a kernel each.
 
 A module of deepmd-kit launches thousands of small kernels a step. Here forward pass, derivatives
-for the forces, loss and backward pass are traced together, on tensors without numbers, as one graph
-of torch's basic operations, and torch's compiler fuses their chains (`fusion`). A CUDA graph can
+for the forces, loss and backward pass are traced together, on fake tensors, as one graph of torch's
+basic operations, and torch's compiler fuses their chains (`fusion`). A CUDA graph can
 hold the program, as it holds other steps.
 """
 
@@ -130,7 +130,7 @@ class CompiledGradient:
         return loss, metrics
 
     def _arguments(self, batch: TrainingBatch, lr_fraction: Tensor) -> list[Tensor]:
-        """Return the tensors of parameters, buffers, batch and `lr_fraction`."""
+        """Return the program's inputs in the order in which `differentiate` reads them."""
         weights = [p.detach() for p in self._model.parameters()]
         return [*weights, *self._model.buffers(), *tensors_of((batch, lr_fraction))]
 
@@ -151,13 +151,15 @@ class CompiledGradient:
             ]
             replacement = {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
             replacement |= {id(buffer): next(remaining) for buffer in buffers}
-            inputs, fraction = map_tensors((batch, lr_fraction), lambda _: next(remaining))
+            traced_batch, traced_fraction = map_tensors(
+                (batch, lr_fraction), lambda _: next(remaining)
+            )
             with (
                 torch.enable_grad(),
                 triton_support.without_kernels(),
                 _replaced(model, replacement),
             ):
-                loss, metrics = evaluate(model, self._loss, inputs, fraction)
+                loss, metrics = evaluate(model, self._loss, traced_batch, traced_fraction)
                 leaves = [weight for weight in weights if weight.requires_grad]
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
             metric_names[:] = metrics

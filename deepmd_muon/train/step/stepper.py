@@ -1,4 +1,4 @@
-"""How a run takes its steps: reading on the host, or without waiting for the device.
+"""How a run takes its steps: `HostStepper` reads loss and norm, `DeviceStepper` waits for nothing.
 
 A step that waits for nothing is a function of tensors with fixed addresses: batch, learning rate,
 weights, optimizer state, averages. Batches of one *layout* (`Feed.layout`) launch the same work on
@@ -281,30 +281,30 @@ class DeviceStepper(Stepper):
 class RateTable:
     """The learning rates and their fractions of the first one on the device, step by step.
 
-    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the
-    step, written by `read`.
+    A step reads `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64: `read`
+    writes them.
     """
 
     def __init__(self, scalars: Scalars, dtype: torch.dtype, device: torch.device) -> None:
         self._scalars = scalars
         self._table = torch.zeros(_RATES, 2, dtype=torch.float64, device=device)
-        self._row = torch.zeros(1, dtype=torch.int64, device=device)
-        self._next = -1
-        self._end = -1
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that `read` takes next
+        self._next_step = -1  # in that row
+        self._end = -1  # first step beyond the table
         self.lr = torch.zeros((), dtype=dtype, device=device)
         self.lr_fraction = torch.zeros((), dtype=torch.float64, device=device)
 
     def expect(self, step: int) -> None:
         """Make sure that the next `read` gives the scalars of this step; on the host."""
-        if step != self._next or step >= self._end:
+        if step != self._next_step or step >= self._end:
             values = [self._scalars(number) for number in range(step, step + _RATES)]
             self._table.copy_(torch.tensor(values, dtype=torch.float64))
             self._row.zero_()
             self._end = step + _RATES
-        self._next = step + 1
+        self._next_step = step + 1
 
     def read(self) -> None:
-        """Write the scalars of the present step; on the device, part of the step."""
+        """Write the scalars of the step; on the device, part of the step."""
         row = self._table.index_select(0, self._row)  # (1, 2)
         self.lr.copy_(row[0, 0])
         self.lr_fraction.copy_(row[0, 1])
@@ -328,10 +328,9 @@ class CapturedStep:
         self._guard = step.guard
         self._rates = rates
         self._memory = memory
-        # By layout; `_last_replay` has numbers of steps.
         self._seen_layouts: set[Hashable] = set()
-        self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
-        self._last_replay: dict[Hashable | None, int] = {}
+        self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}  # by layout
+        self._last_replay: dict[Hashable | None, int] = {}  # value of `_steps`, by layout
         self._steps = 0
         self._logged_full = False
         # All graphs write the metrics to one tensor; `_metrics` has views of its elements.
@@ -340,7 +339,7 @@ class CapturedStep:
         model = step.model or step.strategy.model
         assert isinstance(model, EnergyModel)
         self._model = model
-        self._pieces = model.pieces
+        self._pieces = model.pieces  # with which graphs were recorded
         self.recorded = 0
         self.eager_reason: str | None = None
         self._kernels_compiled = False
@@ -354,14 +353,14 @@ class CapturedStep:
         """Update the parameters after `done` updates; the next step overwrites the metrics."""
         self._rates.expect(done)
         self._guard.note(feed.origin, self._step.evaluate_frames)
-        # With another interpolation of the embedding nets other kernels are launched.
+        # Other pieces of the interpolated embedding nets launch other kernels.
         if self._pieces != self._model.pieces:
             self._pieces = self._model.pieces
             self._graphs.clear()
             self._seen_layouts.clear()
         self._steps += 1
         graph = self._graphs.get(feed.layout)
-        if graph is None and self._wants_graph(feed.layout):
+        if graph is None and self._is_time_to_capture(feed.layout):
             graph = self._capture(feed)
         if graph is not None:
             self._last_replay[feed.layout] = self._steps
@@ -392,14 +391,14 @@ class CapturedStep:
             self._metrics = dict(zip(metrics, self._metric_values.unbind(), strict=True))
         self._metric_values.copy_(values)
 
-    def _wants_graph(self, layout: Hashable | None) -> bool:
+    def _is_time_to_capture(self, layout: Hashable | None) -> bool:
         """Return whether to capture this step: from the second batch of its layout on.
 
-        If there are too many graphs, one that is no longer used makes room.
+        Notes the layout, and drops an unused graph if there are too many.
         """
         if self._memory is None or self.eager_reason is not None or layout is None:
             return False
-        if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
+        if len(self._graphs) == MOST_GRAPHS and not self._make_room():
             if not self._logged_full:
                 self._logged_full = True
                 log.info(
@@ -411,8 +410,8 @@ class CapturedStep:
         self._seen_layouts.add(layout)
         return not is_new
 
-    def _drop_unused(self) -> bool:
-        """Drop the graph that was not replayed for longest; return whether there is room."""
+    def _make_room(self) -> bool:
+        """Drop the graph that was not replayed for longest, if it is unused; return whether it is."""
         oldest = min(self._graphs, key=lambda layout: self._last_replay[layout])
         if self._steps - self._last_replay[oldest] < _UNUSED:
             return False

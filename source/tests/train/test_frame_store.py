@@ -42,6 +42,6 @@ def test_atoms_are_packed_in_order_of_their_types(tmp_path, case, mixed):
     np.testing.assert_array_equal(chunk.values["atom_ener"][:, 0], own)
     np.testing.assert_array_equal(chunk.values["energy"][:, 0], arrays["energy"][numbers])
     assert chunk.natoms.tolist() == [(types[k] >= 0).sum() for k in numbers]
-    assert chunk.values["counts"].tolist() == [
+    assert chunk.values["type_counts"].tolist() == [
         [(types[k] == kind).sum() for kind in range(3)] for k in numbers
     ]

@@ -163,7 +163,7 @@ def test_batches_of_one_composition_share_what_is_found_for_the_first(systems, b
     """Some frames of this loader lack labels, so that a composition alone does not say what a batch needs."""
     batches = ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), batch_size), CPU)
     window = batches._draw().batches[:200]
-    assert batches._shapes_of(window) == [
+    assert batches._needed_shapes(window) == [
         resident_module.shape_of(batches._store, numbers) for numbers in window
     ]
 
@@ -209,7 +209,7 @@ def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
     ahead = []
     for _ in range(3):
         batches.next().read()
-        ahead.append(len(batches._windows))
+        ahead.append(len(batches._next_windows))
     assert ahead == [0, 2, 2]
     data = loader(systems, model, 2)
     data.batches_per_step = 2
@@ -217,12 +217,12 @@ def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
     ahead = []
     for _ in range(3):
         several.next().read()
-        ahead.append(len(several._windows))
+        ahead.append(len(several._next_windows))
     assert ahead == [0, 0, 2]
     monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 1)
     lone = ResidentBatches(loader(systems, model, 2), CPU, 0)
     lone.next().read()
-    assert len(lone._windows) == 2, "a first window of one batch leaves no later chance"
+    assert len(lone._next_windows) == 2, "a first window of one batch leaves no later chance"
 
 
 @pytest.mark.parametrize("cost", ["_FRAME_COST", "_SYSTEM_COST"])
