@@ -56,15 +56,15 @@ def run_launches(
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
-    plan = launches_for(name, geometry_of(matrices), device)
+    launch_set = launches_for(name, geometry_of(matrices), device)
     if is_capturing():
-        _CAPTURED.add(plan)
+        _CAPTURED.add(launch_set)
     inputs = Inputs(captured_addresses(matrices), matrices)
-    out_size = plan.out_size if with_results else 0
+    out_size = launch_set.out_size if with_results else 0
     out = torch.empty(out_size, dtype=torch.float32, device=device)
-    for launch in plan.launches:
+    for launch in launch_set.launches:
         start(launch, inputs, coefficients, out)
-    return plan.results(out, matrices) if with_results else []
+    return launch_set.results(out, matrices) if with_results else []
 
 
 def readable(x: Tensor) -> Tensor:
