@@ -54,10 +54,10 @@ def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]
             f"{len(sys_probs)}"
         )
     total = math.fsum(probability for probability in sys_probs if probability >= 0)
-    shared = any(probability < 0 for probability in sys_probs)
-    if total > 1 + 1e-8 or (not shared and not math.isclose(total, 1.0, abs_tol=1e-8)):
+    has_negative = any(probability < 0 for probability in sys_probs)  # they share the remainder
+    if total > 1 + 1e-8 or (not has_negative and not math.isclose(total, 1.0, abs_tol=1e-8)):
         return (
-            f"must sum to {'at most ' if shared else ''}1 over the entries that are not negative; "
+            f"must sum to {'at most ' if has_negative else ''}1 over the entries that are not negative; "
             f"found {total:g}"
         )
     return None

@@ -2,8 +2,8 @@
 
 Our parameters already carry deepmd-kit's names. A state dict of deepmd-kit adds the prefix
 `model.Default.`, every network a second time under `_networks`, empty `compress_…` parameters,
-`min_nbor_dist` and `_extra_state`, which holds the model section. With `use_srtab` deepmd-kit builds
-a model from two: the network and the table, ours is `short_range`.
+`min_nbor_dist` and `_extra_state`, which holds the model section. With `use_srtab`, deepmd-kit sums
+two models, the *network* and the *table*; here the table is `short_range`.
 
 part
     A descriptor or fitting net; its `Translation` names the differences.
@@ -185,8 +185,8 @@ def _from_deepmd_kit_name(name: str, *, has_table: bool) -> str | None:
         return name
     for prefix, own_prefix in ((_NETWORK, _OWN_PREFIX), (_TABLE, _OWN_TABLE)):
         if name.startswith(prefix):
-            rest = name.removeprefix(prefix)
-            return None if rest in _OUTPUT_STATISTICS else own_prefix + rest
+            suffix = name.removeprefix(prefix)
+            return None if suffix in _OUTPUT_STATISTICS else own_prefix + suffix
     return name
 
 
@@ -201,7 +201,9 @@ def own_parameter_name(name: str) -> str:
 
 def naming_of(model: EnergyModel | Branches) -> Callable[[str], str]:
     """Return the function from names of parameters in files to those of a model's parameters."""
-    hosted = any(branch_model.fits_own_statistics for branch_model in branches_of(model).values())
+    hosted = any(
+        isinstance(branch.settings, HostedSettings) for branch in branches_of(model).values()
+    )
     return str if hosted else own_parameter_name
 
 
@@ -220,12 +222,14 @@ def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
     if not isinstance(model, Branches):
         return [parameter.name for parameter in _deepmd_kit_parameters(model)]
     names = []
-    seen: set[int] = set()
+    earlier_branches: set[int] = set()  # ids of `shared_as`
     for branch_name, branch in model.items():
         parameters = _deepmd_kit_parameters(branch)
-        names += [f"{branch_name}.{p.name}" for p in parameters if id(p.shared_as) not in seen]
-        # Only now: the empty parameters of one part have the same `shared_as`.
-        seen.update(id(p.shared_as) for p in parameters)
+        names += [
+            f"{branch_name}.{p.name}" for p in parameters if id(p.shared_as) not in earlier_branches
+        ]
+        # After the whole branch: the empty parameters of one part have the same `shared_as`.
+        earlier_branches.update(id(p.shared_as) for p in parameters)
     return names
 
 
@@ -248,7 +252,7 @@ class _DeepmdKitParameter(NamedTuple):
 def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
     """Return deepmd-kit's parameters of one model in its order."""
     if isinstance(model.settings, HostedSettings):
-        return [_DeepmdKitParameter(name, p) for name, p in model.named_parameters()]
+        return [_DeepmdKitParameter(name, shared_as=p) for name, p in model.named_parameters()]
     reasons = ours_only(model.settings)
     if reasons:
         raise CheckpointError("deepmd-kit cannot read this model: " + "; ".join(reasons))
@@ -258,7 +262,7 @@ def _deepmd_kit_parameters(model: EnergyModel) -> list[_DeepmdKitParameter]:
         module = getattr(model.atomic_model, part)
         by_name = dict(module.named_parameters())
         parameters += [
-            _DeepmdKitParameter(f"{prefix}{part}.{name}", by_name.get(name, module))
+            _DeepmdKitParameter(f"{prefix}{part}.{name}", shared_as=by_name.get(name, module))
             for name in translation.parameters(module)
         ]
     return parameters
@@ -293,7 +297,6 @@ def to_deepmd_kit(
         Smallest distance in the training data [Å], by branch if there are several; model
         compression reads it.
     """
-    multi_task = isinstance(model, Branches)
     state: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     reasons: list[str] = []
@@ -306,7 +309,7 @@ def to_deepmd_kit(
         # deepmd-kit has completed the section of its own module, but for these.
         added = {"model_branch_alias": [], "info": {}} if is_hosted else _DEEPMD_KIT_KEYS
         sections[name] = {**added, **thaw(branch.settings)}
-        prefix = f"{name}: " if multi_task else ""
+        prefix = f"{name}: " if isinstance(model, Branches) else ""
         reasons += [prefix + reason for reason in ours_only(branch.settings)]
     if isinstance(model, Branches):
         for name, section in sections.items():
@@ -336,7 +339,7 @@ def _branch_state(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict
         state[prefix + name] = x
         statistic = own_name.removeprefix(_OWN_PREFIX)
         if has_table and statistic in _OUTPUT_STATISTICS:
-            # Those of network and table alone must change nothing.
+            # Those of network and table must change nothing: bias 0, deviation 1.
             neutral = torch.zeros_like(x) if statistic == "out_bias" else torch.ones_like(x)
             for model_prefix in (_NETWORK, _TABLE):
                 state[prefix + model_prefix + statistic] = neutral
@@ -496,14 +499,14 @@ class _SelectedBranch(NamedTuple):
 
 
 def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Return the branches of a multi-task checkpoint: the name that each name or alias means.
+    """Return the branch that each name and each alias of a multi-task checkpoint selects.
 
-    Names come before aliases. Empty for a checkpoint of a single model.
+    Names are listed first. If an alias is also the name of another branch, it selects its own.
+    Empty for a checkpoint of a single model.
     """
     branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
     name_of = {name: name for name in branches}
     for name, section in branches.items():
-        # An alias wins over a name.
         name_of.update(dict.fromkeys(section.get("model_branch_alias") or (), name))
     return name_of
 

@@ -39,7 +39,7 @@ from deepmd_muon.optim.polar.kernels.symmetric import (
 )
 from deepmd_muon.optim.polar.launches import launches_for, run_launches, start_launch
 from deepmd_muon.optim.polar.symmetric_launch import (
-    DEPTH,
+    DEPTH_STEP,
     NO_APPLICATION,
     SymmetricMatrix,
     Tile,
@@ -125,7 +125,7 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
         "TARGET_FINE": True,
         "T": tile.rows,
         "N": tile.rows,
-        "K": DEPTH,
+        "K": DEPTH_STEP,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -141,7 +141,7 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
             **common,
         )
 
-    x_factor = tiled(x, tile.rows, DEPTH)
+    x_factor = tiled(x, tile.rows, DEPTH_STEP)
     time = timed(lambda: run(x_factor, x_factor, depth, GRAM.value))
     time += timed(lambda: run(left.product_factor, right.product_factor, order, TWO_MATRICES.value))
     return time, count * order * (order + tile.rows) * (order + depth) / time * 1e-6
@@ -160,9 +160,9 @@ def updated(
         return tiled(matrix, tile.rows, tile.columns // 2)
 
     arguments = {
-        "polynomial": tiled(half(count, order, order), tile.rows, DEPTH),
+        "polynomial": tiled(half(count, order, order), tile.rows, DEPTH_STEP),
         "diagonal": torch.ones(count * order, device="cuda"),
-        "x_factor": tiled(x, DEPTH, tile.columns),
+        "x_factor": tiled(x, DEPTH_STEP, tile.columns),
         "x_tiles": tiles(master if wide else x),
         "norm_factors": weights,  # not read
         "x32_out": tiles(master),
@@ -181,7 +181,7 @@ def updated(
         "CHUNK": 0,
         "T": tile.rows,
         "N": tile.columns,
-        "K": DEPTH,
+        "K": DEPTH_STEP,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -18,7 +18,7 @@ from deepmd_muon.model.hosted.layout import FrameBatch, within_cutoff
 class Evaluator(Protocol):
     """Calls one kind of module."""
 
-    #: Whether a virtual atom is a neighbour by its own distance; else it is one where its atom is.
+    #: Whether a virtual atom is a neighbour if itself is within the cut-off; else, if its atom is.
     virtual_by_distance: bool
 
     def energies(self, batch: FrameBatch) -> Tensor:
@@ -103,7 +103,7 @@ class NeighborListEvaluator:
         by_type = not module.mixed_types()
         self._section_sizes = sel if by_type else [sum(sel)]
         self._rcut = float(module.get_rcut())
-        self._sorted = not by_type and module.atomic_model.need_sorted_nlist_for_lower()
+        self._nearest_first = not by_type and module.atomic_model.need_sorted_nlist_for_lower()
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that changes nothing."""
@@ -111,19 +111,20 @@ class NeighborListEvaluator:
 
     def energies(self, batch: FrameBatch) -> Tensor:
         """Return the energy of every atom; see `Evaluator`."""
-        batch = within_cutoff(batch, self._rcut, nearest_first=self._sorted)
+        batch = within_cutoff(batch, self._rcut, nearest_first=self._nearest_first)
         nframes, natoms = batch.atype.shape
         neighbor = batch.neighbor.view(nframes, natoms, -1)
-        n_ghosts = natoms * neighbor.shape[2]
+        n_ghosts = natoms * neighbor.shape[2]  # in a frame
         device = neighbor.device
         # `neighbor` counts atoms through all frames, `mapping` within each. Ghosts of empty slots
         # are mapped to the first atom.
         atoms = torch.arange(nframes * natoms, device=device).view(nframes, natoms)
         first_atom = atoms[:, :1]
         ghost_owner = (neighbor.flatten(1) - first_atom).clamp(min=0)
+        # (nframes, natoms + n_ghosts)
         mapping = torch.cat([atoms - first_atom, ghost_owner], dim=1)
         ghost = natoms + torch.arange(n_ghosts, device=device).view(neighbor.shape[1:])
-        nlist = torch.where(neighbor >= 0, ghost, -1)
+        nlist = torch.where(neighbor >= 0, ghost, -1)  # (nframes, natoms, nnei)
         vectors = batch.vectors.reshape(nframes, n_ghosts, 3)
         coord = torch.nn.functional.pad(vectors, (0, 0, natoms, 0))  # centres come first, at 0
         atype = batch.atype.gather(1, mapping)
@@ -142,7 +143,7 @@ class NeighborListEvaluator:
     def _with_sel_slots(
         self, coord: Tensor, atype: Tensor, nlist: Tensor, sections: tuple[int, ...]
     ) -> Tensor:
-        """Return the list with as many slots as `sel`, in each section."""
+        """Return the list with as many slots in each section as `sel` says."""
         parts = nlist.split(list(sections), dim=2)
         padded = [
             torch.nn.functional.pad(part, (0, size - part.shape[2]), value=-1)
@@ -159,6 +160,6 @@ class VirtualAtomEvaluator(NeighborListEvaluator):
     ) -> Tensor:
         """Return the list with the `sel` nearest neighbours."""
         nearest: Tensor = self._module.format_nlist(
-            coord, atype, nlist, extra_nlist_sort=self._sorted
+            coord, atype, nlist, extra_nlist_sort=self._nearest_first
         )
         return nearest

@@ -14,9 +14,9 @@ from deepmd_muon.model.structures import Structures
 class FrameBatch(NamedTuple):
     """Atoms and their neighbours, frame by frame.
 
-    Only parameters of frames need frames. Without them, all sorted atoms of the batch form a single
-    frame without padding: an atom reads nothing of its frame but its neighbours, and each neighbour
-    comes with its vector.
+    A batch with frame parameters keeps its frames. Otherwise, all sorted atoms form a single frame
+    without padding: each neighbour comes with its vector, and an atom reads nothing else of its
+    frame.
 
     Attributes
     ----------
@@ -34,10 +34,11 @@ class FrameBatch(NamedTuple):
     aparam, spin
         Parameters of atoms, their spins `(nframes, natoms, …)`; None without.
     order
-        Atom number of every sorted atom `(nreal,)`; None if the atoms are in sorted order.
+        Atom number of every sorted atom `(nreal,)`; None in a single frame, which is sorted.
     used_slots
         Positions in the flattened `neighbor` that may hold a neighbour `(nslots,)`; None for all.
-        In a batch that a graph can hold, their number is `Structures.edges`.
+        In a batch that a graph can hold, their number is `Structures.edges`. Only DPA-4, which
+        reads edges, uses them.
     """
 
     atype: Tensor
@@ -76,17 +77,17 @@ def lay_out(
         return _single_frame(structures, vectors, numb_aparam)
     order = structures.order
     n_atoms = structures.atype.numel()
-    width = structures.neighbor.shape[1]
+    nnei = structures.neighbor.shape[1]
     slots = _used_slots(structures)
     if slots is not None:  # from the rows of sorted atoms to those of atom numbers
-        row = slots.div(width, rounding_mode="floor")
-        slots = order.index_select(0, row) * width + slots % width
+        row = slots.div(nnei, rounding_mode="floor")
+        slots = order.index_select(0, row) * nnei + slots % nnei
     fparam, charge_spin = _split_columns(structures.fparam, numb_fparam)
     aparam, spin = _split_columns(structures.aparam, numb_aparam)
     return FrameBatch(
         atype=structures.atype,
-        neighbor=order.new_full((n_atoms, width), -1).index_copy(0, order, structures.neighbor),
-        vectors=vectors.new_zeros(n_atoms, width, 3).index_copy(0, order, vectors),
+        neighbor=order.new_full((n_atoms, nnei), -1).index_copy(0, order, structures.neighbor),
+        vectors=vectors.new_zeros(n_atoms, nnei, 3).index_copy(0, order, vectors),
         sections=structures.sections,
         fparam=fparam,
         charge_spin=charge_spin,
@@ -131,21 +132,22 @@ def _split_columns(x: Tensor | None, width: int) -> tuple[Tensor | None, Tensor 
 
 
 def _used_slots(structures: Structures) -> Tensor | None:
-    """Return `FrameBatch.used_slots` for rows of sorted atoms."""
-    neighbor = structures.neighbor
+    """Return `FrameBatch.used_slots` as positions in `structures.neighbor`."""
+    neighbor = structures.neighbor  # (nreal, nnei)
     if structures.edges:
         if structures.edges >= neighbor.numel():
             return None
         # Stays on the device and has a fixed length: slots with a neighbour, then empty ones.
         is_empty = neighbor.flatten() < 0
         return is_empty.to(torch.uint8).sort(stable=True).indices[: structures.edges]
-    n_filled = structures.filled.sum(axis=0)
-    width = neighbor.shape[1]
-    if len(structures.sections) > 1 or n_filled.sum() == neighbor.numel():
+    if len(structures.sections) > 1:
+        return None  # DPA-4 has a single section
+    (n_filled,) = structures.filled  # (nreal,)
+    if n_filled.sum() == neighbor.numel():
         return None
     if neighbor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # a graph cannot copy the numbers from the host
-    slots = np.flatnonzero(np.arange(width) < n_filled[:, None])
+    slots = np.flatnonzero(np.arange(neighbor.shape[1]) < n_filled[:, None])
     return torch.from_numpy(slots).to(neighbor.device)
 
 
@@ -154,7 +156,7 @@ def within_cutoff(batch: FrameBatch, rcut: float, *, nearest_first: bool = False
 
     With `nearest_first`, each row of `neighbor` and `vectors` is sorted by distance and ends with
     the empty slots: message-passing descriptors of deepmd-kit read only the first columns.
-    `used_slots` keeps the positions before sorting.
+    `used_slots` keeps the positions before sorting, since edges are never sorted.
     """
     distance = torch.linalg.vector_norm(batch.vectors.detach(), dim=2)
     inside = (batch.neighbor >= 0) & (distance <= rcut)

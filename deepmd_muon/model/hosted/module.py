@@ -110,17 +110,18 @@ class HostedModel(EnergyModel):
         """Predict a batch; see `EnergyModel`."""
         self.check_batch(structures)
         edges = edge_vectors(structures)
-        leaves = [edges.detach().requires_grad_(force)]
+        vectors = edges.detach().requires_grad_(force)
+        variables = [vectors]
         if self.magnetic is not None:
             aparam = _aparam_with_spins(structures).detach().requires_grad_(force)
             structures = dataclasses.replace(structures, aparam=aparam)
-            leaves.append(aparam)
+            variables.append(aparam)
         training = torch.is_grad_enabled()
-        slopes: Sequence[Tensor] = ()  # dE/dr_ij, like `edges`; with spins also dE/daparam
+        gradients: Sequence[Tensor] = ()
         with torch.set_grad_enabled(training or force), self.precision():
-            energy = self._energies(structures, leaves[0])
+            energy = self._energies(structures, vectors)
             if force:
-                slopes = torch.autograd.grad(energy.sum(), leaves, create_graph=training)
+                gradients = torch.autograd.grad(energy.sum(), variables, create_graph=training)
         if not training:
             energy = energy.detach()
         shape = structures.atype.shape
@@ -128,11 +129,13 @@ class HostedModel(EnergyModel):
         atom_energy = energy.new_zeros(shape.numel())
         atom_energy = atom_energy.index_copy(0, structures.order, energy).view(shape)
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
-        if force:
-            out.update(force_and_virial(structures, edges, slopes[0], virial=virial))
-        if force and self.magnetic is not None:
+        if not force:
+            return out
+        edge_gradient, *aparam_gradient = gradients
+        out.update(force_and_virial(structures, edges, edge_gradient, virial=virial))
+        if self.magnetic is not None:
             is_magnetic = self.magnetic[structures.atype.clamp(min=0)] & (structures.atype >= 0)
-            force_mag = -slopes[1][..., -_SPIN_WIDTH:]
+            force_mag = -aparam_gradient[0][..., -_SPIN_WIDTH:]
             out["force_mag"] = torch.where(is_magnetic.unsqueeze(2), force_mag, 0.0)
             out["mask_mag"] = is_magnetic
         return out

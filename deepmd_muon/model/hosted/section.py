@@ -12,8 +12,7 @@ from deepmd_muon.model.descriptor.settings import NeighborCounts
 from deepmd_muon.model.hosted.kit import import_deepmd_kit
 from deepmd_muon.model.settings import HostedSettings
 
-# Larger than any distance of neighbours: deepmd-kit's value if it has seen no data.
-_NO_DISTANCE = 100.0
+_NO_DISTANCE = 100.0  # where deepmd-kit's search for the smallest distance starts [Å]
 
 
 def with_counts(

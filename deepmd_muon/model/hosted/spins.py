@@ -47,8 +47,14 @@ def with_virtual_atoms(batch: FrameBatch, scale: Tensor, *, least_distance: floa
     A virtual atom of a type that is not magnetic (scale 0) is a placeholder at its atom:
     deepmd-kit excludes the pairs of its type.
 
-    Atoms and virtual atoms alike have 1 + 2·nnei slots: the *partner* (the virtual atom of an atom,
-    the atom of a virtual atom), the nnei neighbours of the atom, and their virtual atoms.
+    An atom i and its virtual atom i′, displaced by u_i = scale·s_i, are *partners*. Both have
+    1 + 2·nnei slots, with these vectors:
+
+    | centre | partner | neighbour j | virtual atom j′ of j |
+    |--------|---------|-------------|----------------------|
+    | i      | u_i     | r_ij        | r_ij + u_j           |
+    | i′     | −u_i    | r_ij − u_i  | r_ij + u_j − u_i     |
+
     `order` remains that of the atoms alone.
 
     Parameters
@@ -65,27 +71,25 @@ def with_virtual_atoms(batch: FrameBatch, scale: Tensor, *, least_distance: floa
     nframes, natoms = atype.shape
     neighbor = batch.neighbor.unflatten(0, (nframes, natoms))
     vectors = batch.vectors.unflatten(0, (nframes, natoms))
-    to_partner = batch.spin * scale[atype.clamp(min=0)].unsqueeze(-1)  # (nframes, natoms, 3)
-    neighbor_to_partner = to_partner.view(-1, 3).index_select(0, neighbor.clamp(min=0).flatten())
-    to_virtual = vectors + neighbor_to_partner.view(vectors.shape)
-    is_apart = torch.linalg.vector_norm(to_partner.detach(), dim=2) >= least_distance
-    has_partner = ((atype >= 0) & is_apart).unsqueeze(2)
-    to_partner = to_partner.unsqueeze(2)
-    atom_vectors = torch.cat([to_partner, vectors, to_virtual], dim=2)
-    virtual_vectors = torch.cat([-to_partner, vectors - to_partner, to_virtual - to_partner], dim=2)
+    u = batch.spin * scale[atype.clamp(min=0)].unsqueeze(-1)  # (nframes, natoms, 3)
+    u_i = u.unsqueeze(2)
+    u_j = u.view(-1, 3).index_select(0, neighbor.clamp(min=0).flatten()).view(vectors.shape)
+    to_virtual = vectors + u_j
+    atom_vectors = torch.cat([u_i, vectors, to_virtual], dim=2)
+    virtual_vectors = torch.cat([-u_i, vectors - u_i, to_virtual - u_i], dim=2)
 
     # The number of an atom grows from `frame·natoms + atom` to `frame·2·natoms + atom`; that of its
     # virtual atom is natoms larger.
     old_number = torch.arange(nframes * natoms, device=neighbor.device).view(nframes, natoms, 1)
-    growth = old_number[:, :1]
-    number = old_number + growth
-    present = neighbor >= 0
-    atom_neighbor = torch.where(present, neighbor + growth, neighbor)
-    virtual_neighbor = torch.where(present, atom_neighbor + natoms, neighbor)
-    atom_list, virtual_list = (
-        torch.cat([torch.where(has_partner, partner, -1), atom_neighbor, virtual_neighbor], dim=2)
-        for partner in (number + natoms, number)
-    )
+    first_number = old_number[:, :1]  # frame·natoms
+    number = old_number + first_number
+    is_neighbor = neighbor >= 0
+    j = torch.where(is_neighbor, neighbor + first_number, neighbor)
+    virtual_j = torch.where(is_neighbor, j + natoms, neighbor)
+    is_apart = torch.linalg.vector_norm(u.detach(), dim=2) >= least_distance
+    has_partner = ((atype >= 0) & is_apart).unsqueeze(2)
+    atom_list = torch.cat([torch.where(has_partner, number + natoms, -1), j, virtual_j], dim=2)
+    virtual_list = torch.cat([torch.where(has_partner, number, -1), j, virtual_j], dim=2)
 
     slots = batch.used_slots
     if slots is not None:

@@ -56,15 +56,15 @@ def run_launches(
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
-    plan = launches_for(name, geometry_of(matrices), device)
+    launch_set = launches_for(name, geometry_of(matrices), device)
     if is_capturing():
-        _CAPTURED.add(plan)
+        _CAPTURED.add(launch_set)
     inputs = Inputs(captured_addresses(matrices), matrices)
-    out_size = plan.out_size if with_results else 0
+    out_size = launch_set.out_size if with_results else 0
     out = torch.empty(out_size, dtype=torch.float32, device=device)
-    for launch in plan.launches:
+    for launch in launch_set.launches:
         start(launch, inputs, coefficients, out)
-    return plan.results(out, matrices) if with_results else []
+    return launch_set.results(out, matrices) if with_results else []
 
 
 def readable(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
 
 
 def round_up(size: int, step: int) -> int:
-    """Return the next multiple of `step`."""
+    """Return the smallest multiple of `step` that is at least `size`."""
     return -(-size // step) * step
 
 
@@ -231,7 +231,7 @@ def _smallest_tile(location: MatrixLocation) -> int:
 
 # ----- launches whose programs share matrices ----------------------------------------------------
 
-# Most rows of each kind of matrices; `shared` has the same kinds.
+# Matrices of kind k have at most _HEIGHTS[k] rows; `shared` has the same kinds.
 _HEIGHTS = (64, 128, 256)
 
 
@@ -239,23 +239,28 @@ class _SharedMatrix(NamedTuple):
     """A matrix that several programs share."""
 
     location: MatrixLocation
-    programs: int
-    workspace: int  # elements of its fp16 workspace
-    kind: int  # number in _HEIGHTS
+    n_programs: int
+    workspace_size: int  # in fp16 elements
+    kind: int
 
 
 def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Give each matrix one program per strip of columns, of narrow ones if all run at once."""
-    capacity = multiprocessors(device)  # 256 threads with 255 registers each fill one
+    """Give each matrix one program per strip of columns.
+
+    Strips are narrow if all programs then run at once.
+    """
+    # One program per multiprocessor: 256 threads with 255 registers each fill it.
+    capacity = multiprocessors(device)
     if device.type == "cuda":
         widths: tuple[int, ...] = (32, 64)
     else:
         # Triton's interpreter runs programs one after the other, without barriers: one strip takes
-        # all columns.
-        widths = (1 << max(location.columns for location in locations).bit_length() + 1,)
-    for width in widths:
+        # all columns, also if its width is halved.
+        most_columns = max(location.columns for location in locations)
+        widths = (2 << most_columns.bit_length(),)
+    for width in widths:  # the last one, the widest, is taken in any case
         matrices = [_in_strips(location, width) for location in locations]
-        if sum(matrix.programs for matrix in matrices) <= capacity:
+        if sum(matrix.n_programs for matrix in matrices) <= capacity:
             break
     launches = []
     for members in _split_into_launches(matrices, capacity):
@@ -276,21 +281,21 @@ def _in_strips(location: MatrixLocation, width: int) -> _SharedMatrix:
     kind = next(i for i, height in enumerate(_HEIGHTS) if location.rows <= height)
     height = _HEIGHTS[kind]
     strip = width // 2 if height == _HEIGHTS[-1] else width
-    programs = -(-location.columns // strip)
+    n_strips = -(-location.columns // strip)
     return _SharedMatrix(
         location=location,
-        programs=programs,
-        workspace=height * (programs * strip + height),  # X and R
+        n_programs=n_strips,
+        workspace_size=height * (n_strips * strip + height),  # X and R
         kind=kind,
     )
 
 
 def _with_helpers(matrices: Sequence[_SharedMatrix], capacity: int) -> list[_SharedMatrix]:
-    """Add programs without a strip where each tile of X Xᵀ can then have its own program.
+    """Add *helpers*, programs without a strip, until each tile of X Xᵀ has a program.
 
-    The tallest matrices come first.
+    A kind gets helpers if all programs still run at once; the tallest kind comes first.
     """
-    programs = [matrix.programs for matrix in matrices]
+    n_programs = [matrix.n_programs for matrix in matrices]
     for kind in sorted({matrix.kind for matrix in matrices}, reverse=True):
         # The kernel uses 64 × 64 tiles if it has fewer programs than 32 × 32 tiles.
         for tile in (64, 32):
@@ -299,14 +304,12 @@ def _with_helpers(matrices: Sequence[_SharedMatrix], capacity: int) -> list[_Sha
             helped = [
                 i
                 for i, matrix in enumerate(matrices)
-                if matrix.kind == kind and programs[i] < n_tiles
+                if matrix.kind == kind and n_programs[i] < n_tiles
             ]
-            if sum(programs) + sum(n_tiles - programs[i] for i in helped) <= capacity:
+            if sum(n_programs) + sum(n_tiles - n_programs[i] for i in helped) <= capacity:
                 for i in helped:
-                    programs[i] = n_tiles
-    return [
-        matrix._replace(programs=count) for matrix, count in zip(matrices, programs, strict=True)
-    ]
+                    n_programs[i] = n_tiles
+    return [matrix._replace(n_programs=n) for matrix, n in zip(matrices, n_programs, strict=True)]
 
 
 def _split_into_launches(
@@ -314,13 +317,13 @@ def _split_into_launches(
 ) -> list[list[_SharedMatrix]]:
     """Distribute matrices over launches whose programs all run at once."""
     launches: list[list[_SharedMatrix]] = []
-    programs = 0
+    n_programs = 0
     for matrix in matrices:
-        if not launches or programs + matrix.programs > capacity:
+        if not launches or n_programs + matrix.n_programs > capacity:
             launches.append([])
-            programs = 0
+            n_programs = 0
         launches[-1].append(matrix)
-        programs += matrix.programs
+        n_programs += matrix.n_programs
     return launches
 
 
@@ -329,12 +332,12 @@ def _cooperative(
 ) -> Launch:
     """Create a launch whose programs share matrices; all of them run at once."""
     table = []
-    programs = []
+    programs = []  # rows of `Launch.programs`
     workspace_size = 0
     for i, matrix in enumerate(matrices):
-        table.append(matrix.location.row(matrix.kind, workspace_size))
-        programs += [(i, rank, matrix.programs) for rank in range(matrix.programs)]
-        workspace_size += matrix.workspace
+        table.append(matrix.location.row(tile=matrix.kind, workspace_offset=workspace_size))
+        programs += [(i, rank, matrix.n_programs) for rank in range(matrix.n_programs)]
+        workspace_size += matrix.workspace_size
     return Launch(
         grid=len(programs),
         matrices=len(matrices),

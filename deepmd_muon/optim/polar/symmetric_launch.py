@@ -74,7 +74,7 @@ class Tiles(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns are padded to a multiple of this."""
-        return max(self.update.columns, DEPTH)
+        return max(self.update.columns, DEPTH_STEP)
 
 
 # Tiles and thresholds were measured on an H200 by source/benchmarks/kernel_tiles.py. Small tiles
@@ -89,7 +89,7 @@ _WIDE_UPDATE = Tile(rows=128, columns=256, warps=8, stages=3)
 _LARGE_UPDATE = Tile(rows=128, columns=256, warps=8, stages=4)
 _STRIDED_WARPS = 8  # of updates that write strided results, because addresses take registers
 
-DEPTH = 64  # columns of the left factor per iteration of a product
+DEPTH_STEP = 64  # terms that a product adds per iteration, K in the kernels
 _MULTIPROCESSORS = 132
 # Columns of X from which wide tiles of X Xᵀ are faster, if their programs occupy the device for this
 # share of the time.
@@ -196,7 +196,7 @@ _TYPES = {  # of parameters
     torch.bfloat16: tl.bfloat16,
 }
 # The arguments of `update` without parameters to update.
-NO_APPLICATION: dict[str, Any] = dict.fromkeys(("targets", "damping", "numbers", "TYPE"))
+NO_APPLICATION: dict[str, Any] = dict.fromkeys(("targets", "factors", "numbers", "TYPE"))
 
 # The tile of inputs in tiles that a program copies.
 _COPIED_ROWS = 64
@@ -207,10 +207,10 @@ _MAX_SHARES = 512
 
 
 class _Access(NamedTuple):
-    """How an update reads X or writes the next one."""
+    """How an update reads X or writes the next one: arguments of the kernel `update`."""
 
-    mode: int  # READ or WRITE of the kernel `update`
-    tiles: Any  # descriptor: `x_tiles` or `x32_out`; a dummy if results are not written in tiles
+    mode: int  # READ or WRITE
+    descriptor: Any  # `x_tiles` or `x32_out`; a dummy if results are not written in tiles
 
 
 class _UpdateLaunch(NamedTuple):
@@ -234,12 +234,13 @@ class SymmetricMatrix:
         # The kernel does not read the residual of a matrix without one; a descriptor must be there.
         residual = values if residual is None else residual
         self.diagonal = diagonal
-        self.product_factor = tiled(values, rows, DEPTH)  # of symmetric products; also the strips
+        # Of symmetric products; also the strips.
+        self.product_factor = tiled(values, rows, DEPTH_STEP)
         self.turned_strips = tiled(values, side, rows)
         self.squares = tiled(values, side, side)
         self.residual_squares = tiled(residual, side, side)
         self.residual_strips = tiled(residual, rows, side)
-        self.update_factor = tiled(values, tiles.update.rows, DEPTH)  # left factor of E X
+        self.update_factor = tiled(values, tiles.update.rows, DEPTH_STEP)  # left factor of E X
 
     def as_operand(self, side: str) -> dict[str, Any]:
         """Return the arguments of `symmetric_product` for an operand, but the factor."""
@@ -254,7 +255,7 @@ class SymmetricMatrix:
         """Return the arguments of `symmetric_product` for the result."""
         return {
             "target_squares": self.squares,
-            "target_strips": self.product_factor,  # because DEPTH = SQUARE
+            "target_strips": self.product_factor,  # because DEPTH_STEP = SQUARE
             "target_turned_strips": self.turned_strips,
             "target_residual_squares": self.residual_squares,
             "target_residual_strips": self.residual_strips,
@@ -281,8 +282,14 @@ class _Iteration:
         The same, padded to whole tiles.
     lifts
         Lift of each update, by its number among the products.
-    inputs
+    spans
+        Those of the launch; empty if there are too many for tiles of them.
+    tiled_inputs
         How the first update reads each span in tiles; empty after it, or if it cannot.
+    symmetric
+        R and the polynomials in it, by their names in products.
+    norm_factors
+        Two factors for each matrix, which normalise inputs in tiles.
     reads_x32
         Whether the next update reads X in fp32, from an input or from `x32`.
     x16, next_x16
@@ -314,15 +321,15 @@ class _Iteration:
         }
         self.spans = spans if len(spans) <= _MOST_SPANS else ()
         self.reads_x32 = amplification(products) > _X32_LIFT
-        self.inputs = self._inputs_in_tiles(inputs.tensors) if self.reads_x32 else []
+        self.tiled_inputs = self._inputs_in_tiles(inputs.tensors) if self.reads_x32 else []
 
         x16, next_x16 = self._empty(2, self.count * self.order, self.width, dtype=torch.float16)
-        normalizes_x32 = self.reads_x32 and not self.inputs
+        normalizes_x32 = self.reads_x32 and not self.tiled_inputs
         x32 = next_x16  # a dummy, unless some launch writes x32
         if normalizes_x32 or any(lift > _X32_LIFT for lift in self.lifts.values()):
             x32 = self._empty(self.count * self.order, self.width, dtype=torch.float32)
         self.norm_factors = self._empty(self.count, 2, dtype=torch.float32)
-        if self.inputs:
+        if self.tiled_inputs:
             self._normalize_tiles(inputs.addresses, x16)
         else:
             self._normalize(inputs.addresses, x32, x16, keep=normalizes_x32)
@@ -343,8 +350,8 @@ class _Iteration:
 
     def _x16(self, x: Tensor) -> _X16:
         return _X16(
-            gram_factor=tiled(x, self.tiles.symmetric.rows, DEPTH),
-            update_factor=tiled(x, DEPTH, self.tiles.update.columns),
+            gram_factor=tiled(x, self.tiles.symmetric.rows, DEPTH_STEP),
+            update_factor=tiled(x, DEPTH_STEP, self.tiles.update.columns),
             tiles=self._update_tiles(x),
         )
 
@@ -377,36 +384,36 @@ class _Iteration:
                 return []
             # A square matrix that is stored by columns is read transposed, too.
             transposed = (stored is x) == (x.shape[1] > x.shape[2])
-            tiles = self._in_tiles(stored.flatten(), stored.shape[1:], transposed=transposed)
-            if tiles is None:
+            descriptor = self._in_tiles(stored.flatten(), stored.shape[1:], transposed=transposed)
+            if descriptor is None:
                 return []
             mode = TRANSPOSED_INPUT if transposed else INPUT
-            accesses.append(_Access(mode.value, tiles))
+            accesses.append(_Access(mode.value, descriptor))
         return accesses
 
     def _results_in_tiles(self) -> list[_Access]:
         """Return how the last update writes or applies each span; empty if none in tiles."""
-        accesses = [self._result(span) for span in self.spans]
+        accesses = [self._result_access(span) for span in self.spans]
         if all(access.mode == ANYWHERE.value for access in accesses):
             return []
         return accesses
 
-    def _result(self, span: Span) -> _Access:
+    def _result_access(self, span: Span) -> _Access:
         if self.application is not None:
             mode = APPLIED_TRANSPOSED if span.transposed else APPLIED
             return _Access(mode.value, self.x32)
         size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
         results = self.out[span.place : span.place + span.count * self.rows * self.columns]
-        tiles = self._in_tiles(results, size, transposed=span.transposed)
-        if tiles is None:
+        descriptor = self._in_tiles(results, size, transposed=span.transposed)
+        if descriptor is None:
             return _Access(ANYWHERE.value, self.x32)
         mode = IN_TRANSPOSED_TILES if span.transposed else IN_TILES
-        return _Access(mode.value, tiles)
+        return _Access(mode.value, descriptor)
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
-        """Return a descriptor of contiguous fp32 matrices in half tiles of updates, if possible.
+        """Return a descriptor of contiguous fp32 matrices in half tiles of updates.
 
-        Rows must start at multiples of 16 bytes, and tiles must not reach into the next matrix.
+        None unless rows start at multiples of 16 bytes and no tile reaches into the next matrix.
         """
         rows, columns = size
         padded_rows = self.width if transposed else self.order
@@ -460,8 +467,8 @@ class _Iteration:
             sums_of_spans = tuple(self.application.squares[span.tensor] for span in self.spans)
         n_tiles = self.order // _COPIED_ROWS * (self.width // _COPIED_COLUMNS)
         first_matrix = 0
-        for span, access, sums in zip(self.spans, self.inputs, sums_of_spans, strict=True):
-            x = access.tiles.base
+        for span, access, sums in zip(self.spans, self.tiled_inputs, sums_of_spans, strict=True):
+            x = access.descriptor.base
             if access.mode == TRANSPOSED_INPUT.value:
                 source = tiled(x, _COPIED_COLUMNS, _COPIED_ROWS)
             else:
@@ -500,7 +507,7 @@ class _Iteration:
             if wide_programs:
                 programs = wide_programs
                 tile = _WIDE_GRAM
-                right_factor = tiled(right_factor.base, tile.columns, DEPTH)
+                right_factor = tiled(right_factor.base, tile.columns, DEPTH_STEP)
         else:
             kind = (ONE_MATRIX if product.left == product.right else TWO_MATRICES).value
             depth = self.order
@@ -524,7 +531,7 @@ class _Iteration:
             TARGET_FINE=product.target in product.fine,
             T=tile.rows,
             N=tile.columns,
-            K=DEPTH,
+            K=DEPTH_STEP,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -543,9 +550,9 @@ class _Iteration:
                 polynomial=polynomial.update_factor,
                 diagonal=polynomial.diagonal,
                 x_factor=self.x16.update_factor,
-                x_tiles=launch.read.tiles,
+                x_tiles=launch.read.descriptor,
                 norm_factors=self.norm_factors,
-                x32_out=launch.write.tiles,
+                x32_out=launch.write.descriptor,
                 x16_out=self.next_x16.tiles,
                 table=self.table,
                 out=self.out,
@@ -561,11 +568,11 @@ class _Iteration:
                 CHUNK=_EXACT_CHUNK if exact else 0,
                 T=tile.rows,
                 N=tile.columns,
-                K=DEPTH,
+                K=DEPTH_STEP,
                 num_warps=_STRIDED_WARPS if strided else tile.warps,
                 num_stages=tile.stages,
             )
-        self.inputs = []
+        self.tiled_inputs = []
         self.reads_x32 = writes_x32
         self.x16, self.next_x16 = self.next_x16, self.x16
 
@@ -574,7 +581,7 @@ class _Iteration:
         read = _Access(WORKSPACE.value, self.x32 if self.reads_x32 else self.x16.tiles)
         write = _Access((ANYWHERE if last else NEXT).value, self.x32)
         results = self._results_in_tiles() if last else []
-        if not self.inputs and not results:
+        if not self.tiled_inputs and not results:
             return [
                 _UpdateLaunch(
                     first_matrix=0, matrices=self.count, read=read, write=write, span=None
@@ -587,7 +594,7 @@ class _Iteration:
                 _UpdateLaunch(
                     first_matrix=first_matrix,
                     matrices=span.count,
-                    read=self.inputs[i] if self.inputs else read,
+                    read=self.tiled_inputs[i] if self.tiled_inputs else read,
                     write=results[i] if results else write,
                     span=span,
                 )
@@ -604,7 +611,7 @@ class _Iteration:
         assert span is not None
         return {
             "targets": application.targets[span.tensor],
-            "damping": application.factors,
+            "factors": application.factors,
             "numbers": application.numbers,
             "TYPE": _TYPES[application.dtype],
         }

@@ -82,7 +82,7 @@ class MatrixView:
         return min(map(min, self.block_shapes))
 
     def simplified(self) -> MatrixView:
-        """Return the view without a split into one part."""
+        """Return the view; a split into a single block is left out."""
         return MatrixView(*self.shape) if len(self.sizes) == 1 else self
 
     def cut(self, x: Tensor) -> list[Tensor]:
@@ -117,19 +117,21 @@ class MatrixView:
 
         The result is int64 (batch·rows·columns,), in storage order: indices into a flat state
         tensor with an entry for each block, or for each row or column of each block. A row that
-        crosses several blocks has adjacent entries. Rows of interleaved blocks are sorted by block.
+        crosses several blocks has adjacent entries: with ``1x2x3 columns 2+1``, the elements of
+        both rows find the state of their row at 0 0 1 and 2 2 3. Rows of interleaved blocks are
+        sorted by block.
         """
         blocks_per_matrix = max(1, len(self.sizes))
         numbered_blocks = [
             torch.full((1, *shape), i, device="cpu") for i, shape in enumerate(self.block_shapes)
         ]
-        block = self.join(numbered_blocks)  # (1, rows, columns)
+        block = self.join(numbered_blocks)  # of each element of a matrix, (1, rows, columns)
         batch = torch.arange(self.batch, device="cpu").view(-1, 1, 1)
         if of == "blocks":
             return (batch * blocks_per_matrix + block).expand(self.shape).reshape(-1)
         n_lines = self.rows if of == "rows" else self.columns
         lines = torch.arange(n_lines, device="cpu").view((1, -1, 1) if of == "rows" else (1, 1, -1))
-        if self.axis == of:
+        if self.axis == of:  # sorted by block → storage order
             lines = self.join(lines.split(self.sizes, self._split_dim))
         repeats = self.repeats(of)
         number = (batch * n_lines + lines) * repeats
@@ -195,7 +197,7 @@ class FusedSplit:
     sizes: tuple[int, ...]  # of the parts, or _REST; empty for equal parts
     count: int  # number of parts
     words: str  # the sizes as written in the setting
-    groups: int  # that interleave the parts
+    groups: int  # `MatrixView.groups`
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:
@@ -212,15 +214,29 @@ class FusedSplit:
         axis = cast("Axis", match["axis"])
         groups = int(match["groups"] or 1)
         if words.isdigit():
-            return cls(pattern, axis, (), int(words), f"{words} equal parts", groups)
+            return cls(
+                pattern=pattern,
+                axis=axis,
+                sizes=(),
+                count=int(words),
+                words=f"{words} equal parts",
+                groups=groups,
+            )
         sizes: list[int] = []
         # Terms are numbers, 'rest', or sums in parentheses, each with or without '*count'.
         for term in re.findall(r"\([^)]*\)(?:\*\d+)?|[^+()]+", words):
-            inner, _, times = term.partition("*")
-            numbers = inner.strip("()").split("+")
-            repeated = [_REST if number == "rest" else int(number) for number in numbers]
-            sizes += repeated * int(times or 1)
-        return cls(pattern, axis, tuple(sizes), len(sizes), words, groups)
+            summands, _, times = term.partition("*")
+            numbers = summands.strip("()").split("+")
+            term_sizes = [_REST if number == "rest" else int(number) for number in numbers]
+            sizes += term_sizes * int(times or 1)
+        return cls(
+            pattern=pattern,
+            axis=axis,
+            sizes=tuple(sizes),
+            count=len(sizes),
+            words=words,
+            groups=groups,
+        )
 
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.

@@ -373,7 +373,7 @@ def update(
     order,
     width,
     targets,  # from here on: the fields of `ParameterUpdate`, None unless WRITE applies
-    damping,
+    factors,
     numbers,
     READ: tl.constexpr,  # WORKSPACE, INPUT or TRANSPOSED_INPUT
     WRITE: tl.constexpr,  # one of the constants above
@@ -386,14 +386,15 @@ def update(
 ):
     """Do X ← w₀ X + (D + E) X, one T × N tile per program; the last one writes or applies results.
 
-    D and E both multiply x16, because outside the range of X only the sum of both vanishes. The
-    grid's second axis numbers the matrices, starting at `first_matrix`.
+    D and E both multiply x16, so that its rounding errors outside the range of X vanish: D + E is
+    zero there, D and E alone are not. The grid's second axis numbers the matrices, starting at
+    `first_matrix`.
 
     Tensor cores truncate partial sums. The error grows with the number of terms, and later steps
     amplify its part outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time
     and fp32 units add these sums.
     """
-    parameters = ParameterUpdate(targets=targets, factors=damping, numbers=numbers)
+    parameters = ParameterUpdate(targets=targets, factors=factors, numbers=numbers)
     iterate = Iterate(
         x_tiles=x_tiles,
         norm_factors=norm_factors,
