@@ -61,7 +61,10 @@ def settings_of_checkpoint(
 
 
 def _saved_values_of_choices(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved values that replace today's choices in a group."""
+    """Return the saved values that replace today's choices in a group.
+
+    Among them is the group's new `constructed`, without the choices that are replaced.
+    """
     constructed = constructed_of(group)
     choices = constructed.get(CHOSEN, ())
     saved_by_us = {"routes", "vector_route"} <= saved.keys()
@@ -79,7 +82,9 @@ def _saved_values_of_choices(group: Mapping[str, Any], saved: Mapping[str, Any])
         if _as_list(saved[key]) != _as_list(group[key])
     }
     if values:
-        constructed[CHOSEN] = [key for key in choices if key not in new_entries]
+        # Lists that are not replaced keep their new entries, so these stay recorded as choices.
+        replaced = {entry for key in lists for entry in group[key]}
+        constructed[CHOSEN] = [key for key in choices if key not in new_entries & replaced]
         if "adam_lr_ratio" in values:  # a scheduled setting, now constructed with this value
             constructed["adam_lr_ratio"] = values["adam_lr_ratio"]
         values["constructed"] = json.dumps(constructed)
@@ -92,7 +97,8 @@ def _choices_of(saved: Mapping[str, Any]) -> Sequence[str]:
     if not is_version_0_1_0:
         choices: Sequence[str] = constructed_of(saved).get(CHOSEN, ())
         return choices
-    # It recorded no choices. Other `adamw_patterns` than the defaults came from the input.
+    # It recorded no choices. `adamw_patterns` that lack one of the defaults came from the input;
+    # those with all defaults and further ones cannot be told from choices.
     if {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}:
         return CHOSEN_BY_BUILD
     return [key for key in CHOSEN_BY_BUILD if key != "adamw_patterns"]
@@ -110,8 +116,9 @@ def restore_groups(
 ) -> None:
     """Restore what schedulers write and the user's own keys of groups; log differences in settings.
 
-    A scheduled setting that was constructed with the same value then and now takes its saved value.
-    Any other setting was changed on purpose, and keeps its present value.
+    A group always takes the saved learning rate and keys of schedulers. A scheduled setting that
+    was constructed with the same value then and now takes its saved value. Any other setting was
+    changed on purpose, and keeps its present value.
 
     Raises
     ------

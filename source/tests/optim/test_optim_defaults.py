@@ -164,6 +164,41 @@ def test_a_run_of_an_earlier_release_goes_on_bitwise(caplog):
     assert third.routing == first.routing
 
 
+def test_a_list_that_is_not_replaced_keeps_its_choices():
+    """The user gives one of two lists anew, and an earlier release chose neither's entries."""
+
+    def chosen_by(optimizer):
+        return json.loads(optimizer.param_groups[0]["constructed"])["chosen_by_build"]
+
+    def build(splits=()):
+        model = nn.Module()
+        model.rnn = nn.LSTM(4, 6)
+        model.mixer = Mixer()
+        model.head = nn.Linear(6, 8)
+        return MuonConfig(splits=splits, on_route_change="migrate").build(model)
+
+    optimizer = build()
+    saved = optimizer.state_dict()
+    (group,) = saved["param_groups"]
+    entries = {
+        "mixer.A_log",
+        "mixer.kernel",
+        "rnn.weight_ih_l0: rows 4",
+        "rnn.weight_hh_l0: rows 4",
+    }
+    constructed = json.loads(group["constructed"])
+    assert entries < {*constructed["chosen_by_build"]}
+    constructed["chosen_by_build"] = [x for x in chosen_by(optimizer) if x not in entries]
+    group |= {"constructed": json.dumps(constructed), "splits": [], "adam_patterns": []}
+
+    second = build(["head.weight: rows 2"])
+    splits = second.param_groups[0]["splits"]
+    second.load_state_dict(saved)
+    assert second.param_groups[0]["adam_patterns"] == []
+    assert second.param_groups[0]["splits"] == splits
+    assert {x for x in entries if x in chosen_by(second)} == entries & {*splits}
+
+
 def test_settings_of_the_user_are_not_those_of_the_checkpoint():
     first = as_first_release(MuonConfig().build(Net()))
     saved = as_saved_by_first_release(first)
