@@ -1,10 +1,15 @@
 """Load a state dict by parameter name: compare it with the routing, migrate and place it.
 
-A parameter keeps its saved tensors if shape, view and route are the saved ones, or if it was only
-frozen or unfrozen: then it has *switched*. Any other change is a *difference*: `on_route_change`
-decides. A difference is *explained* if it comes from the version that saved the state, not from a
-setting; it is migrated under every policy. State is *left out* if torch's flattened state dict lacks
-it, because the parameter had another route (see `SavedParameter`).
+A parameter keeps its saved tensors if shape, view and route are the saved ones.
+
+- *switched*: the parameter was only frozen or unfrozen. It keeps its tensors, too.
+- *difference*: any other change of a parameter. `on_route_change` decides.
+- *explained*: the difference comes from the version that saved the state, not from a setting. It is
+  migrated under every policy, except that 'migrate' refuses it if state is left out.
+- *left out*: torch's flattened state dict lacks the state, because the parameter had another route
+  (see `SavedParameter`).
+- *unused*: a tensor of a rule that is off now, or whose present settings keep other tensors.
+- *unfit*: a tensor whose parameter has changed route or view while it was frozen.
 
 `load_state` changes nothing: it returns the new state, and the caller replaces the old one. After
 each routing `drop_unused` removes what the settings no longer use.
@@ -117,7 +122,7 @@ def _compare(saved: Mapping[str, SavedParameter], groups: Sequence[Group]) -> _C
                 differences[name] = f"{name}: not in the saved state; present: {_describe(entry)}"
             continue
         former = saved[name].entry
-        if _has_switched(saved[name], entry):
+        if _is_mere_switch(saved[name], entry):
             switched[name] = entry
         elif (former.shape, former.view, former.route) != (entry.shape, entry.view, entry.route):
             was = _describe(former)
@@ -129,7 +134,7 @@ def _compare(saved: Mapping[str, SavedParameter], groups: Sequence[Group]) -> _C
     return _Comparison(saved, switched, differences)
 
 
-def _has_switched(saved: SavedParameter, entry: RouteEntry) -> bool:
+def _is_mere_switch(saved: SavedParameter, entry: RouteEntry) -> bool:
     """Return whether a parameter was frozen or unfrozen, and its state suits the present route."""
     was_trained = saved.entry.route != "frozen"
     is_trained = entry.route != "frozen"
@@ -181,14 +186,17 @@ def _inconsistencies(
 ) -> list[str]:
     """List the problems of a parameter's saved tensors.
 
-    Those of its route and of `rules` must be there, unless it `may_lack_all`.
+    Those of its route and of `rules` must be there, except master weights. A parameter without
+    state, or that `may_lack_all`, needs none.
     """
     entry = saved.entry
     values = saved.values
     route = entry.route
-    if route == "frozen":  # it keeps the state of the route that it had before
+    # It keeps the state of its former route and rules, whose names are not saved.
+    if route == "frozen":
         route = "muon" if "momentum_buffer" in values else "adam"
         rules = ()
+    # Of all rules: the state may hold tensors of those that are off now. Their shapes are checked.
     possible = state_tensors(route, known_rules())
     problems = [
         f"{entry.name}: unexpected state {key!r} on route {entry.route}"
@@ -304,9 +312,8 @@ def _parameters(groups: Iterable[Group]) -> list[tuple[Tensor, RouteEntry, Group
 def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
     """Drop the state that the present settings do not use, and log it.
 
-    *Unused* tensors belong to no rule that is on. They are dropped, so that stale ones cannot
-    reappear. Tensors are *unfit* if route or view changed while their parameter was frozen. A
-    frozen parameter keeps all tensors that are not unused.
+    Unused tensors are dropped, so that stale ones cannot reappear. A frozen parameter keeps all
+    others, of which the unfit ones are dropped when it is trained again.
     """
     tensors = known_tensors()
     for p, entry, group in _parameters(groups):

@@ -10,10 +10,10 @@ parameters itself (`AppliedGroups`).
 A step: `advance` writes the directions, group after group; each group is orthogonalized; `combine`
 writes the blocks' factors; `apply` updates the parameters of groups that are not applied.
 
-Tables on the device, buffers, and a CUDA graph of all launches are made once and serve until a
-parameter moves. A step then writes its numbers and replays the graph. New addresses of gradients,
-as after ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning
-rate one launch; neither synchronizes.
+Tables on the device, a small model's directions, and a CUDA graph of all launches are made once and
+serve until a parameter moves. A step then writes its numbers and replays the graph. New addresses
+of gradients, as after ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and
+a new learning rate one launch; neither synchronizes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ TYPES = {
 _SHORT = 1024
 _LONG = 4096
 SMALL = 4 * 2**20  # elements of a small model
-# Steps of a large model that are launched before one is recorded: a caller that captures whole
-# training steps needs no graph here.
+# A step of a large model is recorded once more than this number were launched: a caller that
+# captures whole training steps needs no graph here.
 _STEPS_BEFORE_RECORDING = 10
 _ADVANCE_WARPS = 4  # with more, sums in float64 allow too few programs on a multiprocessor
 _APPLY_WARPS = 4
@@ -155,7 +155,8 @@ def block_rows(
             offset = matrix * whole
             for shape in view.block_shapes:
                 size = shape[0] * shape[1]
-                # Each interleaved part of a block is one run; if columns are split, one run per row.
+                # Each interleaved part of a block is one run; if columns are split, each row of
+                # each part is one.
                 run = (shape[1] if in_columns else size) // view.groups
                 aligned = not any(x % _ALIGNED for x in (size, offset, p.data_ptr(), m.data_ptr()))
                 by_shape[shape].append(len(rows))
@@ -278,6 +279,7 @@ class FusedMuon:
             i for i in range(len(self._groups)) if i not in (*self._on_side_stream, *applied)
         ]
         if len(self._on_side_stream) == len(self._groups):
+            # With nothing on the main stream, a side stream would run beside nothing.
             self._on_main_stream = self._on_side_stream
             self._on_side_stream = []
         self._sums = self._scales  # a dummy argument: nothing is summed
@@ -318,7 +320,10 @@ class FusedMuon:
         ]
 
     def _make_applied(self, rows: Sequence[ChunkRow]) -> AppliedGroups | None:
-        """Return the groups whose last product updates the parameters; None if that fails."""
+        """Return the groups whose last product updates the parameters.
+
+        None for small models and other precisions, without suitable groups, and if a launch fails.
+        """
         settings = self._settings
         uses_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
         if self._is_small or not uses_kernels:
@@ -434,6 +439,7 @@ class FusedMuon:
             with in_phase("orthogonalize"):
                 self._applied.run(matrices)
         if len(self._chunks_to_apply):
+            # All have one dtype: polar factors keep that of their directions.
             self._apply(addresses, results[0].dtype)
 
     def _advance(self, gradients: Tensor, grad_dtype: torch.dtype, directions: Tensor) -> None:

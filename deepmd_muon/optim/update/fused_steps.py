@@ -1,8 +1,9 @@
 """The fused steps of an optimizer: whether they may be used, and those that are kept.
 
 A list of parameters is stepped by `FusedMuon` if the kernels implement its settings (`fuses`), and
-if their results on small matrices equal those of torch (`_agrees_with_torch`). Otherwise `muon_` steps it. The
-kernels of small models are compiled ahead in threads (`compile_kernels`).
+if their results on small matrices agree with torch's within a tolerance (`_agrees_with_torch`).
+Otherwise `muon_` steps it. The kernels of small models are compiled ahead in threads
+(`compile_kernels`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
-# Steps with the same first parameter that are recorded. If tensors or lists change again and again,
-# recording costs more than it saves.
+# Fused steps made with the same first parameter, recorded or not, up to which new ones may be
+# recorded. If tensors or lists change again and again, recording costs more than it saves.
 _MAX_RECORDINGS = 8
 # Recorded steps of large models keep at most this share of a GPU's memory. Launched from Python
 # they wait for the host: 11 ms instead of 1 for 30 million weights (H200).
@@ -55,10 +56,12 @@ FUSED_COVERAGE = Coverage(
             # Both forms of the step call the same orthogonalization.
             *("enable_gram", "flash_muon", "schedule", "large_schedule", "large_matrix_dim"),
             "precision",
-            # These decide which parameters, views and predicates a step receives.
+            # These decide which parameters and views a step receives.
             *("muon_mode", "min_matrix_dim", "splits", "adam_patterns", "adamw_patterns"),
             *("muon_patterns", "conv_patterns", "expert_patterns", "local_patterns"),
-            *("vector_route", "on_route_change", "on_nonfinite", "offload", "sharded"),
+            *("vector_route", "sharded"),
+            # These act before or after a step.
+            *("on_route_change", "on_nonfinite", "offload"),
             # Of the other routes.
             *("adam_beta1", "adam_beta2", "adam_eps", "adam_implementation", "adam_lr_ratio"),
             "adam_weight_decay",
@@ -107,7 +110,8 @@ class FusedStepCache:
     ) -> bool:
         """Take one step as `muon_` does and return True.
 
-        Return False, without changes, if `muon_` is needed.
+        Return False, without changes, if `muon_` is needed: the kernels lack a setting, do not take
+        the gradients' dtypes, disagree with torch, or do not take the tensors' layout or dtypes.
         """
         device = params[0].device
         dtype = params[0].dtype
@@ -126,6 +130,8 @@ class FusedStepCache:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             if known is None:
                 compile_kernels(tuple(views), device, dtype, grad_dtype, settings)
+            # Cached. Asked in every step, because the dtype of the gradients may be new; the layout
+            # below is tested only when tables are made.
             if not _agrees_with_torch(
                 device, dtype, grad_dtype, magma=bool(scores), nesterov=settings.nesterov
             ):
@@ -282,7 +288,7 @@ def compile_kernels(
             return
         _COMPILED.add(key)
         calls: list[Callable[[], object]] = []
-        if fuses(settings, dtype):
+        if fuses(settings.structure, dtype):  # as `step`, so that it logs once
             calls.append(
                 lambda: _agrees_with_torch(
                     device,
@@ -321,6 +327,7 @@ def compilations(
     device = matrices[0].device
     capability = torch.cuda.get_device_capability(device)
     usable = tuple(name for name in IMPLEMENTATIONS if name not in dispatch.FAILED)
+    # The operands of `precision` "auto" and "float16", with which alone these kernels run.
     names = choices(geometry_of(matrices), capability, torch.float16, usable)
     calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
     for name in dict.fromkeys(names):
