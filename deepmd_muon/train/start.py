@@ -1,7 +1,7 @@
 """The command `dp train` without its command line.
 
-All ranks go through `run` together; rank 0 alone reads and writes what only one may
-(`Ranks.run_on_rank0`), and its results or errors reach the others.
+All ranks go through `run` together. Rank 0 alone reads and writes what only one may.
+`Ranks.run_on_rank0` hands its results or errors to the others; `if ranks.first` hands them nothing.
 
 1. The outputs are checked and locked. Only then the checkpoint of `--restart` is known
    (`continued_by`), and no other run can write a newer one.
@@ -110,7 +110,8 @@ def run(  # noqa: PLR0913 - the options of dp train
     init_model
         Checkpoint to take the weights of; the run begins at step 0.
     finetune
-        The same, and the energy bias is fitted to the training data first.
+        The same, and the energy bias is fitted to the training data first, unless the fitting net
+        is new.
     model_branch
         Branch of a multi-task checkpoint that a run of one model takes; see `read_sources`.
     skip_neighbor_stat
@@ -156,7 +157,8 @@ def run(  # noqa: PLR0913 - the options of dp train
 
         def last_good_checkpoint() -> Path | None:
             """Return the checkpoint that an error message advises to continue from."""
-            checkpoint = init_model or restart_file  # not that of --finetune
+            # Not that of --finetune. `restart_file` changes once files are locked.
+            checkpoint = init_model or restart_file
             return checkpoint_path(checkpoint) if checkpoint else None
 
         stack.enter_context(explained(lambda: Moment("preparing"), newest=last_good_checkpoint))
@@ -175,7 +177,6 @@ def run(  # noqa: PLR0913 - the options of dp train
                 files.check(continued_file)
             return continued_file
 
-        # `last_good_checkpoint` reads this variable.
         restart_file = ranks.run_on_rank0("locking its files", lock_files)
         ways: dict[Way, str | None] = {
             "restart": restart_file,
@@ -194,8 +195,8 @@ def run(  # noqa: PLR0913 - the options of dp train
         run_input = take_from_checkpoint(
             run_input, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
-        # Not `run_on_rank0`: the others need no result, and of an error, which ends rank 0, they
-        # learn when they next wait for it.
+        # Not `run_on_rank0`: the others need no result. An error ends rank 0; the others notice at
+        # the next wait.
         if ranks.first:
             _log_remarks(run_input, sources)
             _check_outputs(run_input, output)
@@ -285,15 +286,18 @@ def _prepare(
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    # Counts the branches whose `sel` is not a number; `_compare_sel` counts the others.
+    # Replaces every `sel` that is not a number. The statistics are those of branches with counted
+    # numbers and a descriptor section of their own; `_compare_sel` counts for all others.
     run_input, neighbor_stats = ranks.run_on_rank0(
         "counting neighbours",
         lambda: resolve_sel(
             run_input, systems, sources, count=count_neighbors, device=ranks.device
         ),
     )
+    # After `sel` has numbers: sections are compared with those of checkpoints.
     for name, source in sources.items():
         source.check(run_input.branches[name].model, insist=force_load)
+    # Now, so that a run that fails below leaves it; again below if `suit_scales` changes it.
     if ranks.first:
         dump(run_input.normalized, output)
 
@@ -308,12 +312,13 @@ def _prepare(
     if any(branch_model.fits_own_statistics for branch_model in models.values()):
         # Some of these models, deepmd-kit's, draw numbers in a step, and each rank other ones.
         torch.manual_seed(seed if ranks.first else seed_of(seed, f"rank {ranks.rank}"))
-    _reach_spins(model, systems, ranks)
+    _reach_spins(model, systems, ranks)  # before the caches, which take the widened cut-offs
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
     # Measured in the data before the first step: neighbours, statistics, energy biases.
     needs_statistics = force_load or not _all_have_statistics(run_input, sources)
+    # Before `_compare_sel`: counting and statistics read the same samples.
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
         fits_energies = any(source.way == "finetune" for source in sources.values())
@@ -452,9 +457,9 @@ def _set_weights(
     that are fitted to these weights, and at the end rank 0's values on all ranks. Nothing changes
     weights between here and the first step: `suit_scales` and the average (`Ema`) read them.
 
-    With `needs_statistics` statistics are computed: on the device without a checkpoint, where
-    branches with a sample take its frames. With a checkpoint the model stays on the CPU until its
-    weights are loaded, and statistics are computed there.
+    With `needs_statistics` statistics come from `stat_file` or are computed: on the device without
+    a checkpoint, where branches with a sample take its frames. With a checkpoint the model stays on
+    the CPU until its weights are loaded, and statistics are computed there.
     """
     if not sources:
         model.to(ranks.device)

@@ -1,4 +1,4 @@
-"""Statistics of data in models: standardised environments and energy biases.
+"""Statistics of data in models: environments, frame and atomic parameters, and energy biases.
 
 They are computed once, before training, or read from `stat_file`. A trained model gets another
 energy bias by `settle_energy_bias` (fine-tuning, new types) and `change_bias` (a command).
@@ -69,7 +69,7 @@ def set_model_statistics(
     """Standardise the descriptors' inputs and set the energy biases.
 
     A descriptor that several branches share is standardised by the frames of all of them, as one
-    set of data. So are the frame and atomic parameters of a fitting net that they share with it.
+    set of data. So are the frame and atomic parameters of branches that share the fitting net, too.
     The energy bias of each branch comes from its own data. Branches with a sample on the device
     take their neighbours from there.
     """
@@ -194,7 +194,7 @@ def _load_stored(
 
 
 def _check_statistics(arrays: Mapping[str, np.ndarray], branch: RunBranch) -> None:
-    """Refuse stored statistics of another shape or kind, and those that are not finite."""
+    """Refuse stored statistics of another size or kind, and those that are not finite."""
     model = branch.model
     ntypes = model.ntypes
     shapes: dict[str, tuple[int, ...]] = {
@@ -348,7 +348,8 @@ def fixed_energies(settings: ModelSettings) -> np.ndarray | None:
 def settle_energy_bias(model: EnergyModel, source: Source, loader: DataLoader) -> None:
     """Fit the energy bias to training data.
 
-    Fine-tuning fits the bias of all types; otherwise only types that are new to the checkpoint.
+    Fine-tuning fits the bias of all types; otherwise only types that are new to the checkpoint. The
+    bias of a type in `atom_ener` stays, as do all biases of a new fitting net.
     """
     move = source.move_to(model.type_map)
     new_types = move.new if move else ()
@@ -386,7 +387,7 @@ def fit_energy_bias(
     model
         The model; its bias changes.
     batches
-        Samples; frames without energy do not count.
+        Samples; frames without energy (None for a batch, NaN for a frame) do not count.
     mode
         'change' adds to the bias what explains the model's errors best. 'set' replaces it by what
         explains the total energies best without the model.
@@ -472,10 +473,11 @@ def change_bias(
         cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
         if frames:
             loader = DataLoader(systems, 1, cache=cache)
+            n_batches = frames  # of one frame each
         else:
             loader = DataLoader(systems, "auto:1024", cache=cache)
-            frames = max(system.nframes for system in systems)
-        fit_energy_bias(model, loader.sample_batches(frames), mode)
+            n_batches = max(system.nframes for system in systems)  # enough for all frames
+        fit_energy_bias(model, loader.sample_batches(n_batches), mode)
     elif len(values) != model.ntypes:
         raise TrainingError(
             f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}"

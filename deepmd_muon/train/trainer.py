@@ -78,8 +78,16 @@ class Trainer:
 
     Attributes
     ----------
+    run_input, model, branches, ranks
+        The parameters.
     step
         Updates done so far.
+    num_steps
+        Updates of the whole run.
+    rate
+        The learning rate as a function of the 0-based step.
+    strategy, optimizer, ema, checkpoints, validation
+        The parts of the run; `ema` is None without averages.
     restarted_from
         The checkpoint of --restart; None in a run that begins at step 0, as those of --init-model
         and --finetune do.
@@ -122,6 +130,7 @@ class Trainer:
         self.validation = Validation(
             run_input, branches, self.num_steps, self.strategy, self._note_moment
         )
+        # Before `_compile_kernels`, whose thread reads the optimizer's groups: steppers add a key.
         self._steppers = self._build_steppers()
         self._compile_kernels()
         self._recompute_layers()
@@ -343,7 +352,8 @@ class Trainer:
         """
         training = self._training
         with contextlib.ExitStack() as stack:
-            # Closed in reverse order: batches, reports, then the loaders and graphs of each branch.
+            # Closed in reverse order: batches, validation, reports, then the loaders and graphs of
+            # each branch.
             for name, stepper in self._steppers.items():
                 data = self.branches[name].data
                 stack.callback(stepper.close)
@@ -408,8 +418,8 @@ class Trainer:
             )
             with self._throughput.reading():
                 batch = batches[branch_name].next()
-            for refine in self._interpolation_schedules:
-                refine(self.step)
+            for schedule in self._interpolation_schedules:
+                schedule(self.step)
             self._note_moment(STEPPING, self.step + 1)
             metrics = self._steppers[branch_name](batch, self.step)
             self.step += 1
@@ -432,7 +442,7 @@ class Trainer:
                 self.save()
 
     def _report(self, reports: Reports, recent: RecentMetrics, lr: float, fraction: float) -> None:
-        """Write a row of metrics; `fraction` is the learning rate relative to the first one."""
+        """Write a row of metrics; `fraction` is the learning rate divided by `start_lr`."""
         self._raise_pending()
         averaged = recent.take(self.ranks)
         validated = None
@@ -461,7 +471,7 @@ class Trainer:
         return True
 
     def _rate_and_fraction(self, step: int) -> tuple[float, float]:
-        """Return the learning rate of a 0-based step, and its fraction of the first one."""
+        """Return the learning rate of a 0-based step, and its fraction of `start_lr`."""
         lr = self.rate(step)
         return lr, lr / self.run_input.settings.learning_rate.start_lr
 
@@ -516,7 +526,8 @@ class Trainer:
 
     def _rescue(self) -> None:
         """Save the last step if an error came after it; only warn of an error here."""
-        # Within a step, the weights are partly updated. One of several ranks cannot save alone.
+        # Within a step, the weights are partly updated. The moments of validating and saving are
+        # not marked `between_steps` either. One of several ranks cannot save alone.
         if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
             return
         try:
