@@ -32,7 +32,8 @@ from deepmd_muon.model.neighbors.search import count_neighbors
 CHUNK_ATOMS = 1 << 16
 #: Names of values that belong to atoms; others belong to frames.
 PER_ATOM = frozenset(["coord", "atype", "aparam", *ATOM_LABELS])
-# Volume of a cell over the cube of its longest vector, below which the neighbour search rejects it.
+# Volume of a cell over the cube of its largest component. Cells up to this ratio are *flat*: the
+# host checks them. It rejects ratios up to 1e-12, and cells with too many images.
 _FLAT = 1e-6
 
 
@@ -55,7 +56,7 @@ class Chunk:
         By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
         [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
     flat
-        Numbers of the frames whose cell is so flat that the neighbour search rejects it.
+        Numbers of the frames whose cell is so flat that the host checks it.
     """
 
     numbers: np.ndarray
@@ -191,14 +192,14 @@ class FrameStore:
         Raises
         ------
         NeighborError
-            When two atoms are at the same place, a cell or position is impossible, or an atom has
-            more neighbours than the search on a device takes; it names frame and system.
+            When two atoms are at the same place, a cell is impossible, or an atom has more
+            neighbours than the search on a device takes; it names frame and system.
         """
         next_slot = 0
         next_atom = 0
         for chunk in chunks:
             for number in chunk.flat:
-                self._raise_on_host(int(number))
+                self._check_on_host(int(number))
             if self.stays:
                 slots = chunk.numbers
                 systems = system_of(chunk.numbers, self.offset)
@@ -254,7 +255,11 @@ class FrameStore:
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """Launch on a separate stream; later work of the current stream waits for it."""
+        """Launch on a separate stream; later work of the current stream waits for it.
+
+        The separate stream does not wait for the current one, whose work may still write the
+        tensors of the store. Work in the `with` block must not read their values.
+        """
         if self._stream is None:
             yield
             return
@@ -279,7 +284,7 @@ class FrameStore:
         values = {name: self._on_device(array) for name, array in chunk.values.items()}
         values["first_atom"] = self._on_device(first_atom)
         writes = []
-        for name, target in self.tensors.items():
+        for name, target in self.tensors.items():  # on the side stream: only their shapes are read
             rows = rows_of_atoms if name in PER_ATOM else rows_of_frames
             if name not in values:  # a frame without the label may replace one with it
                 values[name] = target.new_zeros(len(rows), *target.shape[1:])
@@ -320,7 +325,7 @@ class FrameStore:
             nearest_squared[rows] = counted.nearest_squared
         same_place = np.flatnonzero(nearest_squared < SAME_PLACE**2)
         if len(same_place):
-            self._raise_on_host(int(chunk.numbers[same_place[0]]))
+            self._check_on_host(int(chunk.numbers[same_place[0]]))
         of_all_types = max_neighbors[:, ntypes]
         if of_all_types.max(initial=0) > MOST_NEIGHBORS:
             worst = int(of_all_types.argmax())
@@ -336,7 +341,7 @@ class FrameStore:
         self._record(chunk, max_neighbors, n_edges)
 
     def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
-        """Count the neighbours of the frames in `rows` of a chunk, padded to the largest of them."""
+        """Count the neighbours of the frames in `rows` of a chunk, padded to the largest one."""
         natoms = chunk.natoms[rows]
         width = int(natoms.max())
         # Of every atom of these frames (natoms.sum(),): its frame among them, its row in the chunk,
@@ -408,8 +413,11 @@ class FrameStore:
         owner = int(system_of(np.array(number), self.offset))
         return self._systems[owner], number - int(self.offset[owner])
 
-    def _raise_on_host(self, number: int) -> None:
-        """Search a bad frame's neighbours on the host, which raises an error that names the fault."""
+    def _check_on_host(self, number: int) -> None:
+        """Search a suspicious frame's neighbours on the host, whose errors name the fault.
+
+        If the host accepts the frame (a flat cell with few images), the run goes on with it.
+        """
         system, row = self._frame(number)
         self.cache.frame(system, row, frames=system.frames([row]), row=0)
 
@@ -545,7 +553,7 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
 
 
 def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
-    """Return which frames the neighbour search rejects because of their cell `(nframes,)`.
+    """Return which frames the host must check because of their cell `(nframes,)`.
 
     `System` checks the lengths of cell vectors.
     """

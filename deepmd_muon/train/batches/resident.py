@@ -5,11 +5,15 @@ first. Threads read the frames of the next windows meanwhile. The slots of the f
 (see `frame_store`) are in a table on the device. A step reads its row of the table and gathers its
 batch by operations of the device alone.
 
-Batches are padded to a few shapes (`shapes`), each with one CUDA graph. A frame of a batch has
-`natoms` *places*, its atoms first. The *sorted atoms* list the places of all atoms by type, and in
-a type by frame. A shape has room for a number of atoms of each type. Room that the batch does not
-need is filled with places of *spare frames*, which come after all others and have no atoms or
-labels.
+Batches are padded to a few shapes (`shapes`). One CUDA graph serves one shape, or one tuple of
+shapes if a step accumulates batches. A frame of a batch has `natoms` *places*, its atoms first. The
+*sorted atoms* list the places of all atoms by type, and in a type by frame.
+
+Two kinds of frames without atoms and labels fill a shape:
+
+- the *missing frame*, the last slot of the store, where a batch has fewer frames than its shape;
+- *spare frames*, which only the batch has, after all others. Their places fill the sorted atoms
+  where a batch has fewer atoms of a type than its shape.
 """
 
 from __future__ import annotations
@@ -64,13 +68,12 @@ AT_ONCE = 1 << 22
 # Reading a frame and a system takes as long as so many atoms more.
 _FRAME_COST = 64
 _SYSTEM_COST = 1024
-#: From so many atoms in a frame on, the device's search over all pairs is slower than the host's
-#: search.
+#: For frames with more atoms, the device's search over all pairs is slower than the host's search.
 MOST_ATOMS = 20_000
 # Room for the neighbours of all atoms together is a multiple of this.
 _EDGE_STEP = 256
-# Least room for neighbours of an atom in the search, as a power of two.
-_LEAST_CAPACITY = 4
+# The search has room for at least two to this power neighbours of an atom.
+_LEAST_CAPACITY_EXPONENT = 4
 # What `FrameStore` keeps of a frame; a batch gathered on the device would lack anything else.
 _KEPT = frozenset({"atype", "coord", "box", *LABELS, *PARAMETERS})
 
@@ -240,7 +243,7 @@ class ResidentBatches:
             self._log(needed)
 
     def _look_ahead(self) -> None:
-        """Draw the next windows, until one has nothing to read."""
+        """Draw the next windows, until one has nothing to read or `_READ_AHEAD` wait."""
         while self._last_reads and len(self._next_windows) < _READ_AHEAD:
             self._next_windows.append(self._draw())
 
@@ -302,7 +305,7 @@ def shape_of(store: FrameStore, numbers: np.ndarray) -> Shape:
         labels=labels,
         partial=frozenset(name for name in labels if not present[name].all()),
         composition=int(compositions[0]) if len(compositions) == 1 else None,
-        capacity=1 << max(_LEAST_CAPACITY, int(max_neighbors[ntypes] - 1).bit_length()),
+        capacity=1 << max(_LEAST_CAPACITY_EXPONENT, int(max_neighbors[ntypes] - 1).bit_length()),
         edges=-(-edges // _EDGE_STEP) * _EDGE_STEP,
     )
 
@@ -346,7 +349,10 @@ class ResidentFeed:
         return float(self.atoms[np.logical_and.reduce([present[name] for name in needed])].sum())
 
     def read(self) -> TrainingBatch:
-        """Gather the batch."""
+        """Gather the batch, and advance the row of the table on the device.
+
+        So every feed must be read once, in order, before the next window begins.
+        """
         gathering = self.gathering
         slots = self.table.read()[: gathering.shape.frames]
         real = gathering.find_real(slots)
@@ -380,7 +386,10 @@ class SlotTable:
         self._row.zero_()
 
     def read(self) -> Tensor:
-        """Return the slots of the next batch, and advance the row; on the device."""
+        """Return the slots of the next batch, and advance the row, on the device.
+
+        The host does not know the row, so batches must be read once each, in order.
+        """
         slots = self._table.index_select(0, self._row)[0]
         self._row.add_(1)
         return slots
@@ -448,7 +457,8 @@ class Gathering:
         self._within_type = on_device(within_type)
         self._order = on_device(order)
         self._frame = on_device(frame)
-        # On the host: lists are full up to their width.
+        # On the host: bounds of the shape take the place of each atom's counts. Lists are full up
+        # to their width, and within the shorter cut-offs up to `inner`.
         self._filled = np.repeat(np.array(shape.widths)[:, None], nsorted, axis=1)
         self._inner = np.repeat(np.array(shape.inner, dtype=np.int64)[:, None], nsorted, axis=1)
 

@@ -58,8 +58,8 @@ class CompiledGradient:
     trained
         The parameters that get gradients.
     ranks
-        The processes of the run. Several compile the layout of their first batch alone, all at the
-        same time: later, one that compiles would keep the others waiting for too long.
+        The processes of the run. Several compile only one layout, that of their first batch: a rank
+        that compiled another one later would keep the others waiting for too long.
     """
 
     def __init__(
@@ -91,8 +91,10 @@ class CompiledGradient:
             return None
         self._ranks.doing("compiling the step")
         result = self._compile_and_apply(layout, batch, lr_fraction)
+        # The barrier waits on entry. A rank whose compiler failed must arrive, too.
         with self._ranks.barrier("compiling the step"):
-            return result
+            pass
+        return result
 
     def _compile_and_apply(
         self, layout: Hashable, batch: TrainingBatch, lr_fraction: Tensor
@@ -130,12 +132,18 @@ class CompiledGradient:
         return loss, metrics
 
     def _arguments(self, batch: TrainingBatch, lr_fraction: Tensor) -> list[Tensor]:
-        """Return the program's inputs in the order in which `differentiate` reads them."""
+        """Return the program's inputs in the order in which `differentiate` reads them.
+
+        It is the order of `parameters()`, `buffers()` and `map_tensors`, the same at every call.
+        """
         weights = [p.detach() for p in self._model.parameters()]
         return [*weights, *self._model.buffers(), *tensors_of((batch, lr_fraction))]
 
     def _compile(self, batch: TrainingBatch, lr_fraction: Tensor) -> _Program:
-        """Compile the gradient of a batch, whose shapes alone matter."""
+        """Compile the gradient of batches with the shapes and other fields of this one.
+
+        The program has no values of its tensors, but all fields that are not tensors.
+        """
         model = self._model
         parameters = list(model.parameters())
         buffers = list(model.buffers())

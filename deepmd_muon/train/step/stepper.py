@@ -43,10 +43,10 @@ from deepmd_muon.train.strategy import Strategy
 log = logging.getLogger(__name__)
 
 Scalars: TypeAlias = Callable[[int], tuple[float, float]]
-"""Maps the 0-based step to its learning rate and the fraction of the first one."""
+"""Maps the 0-based step to its learning rate and the fraction of `start_lr`."""
 
-#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in
-#: use.
+#: Graphs of a branch that are kept at most; batches of further layouts are stepped eagerly while
+#: all are in use.
 MOST_GRAPHS = 32
 # Steps after which a graph that was not replayed makes room for another.
 _UNUSED = 4096
@@ -198,7 +198,10 @@ class Stepper(ABC):
 
 
 class HostStepper(Stepper):
-    """Reads loss and gradient norm in every step: on CPUs, and if ranks share parameters."""
+    """Reads loss and gradient norm in every step.
+
+    Used on CPUs, if ranks share parameters, and with `training/stratified`.
+    """
 
     def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
         self._step = step
@@ -279,7 +282,7 @@ class DeviceStepper(Stepper):
 
 
 class RateTable:
-    """The learning rates and their fractions of the first one on the device, step by step.
+    """The learning rates and their fractions of `start_lr` on the device, step by step.
 
     A step reads `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64: `read`
     writes them.
@@ -353,7 +356,8 @@ class CapturedStep:
         """Update the parameters after `done` updates; the next step overwrites the metrics."""
         self._rates.expect(done)
         self._guard.note(feed.origin, self._step.evaluate_frames)
-        # Other pieces of the interpolated embedding nets launch other kernels.
+        # Other pieces of the interpolated embedding nets launch other kernels. The graphs are idle:
+        # `wanted_pieces` has waited for the device, and none of them was replayed since.
         if self._pieces != self._model.pieces:
             self._pieces = self._model.pieces
             self._graphs.clear()
@@ -411,7 +415,7 @@ class CapturedStep:
         return not is_new
 
     def _make_room(self) -> bool:
-        """Drop the graph that was not replayed for longest, if it is unused; return whether it is."""
+        """Drop the graph not replayed for longest, if it is unused; return whether it is."""
         oldest = min(self._graphs, key=lambda layout: self._last_replay[layout])
         if self._steps - self._last_replay[oldest] < _UNUSED:
             return False
