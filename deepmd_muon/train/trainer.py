@@ -130,7 +130,7 @@ class Trainer:
         self.validation = Validation(
             run_input, branches, self.num_steps, self.strategy, self._note_moment
         )
-        # Before `_compile_kernels`, whose thread reads the optimizer's groups: steppers add a key.
+        # Before `_compile_kernels`, whose thread reads the groups: captured steppers add a key.
         self._steppers = self._build_steppers()
         self._compile_kernels()
         self._recompute_layers()
