@@ -136,7 +136,8 @@ class AnglePlan:
         Whether every atom has the same number of slots, its leading edges, in one block.
     reach
         In a padded plan, how many leading slots of each atom take part `(nreal,)`, int32. The
-        others have no weight; kernels store zeros instead of the features of their angles.
+        others have no weight; kernels store 0 as the features of some of their angles (see
+        `kernels.angles`).
     """
 
     blocks: tuple[AngleBlock, ...]
