@@ -61,8 +61,8 @@ same order:
 A program adds up the contributions of all chunks to â in memory.
 
 Neighbours beyond the `reach` of an atom contribute nothing to any sum: s = ṡ = 0, and the cotangent
-of a′ is 0 at their angles. The caller must not use a′ there. It is 0 for j beyond reach and in blocks
-beyond reach. For k beyond reach in a block partly within, it is α·a + ρ∘y[M:].
+of a′ is 0 at their angles. The caller must not use a′ there. It is 0 for j beyond reach and in
+blocks beyond reach. For k beyond reach in a block partly within, it is α·a + ρ∘y[M:].
 
 All tensors are contiguous and in single precision. `test_kernels_of_dpa3` (in
 `test_model_kernels.py`, by Triton's interpreter) compares the kernels with float64.

@@ -12,8 +12,8 @@ one block, a among its first `axis`.
 
 `nn.four_passes` explains the passes and the accents. `push_kernel` computes passes 1 and 3,
 `pull_kernel` passes 2 and 4; its hats are bars in pass 2. All tensors are contiguous: H comes so
-from `edges`, tangents and cotangents from `FourPasses`. Reference: `RepflowLayer._new_nodes`, as for
-`residual_sums`.
+from `edges`, tangents and cotangents from `FourPasses`. Reference: `RepflowLayer._new_nodes`, as
+for `residual_sums`.
 """
 
 from __future__ import annotations
