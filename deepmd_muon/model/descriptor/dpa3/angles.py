@@ -13,12 +13,14 @@ adjoint of a′ and the tangent of a have a row for each angle:
 1. `value`: m and a′;
 2. `adjoint`: ȳ = [s_j·s_k·m̄_j, ρ∘ā′], z̄ = f′(z)∘ȳ, and from it ā, ū, t̄, s̄;
 3. `tangent`: ẏ = f′(z)∘ż, and from it ṁ and ȧ′;
-4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, and from it the gradients of a, u, t, W and ρ.
+4. `gradient`: ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, and
+   from it the gradients of a, u, t, W and ρ.
 
-The formula is written three times: here, in `kernels.angles` for a GPU (one kernel a pass, in
-single precision), and in `scripted.sum_over_angles` for frozen files. Change all three. On a CPU, a
-step of training is 1.7 times faster than with autograd's passes (six layers, 192 atoms of water,
-float32, one thread, 2026-11-23).
+The formula is written three times: here, in `kernels.angles` for a GPU (single precision; in each
+pass one kernel, then sums of its parts), and in `scripted` for frozen files (`_angle_values`,
+`sum_over_angles`, and `add_updates` for a′). Change all three. On a CPU, a step of training is 1.7
+times faster than with autograd's passes (six layers, 192 atoms of water, float32, one thread,
+2026-11-23).
 """
 
 from __future__ import annotations
@@ -208,14 +210,14 @@ class Angles(FourPasses):
             a_hat.add_(hats.a_new, alpha=self.alpha)
         return a_hat, u_hat, t_hat, None, weight_hat, rho_hat
 
-    def _blocks(self) -> Iterator[_Block]:
+    def _blocks(self) -> Iterator[_Ranges]:
         """Yield the blocks with their rows among slots and among angles."""
         first_slot = 0
         first_angle = 0
         for block in self.plan.blocks:
             n_slots = block.atoms * block.width
             n_angles = n_slots * block.width
-            yield _Block(
+            yield _Ranges(
                 atoms=block.atoms,
                 neighbors=block.width,
                 slots=slice(first_slot, first_slot + n_slots),
@@ -226,7 +228,7 @@ class Angles(FourPasses):
 
     def _cotangent_of_y(
         self,
-        block: _Block,
+        block: _Ranges,
         s_pairs: Tensor,
         cotangents: AngleCotangents,
         rho: Tensor | None,
@@ -248,7 +250,7 @@ class Angles(FourPasses):
         return y_bar
 
     def _adjoint_of_s(
-        self, block: _Block, message_bar: Tensor | None, s: Tensor, y: Tensor
+        self, block: _Ranges, message_bar: Tensor | None, s: Tensor, y: Tensor
     ) -> Tensor | float:
         """Return s̄ of a block's slots, as first and as second neighbours."""
         if message_bar is None:
@@ -262,8 +264,8 @@ class Angles(FourPasses):
         return (as_first + as_second).view(-1)
 
 
-class _Block(NamedTuple):
-    """Atoms with equally many neighbours, and where their slots and angles are."""
+class _Ranges(NamedTuple):
+    """The sizes of a block, and where its slots and angles are."""
 
     atoms: int
     neighbors: int
@@ -271,11 +273,11 @@ class _Block(NamedTuple):
     angles: slice
 
     def by_first(self, values: Tensor) -> Tensor:
-        """Return values of slots (slots, n) as those of first neighbours (atoms, j, 1, n)."""
+        """Return values (slots, n) or (slots,) as those of first neighbours (atoms, j, 1, n)."""
         return values[self.slots].view(self.atoms, self.neighbors, 1, -1)
 
     def by_second(self, values: Tensor) -> Tensor:
-        """Return values of slots (slots, n) as those of second neighbours (atoms, 1, k, n)."""
+        """Return values (slots, n) or (slots,) as those of second neighbours (atoms, 1, k, n)."""
         return values[self.slots].view(self.atoms, 1, self.neighbors, -1)
 
     def by_pair(self, values: Tensor) -> Tensor:
@@ -308,6 +310,7 @@ class _Block(NamedTuple):
 
 def _kernels(angles: Angles, weight: Tensor) -> Any:
     """Return the module of kernels if they can be used."""
+    # Kernels have one number of near neighbours for all atoms.
     if len(angles.plan.blocks) != 1 or not triton_support.usable(weight.device):
         return None
     if not angles.message_columns:  # the kernels are for layers with a message

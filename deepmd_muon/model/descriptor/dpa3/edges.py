@@ -14,15 +14,18 @@ Forces need the adjoints of this, a force loss the gradient of these adjoints. T
 tangents and the cotangents are kept between them:
 
 1. `value`: m, y[M:] and H;
-2. `adjoint`: ȳ = [w·m̄, ȳ[M:]], z̄ = f′(z)∘ȳ, and from z̄ and H̄ the adjoints of e, p, q, v, w and h;
+2. `adjoint`: ȳ[:M] = w·m̄, z̄ = f′(z)∘ȳ, and from z̄ and H̄ the adjoints of e, p, q, v, w and h;
 3. `tangent`: ẏ = f′(z)∘ż, and from it the tangents of m, y[M:] and H;
-4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, and from it the gradients of e, p, the table and W.
+4. `gradient`: ŷ[:M] = w·m̂ + ẇ·m̄, ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, and from it the gradients of e, p, the
+   table and W.
 
-On a GPU each pass is one kernel in single precision (`kernels.edges`). On a CPU the passes save
-memory: a step of training takes as long as with autograd's (1.0 times) and 2.3 times less memory
-(six layers, 192 atoms of water, float32, 2026-11-23). The edges alone take 1.3 times as long, and a
-process 0.45 GB instead of 1.83 (six layers, 192 atoms with 110 slots, float32, one thread,
-2026-11-27).
+ȳ[M:] and ŷ[M:] are the cotangents of the output y[M:].
+
+The formula is written three times: here, in `kernels.edges` for a GPU (single precision; in each
+pass one kernel, then sums of its parts), and in `scripted` for frozen files (`_edge_values`,
+`_update_nodes`). Change all three. On a CPU the passes save memory: a step of training takes as
+long as with autograd's passes and 2.3 times less memory (six layers, 192 atoms of water, float32,
+2026-11-23).
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ class Incoming(NamedTuple):
         The edges to atom j are `order[start[j]:start[j + 1]]`; the empty slots begin at `start[-1]`
         `(atoms + 1,)`, int64.
     tile_order
-        Numbers of tiles, EDGE_TILE slots of an atom, those with an edge first `(tiles·atoms,)`,
-        int32. Tile t of atom i has number t · atoms + i.
+        Numbers of tiles, EDGE_TILE slots of an atom `(tiles·atoms,)`, int32. The tiles up to each
+        atom's last edge come first. Tile t of atom i has number t · atoms + i.
     n_used_tiles
-        How many tiles have an edge `(1,)`, int64.
+        How many tiles come first `(1,)`, int64.
     """
 
     order: Tensor
@@ -136,7 +136,8 @@ class AnglePlan:
         Whether every atom has the same number of slots, its leading edges, in one block.
     reach
         In a padded plan, how many leading slots of each atom take part `(nreal,)`, int32. The
-        others have no weight; kernels store zeros instead of the features of their angles.
+        others have no weight; kernels store 0 as the features of some of their angles (see
+        `kernels.angles`).
     """
 
     blocks: tuple[AngleBlock, ...]

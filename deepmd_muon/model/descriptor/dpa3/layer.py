@@ -65,15 +65,16 @@ class Features(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which features later layers still use; the others are not computed."""
+    """Which features later layers still use; only `sequential_update` computes the others."""
 
     edge: bool
     angle: bool
 
 
 class RepflowLayer(torch.nn.Module):
-    """Updates all features from their values before the layer: x′ = α·x + Σ ρ∘u.
+    """Updates all features: x′ = α·x + Σ ρ∘u.
 
+    The updates u read the features before the layer, with `sequential_update` the newest ones.
     `update_style` decides about α and ρ, see `_residual_coefficients`.
 
     | x        | updates u, with the activation f                 | linear layer         |
@@ -168,8 +169,9 @@ class RepflowLayer(torch.nn.Module):
             Whether forces follow, see `four_passes.run`.
         overlap
             Whether a GPU computes angles on a second stream, at the same time as edges. A layer
-            that is computed again in backward passes must not: it would start on the stream of the
-            first operation that asks, and other streams would not wait for it.
+            that is computed again in backward passes must not: autograd starts it when the first
+            backward operation needs it, on the stream of this operation, and other streams would
+            not wait for it.
         """
         if self.repflow.sequential_update:
             return self._one_after_another(features, graph, force=force)
@@ -325,6 +327,7 @@ class RepflowLayer(torch.nn.Module):
         if with_update:
             layers.append(self.angle_self_linear)
         matrix, bias = join(layers)
+        # In deepmd-kit's order: the second edge before the first.
         angle_rows, centre_rows, second_rows, first_rows = matrix.split(
             [repflow.a_dim, repflow.angle_node, repflow.angle_edge, repflow.angle_edge]
         )
@@ -335,10 +338,10 @@ class RepflowLayer(torch.nn.Module):
             edge_columns = repflow.e_dim  # compressed below
         centre_term = torch.addmm(bias, node, centre_rows)
         if graph.plan.padded:
-            # Pad and slice: unlike index_select, their backward needs no atomic additions.
+            # Slices, by `pad`: unlike index_select, its backward needs no atomic additions.
             n_near = graph.plan.blocks[0].width
             _, n_slots, e_dim = features.edge.shape
-            padding = (0, edge_columns - e_dim, 0, n_near - n_slots)  # negative: slices
+            padding = (0, edge_columns - e_dim, 0, n_near - n_slots)  # 0 or negative
             edge = torch.nn.functional.pad(features.edge, padding).flatten(0, 1)
             edge = self._compressed(edge)
             first_term = torch.mm(edge, first_rows).view(-1, n_near, matrix.shape[1])
@@ -384,6 +387,8 @@ class RepflowLayer(torch.nn.Module):
         style = self.repflow.update_style
         if angle_message is None:
             return _residual_sum(style, edge, [update], self.e_residual)
+        # Kernels have f(b) as update of an edge without angles (smooth), and find the rows of an
+        # atom's leading edges by their number (padded).
         smooth_and_padded = self.repflow.smooth_edge_update and graph.plan.padded
         if smooth_and_padded and kernels_fit(edge, self.activation):
             return self._new_edges_by_kernels(edge, graph, update, angle_message, force=force)
@@ -475,8 +480,8 @@ def _residual_coefficients(
 ) -> tuple[float, list[Tensor]]:
     """Return α, and ρ `(width,)` of each of `count` updates of x `(…, width)`.
 
-    ρ are the trained step sizes (res_residual), or make an average with x (res_avg) or an increment
-    (res_incr) of the updates.
+    res_residual: α = 1, and ρ are the trained step sizes. res_avg: α = ρ = 1/√(count + 1).
+    res_incr: α = 1, ρ = 1/√count.
     """
     if style == "res_residual":
         return 1.0, list(step_sizes)

@@ -26,8 +26,8 @@ For all pairs (j, k) of neighbours of one atom, j = k included, with f applied t
 | m      | `message`   | (slots, M)        |                                                        |
 
 An atom has `n_near` neighbours in angles, a *slot* for each: slot = atom·n_near + j, and
-angle = slot·n_near + k. Slots are numbered through all atoms, unlike in `kernels.edges`. Y = M if a′
-is not wanted, M + A otherwise.
+angle = slot·n_near + k. Slots are numbered through all atoms, unlike in `kernels.edges`. A, M and Y
+are the numbers of columns of a, m and y: Y = M if a′ is not wanted, M + A otherwise.
 
 How the work is divided
 -----------------------
@@ -45,7 +45,9 @@ Columns of y are taken in *chunks*, because a program's registers hold one chunk
     for each chunk of y:
         for each atom of the program:
             for each first neighbour of the group within reach: compute the tile and store
-            for each first neighbour of the group beyond: store zeros
+            for each other first neighbour of the group: store zeros
+
+In a block beyond the `reach` of an atom no first neighbour counts as within reach.
 
 No two programs add to one number. Each writes parts, which are added up afterwards, always in the
 same order:
@@ -58,7 +60,9 @@ same order:
 
 A program adds up the contributions of all chunks to â in memory.
 
-Neighbours beyond the `reach` of an atom have s = 0 and contribute nothing.
+Neighbours beyond the `reach` of an atom contribute nothing to any sum: s = ṡ = 0, and the cotangent
+of a′ is 0 at their angles. The caller must not use a′ there. It is 0 for j beyond reach and in
+blocks beyond reach. For k beyond reach in a block partly within, it is α·a + ρ∘y[M:].
 
 All tensors are contiguous and in single precision. `test_kernels_of_dpa3` (in
 `test_model_kernels.py`, by Triton's interpreter) compares the kernels with float64.
@@ -176,7 +180,8 @@ def gradient(
         hats=hats,
         bars=bars,
         dots=contiguous(dots) if dots else None,
-        num_stages=1,  # no prefetch of the next tile into shared memory
+        # No prefetch of the next tile into shared memory; other passes have Triton's default.
+        num_stages=1,
         **launch.arguments,
     )
     return out.a, *add_parts(out.u, out.t, out.weight, out.rho)
@@ -267,7 +272,7 @@ class Launch:
 
 
 def _count_groups(n_atoms: int, n_near: int, n_programs: int) -> int:
-    """Return G; `n_programs` run at once."""
+    """Return G; `n_programs` run at once. B counts as 1, as with one block of neighbours."""
 
     def tiles_in_turn(n_groups: int) -> int:
         """Return how many tiles a program takes one after another."""
@@ -290,7 +295,7 @@ def _count_atom_programs(n_atoms: int, n_groups: int, n_programs: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """Sizes that are known when a kernel is compiled; A, M and Y are those of the table above.
+    """Sizes that are known when a kernel is compiled; A, M and Y are those of the notation.
 
     Attributes
     ----------
@@ -336,7 +341,7 @@ class GradientParts(NamedTuple):
 
 # ----- kernels -----------------------------------------------------------------------------------
 # Sizes that differ between batches are not specialized: Triton would compile a kernel again for
-# each number of atoms that 16 divides.
+# sizes that 16 divides, and again for 1.
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_near"])

@@ -29,16 +29,20 @@ and y_ij[M:] is the update of the edge.
 | y[M:]  | `update`      | (atoms, slots, Y − M) | update of an edge; no elements if Y = M        |
 | H      | `moment`      | (atoms, 3, E + V)     |                                                |
 
+E, V, M and Y are the numbers of columns of e, v, m and y.
+
 How the work is divided
 -----------------------
-A *tile* is `EDGE_TILE` consecutive slots of one atom. `Incoming.tile_order` lists the tiles with an
-edge first, then the empty ones. Columns of y are taken in *chunks*, because a program's registers
-hold one chunk of W. Each of n programs does
+A *tile* is `EDGE_TILE` consecutive slots of one atom. Tiles up to the atom's last edge count as
+tiles *with an edge*, the others are *empty*. `Incoming.tile_order` lists the empty ones last.
+Columns of y are taken in *chunks*, because a program's registers hold one chunk of W. Each of n
+programs does
 
     for each chunk of y:
         for every n-th tile with an edge: compute and store
         for every n-th empty tile: store zeros
     for every n-th tile with an edge: the moments, in chunks of columns of [e, v]
+    for every n-th empty tile, in `push_kernel`: store zero moments
 
 No two programs add to one number. Each writes parts, which are added up afterwards, always in the
 same order:
@@ -49,12 +53,15 @@ same order:
 - q̂, v̂, sums over an atom's appearances as a neighbour: one row for each edge. Rows of empty slots
   are never read.
 
+ê has no parts: a program adds up the contributions of all chunks and of the moments in memory. This
+works because all loops give it the same tiles.
+
 m and H of an atom exist only after `add_parts`: a kernel sees one tile, so that it cannot compute
 what is not linear in them, such as a norm.
 
-Empty slots contribute nothing to any sum: w = h = 0, and the cotangent of y[M:] is 0 there, because
-the caller must not use it. As y[M:] the kernels store f(z) in empty slots of tiles with an edge, and
-0 in empty tiles.
+Empty slots contribute nothing to any sum: w = h = 0, ẇ = ḣ = 0, and the cotangent of y[M:] is 0
+there. The caller must not use what the kernels store in them. In empty tiles y[M:], ŵ and ĥ are 0.
+In empty slots of tiles with an edge y[M:] is f(z), and ŵ and ĥ are not 0 either.
 
 All tensors are contiguous and in single precision. Two tests in `test_model_kernels.py` compare the
 kernels, in Triton's interpreter, with torch's operations in float64: `test_kernels_of_dpa3` with
@@ -254,7 +261,7 @@ class Launch:
 
 
 class Sizes(NamedTuple):
-    """Sizes that are known when a kernel is compiled; E, V, M and Y are those of the table above.
+    """Sizes that are known when a kernel is compiled; E, V, M and Y are those of the notation.
 
     Attributes
     ----------
@@ -300,7 +307,7 @@ class GradientParts(NamedTuple):
 
 # ----- kernels -----------------------------------------------------------------------------------
 # Sizes that differ between batches are not specialized: Triton would compile a kernel again for
-# each number of atoms that 16 divides.
+# sizes that 16 divides, and again for 1.
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_slots"])
@@ -381,7 +388,8 @@ def pull_kernel(
 ) -> None:
     """Write ê, p̂, q̂, v̂, and Ŵ (pass 4) or ŵ and ĥ (pass 2).
 
-    ŷ = [w·m̂ + ẇ·m̄, ŷ[M:]], ȳ = [w·m̄, ȳ[M:]]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
+    ŷ[:M] = w·m̂ + ẇ·m̄, ȳ[:M] = w·m̄; ŷ[M:] and ȳ[M:] are the cotangents of the output y[M:];
+    ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
     p̂ = Σ_j ẑ, q̂ = ẑ for each edge, Ŵ = Σ_edges (eᵀẑ + ėᵀz̄),
     [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_c (h_c·Ĥ_c + ḣ_c·H̄_c), v̂ for each edge;
     ŵ = y[:M]·m̂, ĥ_c = [e, v]·Ĥ_c.
@@ -505,10 +513,10 @@ def _open_tiles(neighbor, tile_order, n_used_tiles, n_atoms, n_slots, sizes):
 @triton.jit
 def _find_tile(index, tiles, sizes):
     """Return the index-th tile: the first `n_used` have an edge."""
-    row = tl.load(tiles.order + index)  # number · n_atoms + atom
+    part_row = tl.load(tiles.order + index)  # see `_part_row`
     # int64, since edges · columns may exceed 2³¹.
-    number = (row // tiles.n_atoms).to(tl.int64)
-    atom = (row % tiles.n_atoms).to(tl.int64)
+    number = (part_row // tiles.n_atoms).to(tl.int64)
+    atom = (part_row % tiles.n_atoms).to(tl.int64)
     slot = number * sizes.tile_rows + tl.arange(0, sizes.tile_rows)
     edge = atom * tiles.n_slots + slot
     mask = slot < tiles.n_slots
@@ -523,7 +531,7 @@ def _find_tile(index, tiles, sizes):
 
 @triton.jit
 def _part_row(tile, tiles):
-    """Return a tile's row in parts (tiles, atoms, …).
+    """Return a tile's row in parts (tiles, atoms, …), its number in `Incoming.tile_order`.
 
     Computed again for each use: a field of `Tile` would hold registers in `pull_kernel`.
     """

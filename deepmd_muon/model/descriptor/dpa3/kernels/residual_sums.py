@@ -20,10 +20,15 @@ which only the nearest edges have.
 | ρ, σ   | `term_steps`, `layer_steps` | (width,) | step sizes                                |
 | α      | `alpha`         | number               | weight of the old features                |
 
+In `edges` and `angles` y, m, a, W and ρ mean other things.
+
 torch computes the products a_l·W_l. `push_kernel` then computes passes 1 and 3, `pull_kernel` passes
 2 and 4. Passes and accents are those of `nn.four_passes`, except in `pull_kernel`: there a hat
 (`_hat`) marks the derivatives that the running pass propagates, a bar (`_bar`) derivatives of the
-energy that pass 4 reads.
+energy that pass 4 reads. `_pull` writes bars for both passes; in pass 4 they are hats.
+
+The kernels take contiguous tensors. x and the terms are made contiguous for them. z come from
+torch.addmm, biases and step sizes are parameters or new, cotangents and tangents come contiguous.
 
 Reference: `RepflowLayer._new_nodes` and `_new_edges` compute the same from torch's operations when
 kernels cannot run, and `test_nodes_and_edge_features_of_dpa3` compares all four passes with them.
@@ -77,7 +82,7 @@ class TangentSaved(NamedTuple):
     """What pass 3 hands over to pass 4."""
 
     term_dots: tuple[Tensor, ...]
-    layer_input_dots: tuple[Tensor, ...]  # of every layer, also ẋ
+    layer_input_dots: tuple[Tensor, ...]  # of every layer; ẋ first if the first layer reads x
     z_dots: tuple[Tensor, ...]
 
 
@@ -237,6 +242,7 @@ class ResidualSum(FourPasses):
             z_bar, weight = layers.pop(0)
             x_bar = torch.addmm(y_bar, z_bar, weight.t(), beta=self.alpha)
         else:
+            # x̄ may be the tensor ȳ, which pass 2 saves too: nobody may write to it.
             x_bar = y_bar if self.alpha == 1.0 else y_bar * self.alpha
         return x_bar, tuple(torch.mm(z_bar, weight.t()) for z_bar, weight in layers)
 
@@ -279,7 +285,7 @@ def _contiguous(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # ----- kernels: a program computes some rows of (atoms·slots, width) ------------------------------
 # Tuples hold a pointer for each term or layer. Their lengths are known when a kernel is compiled, so
 # that `static_range` unrolls. Sizes that differ between batches are not specialized: Triton would
-# compile a kernel again for each number of rows that 16 divides.
+# compile a kernel again for sizes that 16 divides, and again for 1.
 
 
 class Sizes(NamedTuple):

@@ -31,7 +31,7 @@ MAX_WEIGHT_ROWS = 64  # rows of W that a program holds in registers
 
 
 def supports(weight: Tensor, formula: Formula | None) -> bool:
-    """Return whether kernels have the activation, tensor cores, and tiles for the rows of W."""
+    """Return whether kernels fit: float32, activation, tensor cores, and tiles for W's rows."""
     if formula is None or weight.dtype != torch.float32 or weight.shape[0] > MAX_WEIGHT_ROWS:
         return False
     return triton_support.has_tensor_cores(weight.device)
@@ -43,7 +43,7 @@ def contiguous(terms: Terms) -> Terms:
 
 
 def concurrent_programs(device: torch.device, per_multiprocessor: int) -> int:
-    """Return how many programs a device runs at once."""
+    """Return a device's number of multiprocessors times a tuned number of programs for each."""
     count = MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -73,11 +73,12 @@ def load_tile(tensor, row, column, mask, stride):
 
 
 # ----- sums of parts -----------------------------------------------------------------------------
+# Sizes are specialized, unlike in DPA-3's other kernels: if 16 divides them, loads are vectorized.
 
 MAX_FEW = 32  # addends that `sum_few_kernel` adds one by one; `sum_many_kernel` adds more
 FEW_BLOCK = 512  # elements of a program of `sum_few_kernel`
-MANY_ROWS = 64  # addends and elements of the tile of a program of `sum_many_kernel`
-MANY_COLUMNS = 32
+MANY_ROWS = 64  # addends in the tile of a program of `sum_many_kernel`
+MANY_COLUMNS = 32  # elements in this tile
 
 
 class SumJob(NamedTuple):
@@ -141,7 +142,8 @@ def sum_few_kernel(
     block: tl.constexpr,
 ) -> None:
     """Write several sums of few addends."""
-    program = tl.program_id(0)  # among those of the sum `number`
+    # Among the programs of sum `number`: too large before this program's sum, negative after it.
+    program = tl.program_id(0)
     for number in tl.static_range(len(outs)):
         size = sizes[number]
         if (program >= 0) & (program * block < size):
@@ -167,7 +169,8 @@ def sum_many_kernel(
     columns: tl.constexpr,
 ) -> None:
     """Write several sums of many addends."""
-    program = tl.program_id(0)  # among those of the sum `number`
+    # Among the programs of sum `number`: too large before this program's sum, negative after it.
+    program = tl.program_id(0)
     row = tl.arange(0, rows)
     for number in tl.static_range(len(outs)):
         size = sizes[number]
@@ -186,8 +189,8 @@ def sum_many_kernel(
 
 # ----- sums over the edges that lead to an atom --------------------------------------------------
 
-NEIGHBOR_ROWS = 32  # edges and columns of the tile of a program of `sum_by_neighbor_kernel`
-NEIGHBOR_COLUMNS = 64
+NEIGHBOR_ROWS = 32  # edges in the tile of a program of `sum_by_neighbor_kernel`
+NEIGHBOR_COLUMNS = 64  # columns in this tile
 
 
 def sum_by_neighbor(edge_rows: Tensor, incoming: Incoming) -> Tensor:

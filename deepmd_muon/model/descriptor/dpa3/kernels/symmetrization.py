@@ -11,7 +11,9 @@ one block, a among its first `axis`.
 | G      | `symmetrized` | (atoms, axis·(E + V)) | (axis, E) and (axis, V), flat: the input of a linear layer |
 
 `nn.four_passes` explains the passes and the accents. `push_kernel` computes passes 1 and 3,
-`pull_kernel` passes 2 and 4. Reference: `RepflowLayer._new_nodes`, as for `residual_sums`.
+`pull_kernel` passes 2 and 4; its hats are bars in pass 2. All tensors are contiguous: H comes so
+from `edges`, tangents and cotangents from `FourPasses`. Reference: `RepflowLayer._new_nodes`, as
+for `residual_sums`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Symmetrization(FourPasses):
     Attributes
     ----------
     axis
-        How many leading columns of each block of H are multiplied with all columns of the block.
+        How many leading columns of each block of H are multiplied with all columns of the block. At
+        most E and V (the settings make sure): kernels do not mask column a by the block's width.
     edge_columns
         E, the columns of H from edge features.
     """
@@ -202,13 +205,14 @@ def push_kernel(
 
 @triton.jit
 def pull_kernel(
-    out,  # (atoms, 3, E + V), written: H̄ (pass 2) or Ĥ (pass 4)
+    out,  # (atoms, 3, E + V), written: Ĥ
     moments,  # pairs × (atoms, 3, E + V)
     cotangents,  # pairs × (atoms, axis·(E + V))
     sizes,
 ) -> None:
-    """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_d′ Ḡ_dd′·H_cd′) / 3 in each block.
+    """Ĥ_cd = Σ_pairs (Σ_a H_ca·Ĝ_ad + [d < axis]·Σ_d′ Ĝ_dd′·H_cd′) / 3 in each block.
 
+    The pairs are H with Ĝ and, in pass 4 with forces, Ḣ with Ḡ in their place.
     The second sum is there because the first `axis` columns of H are factors on both sides.
     """
     width: tl.constexpr = sizes.edge_columns + sizes.node_columns
@@ -223,11 +227,11 @@ def pull_kernel(
             row = (atom * 3 + c) * width + block.begin
             total = tl.zeros([sizes.columns], out.dtype.element_ty)
             for pair in tl.static_range(len(moments)):
-                g_bar = tl.load(cotangents[pair] + block.g_index, mask, 0.0)
+                g_hat = tl.load(cotangents[pair] + block.g_index, mask, 0.0)
                 h_a = tl.load(moments[pair] + row + a, a_mask, 0.0)
                 h_d = tl.load(moments[pair] + row + d, block.d_mask, 0.0)
-                as_right_factor = h_a[:, None] * g_bar
-                row_sums = tl.sum(g_bar * h_d[None, :], 1)  # (rows,): belongs to column d = a
+                as_right_factor = h_a[:, None] * g_hat
+                row_sums = tl.sum(g_hat * h_d[None, :], 1)  # (rows,): belongs to column d = a
                 as_left_factor = tl.where(a[:, None] == d[None, :], row_sums[:, None], 0.0)
                 total += tl.sum(as_right_factor + as_left_factor, 0)
             tl.store(out + row + d, total / 3.0, block.d_mask)
