@@ -412,7 +412,6 @@ class StepComparison:
                 names.append(table.names[column])
             else:
                 settings.append(table.describe_setting(column))
-        table.reduced.zero_()
         if names:
             raise MissingGradientError(
                 f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "
