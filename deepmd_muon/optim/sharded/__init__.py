@@ -45,14 +45,14 @@ stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group. In
     a stack, and in the messages of its blocks, a block is called a *matrix*.
 header, plane
-    A message has a header for each piece (whether it had a gradient, the rules' state per block,
+    A message has a header for each piece (whether there is a gradient, the rules' state per block,
     their sums), then planes of elements: directions, and inputs that rules request (gradients,
     weights).
 group
     `group` alone is the number of a parameter group. A `MomentumBatch` are momenta of one group
     and dtype; a process group, or `RankGroup`, are ranks.
 slot
-    The buffers of one bucket in flight.
+    The two buffers of one bucket in flight.
 sums, statistics
     What rules such as Magma measure on whole blocks: each holder sends the sums over its piece.
 """

@@ -1,8 +1,8 @@
 """Agreement of ranks on routes, settings, gradients and the values of replicas.
 
 Before the first common step, `check_routes_and_settings` and `check_replicas` compare routes,
-settings and values. In every step, `StepComparison` compares which gradients exist, and the
-settings of parameter groups; its collective also carries flags of the caller.
+settings and values. In steps, `StepComparison` compares which gradients exist, and the settings of
+parameter groups; its collective also carries flags of the caller.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from deepmd_muon.optim.sharded.process_groups import (
 )
 from deepmd_muon.optim.state.schema import State
 
-# Without `LISTS`. Routes are compared instead of patterns, which may differ for parameters of one
-# rank. The plan states the rules of each matrix.
+# Without `OF_ALL_GROUPS`, which are settings of the optimizer, and without `LISTS`. Routes are
+# compared instead of patterns, which may differ for parameters of one rank. The plan states the
+# rules of each matrix.
 _CONFIG_KEYS = tuple(
     field.name
     for field in dataclasses.fields(HybridMuonConfig)
@@ -77,7 +78,7 @@ def check_routes_and_settings(
     Raises
     ------
     ShardingError
-        On all ranks, when only some ranks have an `error`.
+        On all ranks, when a rank has an `error`. The caller raises one that all ranks have.
     PlanMismatchError
         On all ranks, with the first parameter or setting that differs, and its value on two ranks.
     """
@@ -112,7 +113,7 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     Raises
     ------
     ReplicaMismatchError
-        On all ranks, with the names of all parameters that differ.
+        On all ranks, with the names of the first parameters that differ (`_LISTED_NAMES`).
     """
     fresh = [
         param
@@ -284,7 +285,14 @@ class _ComparisonTable:
 
 
 class StepComparison:
-    """Compares gradients and settings in every step, by one small all-reduce of the largest group.
+    """Compares gradients and settings in steps, by one small all-reduce of the largest group.
+
+        step                                               compared
+        with `only_flags`, or in a capture                 nothing
+        without flags, and without parameters to compare   settings, in 1 step of 100
+        any other                                          gradients and settings
+
+    A learning rate on a GPU is compared by `check_routes_and_settings` only.
 
     A parameter must have a gradient on all of its ranks or on none. On a CPU the result is read at
     once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so that the
@@ -342,6 +350,8 @@ class StepComparison:
     ) -> Tensor | None:
         """Raise the error of the previous comparison, and start the one of this step.
 
+        If results are not read late, the error of this step is raised, too.
+
         `flags`, float32 (n,), are reduced in the same collective; the result is their maximum over
         the largest group. `groups` are the present parameter groups. With `only_flags`, and during
         the capture of a CUDA graph, only flags are reduced: replays use the same gradients.
@@ -360,7 +370,8 @@ class StepComparison:
         if not capturing:
             self.raise_deferred()
         # Settings travel with gradients and with flags. In steps without either, one step in
-        # `_STEPS_PER_COMPARISON` has a collective for them.
+        # `_STEPS_PER_COMPARISON` has a collective for them. With names `settings_due` is not used:
+        # the table always has both.
         settings_due = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         self._n_steps += 1
         local = None
@@ -390,9 +401,9 @@ class StepComparison:
         table = self._table
         if table is None or not self._pending:
             return
-        self._pending = False
+        self._pending = False  # so that an error is raised once
         if self._copy_done is not None:
-            self._copy_done.synchronize()  # recorded in the last step
+            self._copy_done.synchronize()  # recorded in the last step; in this one if not late
         prefix = "the last step differed between ranks; " if self._late else ""
         names = []
         settings = []
@@ -401,7 +412,6 @@ class StepComparison:
                 names.append(table.names[column])
             else:
                 settings.append(table.describe_setting(column))
-        table.reduced.zero_()  # so that an error is raised once
         if names:
             raise MissingGradientError(
                 f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "

@@ -1,8 +1,9 @@
 """A bucket, or portion, on one rank: what the rank packs, orthogonalizes and updates.
 
-The glossary of this package has the words. The plan alone determines the views of buffers, matrices
-and parameters. They are created once, by `Bucket.use_buffers` and `Bucket.bind`, so that in a step
-each method is a few operations on lists of views.
+The glossary of this package has the words. The plan, and the groups and dtypes of parameters,
+determine the views of buffers, matrices and parameters. They are created once, by
+`Bucket.use_buffers` and `Bucket.bind`, so that in a step each method is a few operations on lists
+of views.
 
 The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `pack_updates`,
 the return, `take_state`, and the update of `update_lists` by the caller.
@@ -93,7 +94,8 @@ class OwnedBlocks:
     measured
         Statistics of rules, (matrices,).
     state
-        State of rules by key, (matrices,) or (matrices, rows or columns).
+        State of rules by key: (matrices,) per block; per line (matrices, lines), or
+        (matrices, lines, values) if the rule keeps vectors.
     """
 
     present: list[Tensor]
@@ -160,6 +162,18 @@ class Bucket:
         its update changes; empty for a piece without elements. Set by `bind`.
     """
 
+    # Set by `use_buffers`.
+    _rule_state: RuleState
+    _arriving_copies: CopyList
+    _leaving_copies: CopyList
+    # Set by `bind`. Item k is for piece k of `_packed_pieces`.
+    _pack_sources: list[PackSource]
+    _pack_targets: list[list[Tensor]]  # by plane, then by piece
+    _headers: Tensor  # float64 (pieces, words of a header)
+    # Set by `bind`, with an item for each piece with sums.
+    _measured_pieces: slice | Tensor
+    _measured_rows: Tensor
+
     def __init__(
         self,
         rank_jobs: RankJobs,
@@ -171,10 +185,6 @@ class Bucket:
         self.exchange = Exchange(rank_jobs, process_group, device)
         self.momentum_batches: list[MomentumBatch] = []
         self.statistics_rows = slice(0, 0)
-        # Set by `use_buffers`: `_rule_state`, `_arriving_copies`, `_leaving_copies`. Set by `bind`:
-        # `_pack_sources`, `_headers`, and each plane of `_pack_targets`, with item k for piece k of
-        # `_packed_pieces`; `_measured_pieces` and `_measured_rows`, with an item for each piece
-        # with sums.
         self.measuring_rules = tuple(rule for rule in rules if rule.sums)
         self.n_sums = rule_values(rules).sums
         self.input_kinds = rule_values(rules).inputs
@@ -183,7 +193,7 @@ class Bucket:
 
         self._packed_pieces = [x.piece for x in self.exchange.packing.pieces]
         self.updated_pieces = [x.piece for x in self.exchange.applying.pieces]
-        # Each once, in the order of the messages, which is the same in every process.
+        # Each once, in the order of this rank's messages.
         positions = [piece.parameter for piece in (*self._packed_pieces, *self.updated_pieces)]
         self.parameters = tuple(dict.fromkeys(positions))
 
@@ -249,13 +259,15 @@ class Bucket:
         )
         flat = workspace.view(self._rank_jobs.full_dtype)
         start = 0
-        stacks_of_planes: list[list[Tensor]] = []  # of each: (matrices, rows, columns)
+        # Plane 0 is directions, then `input_kinds`. A tensor is (matrices, rows, columns).
+        stacks_of_planes: list[list[Tensor]] = []
         for _ in ("direction", *self.input_kinds):
-            stacks = []
+            tensors_of_stacks = []
             for stack in self.stacks:
-                stacks.append(flat[start : start + stack.elements].view(-1, *stack.shape))
+                tensor = flat[start : start + stack.elements].view(-1, *stack.shape)
+                tensors_of_stacks.append(tensor)
                 start += stack.elements
-            stacks_of_planes.append(stacks)
+            stacks_of_planes.append(tensors_of_stacks)
         self.matrices, *inputs = stacks_of_planes
         self.inputs: dict[Input, list[Tensor]] = dict(zip(self.input_kinds, inputs, strict=True))
         self._arriving_copies = self._copies(self.exchange.arriving, stacks_of_planes)
@@ -264,11 +276,11 @@ class Bucket:
     def _copies(self, side: Side, stacks_of_planes: Sequence[Sequence[Tensor]]) -> CopyList:
         """Return the copies between the elements of pieces and the matrices of each plane."""
         copies = CopyList()
-        for plane, stacks in enumerate(stacks_of_planes):
+        for plane, tensors_of_stacks in enumerate(stacks_of_planes):
             views = side.element_views(plane)
             for message_piece, in_buffer in zip(side.pieces, views, strict=True):
                 place = self._place_of_job[message_piece.job_number]
-                matrix = stacks[place.stack][place.matrix]
+                matrix = tensors_of_stacks[place.stack][place.matrix]
                 for in_piece, in_block in rectangles(message_piece.piece):
                     copies.add(in_buffer[in_piece], matrix[in_block])
         return copies
@@ -284,8 +296,8 @@ class Bucket:
         plan = self._rank_jobs.plan
         side = self.exchange.packing
         views_of_planes = [side.element_views(plane) for plane in range(side.n_planes)]
-        self._pack_sources: list[PackSource] = []
-        self._pack_targets: list[list[Tensor]] = [[] for _ in views_of_planes]
+        self._pack_sources = []
+        self._pack_targets = [[] for _ in views_of_planes]
         # For headers with sums: positions of their pieces, and rows in the table of statistics.
         measured_pieces = []
         measured_rows = []
@@ -377,7 +389,8 @@ class Bucket:
             k for k, piece in enumerate(self._packed_pieces) if piece.parameter in without_gradient
         ]
         if absent:
-            # Every step overwrites all fields but PRESENCE, which `_headers` must keep.
+            # Every step overwrites the same fields, and PRESENCE is not one of them: `_headers`
+            # must keep it.
             headers = headers.clone()
             # Views, because a list as an index would be copied from the host.
             torch._foreach_zero_([headers[k, PRESENCE : PRESENCE + 1] for k in absent])

@@ -53,9 +53,10 @@ class ElementwiseStep:
             self.waves += waves_of(context, number, route, params)
 
     def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> list[Wait]:
-        """Step all waves; return functions that wait for the other ranks' parts and write them.
+        """Step all waves; return functions that wait for the parts of all ranks and write them.
 
-        `moments` yields each wave's offloaded moments on the device, in order.
+        `moments` yields each wave's offloaded moments on the device, in order: with offload every
+        wave has a transfer batch.
         """
         for wave in self.waves:
             state = wave.state if moments is None else wave.with_moments(next(moments))
@@ -92,7 +93,7 @@ def gathered_parts(
     for p, sharding in params:
         if sharding is not None and len(sharding.layout.ranks) > 1:
             by_kind[sharding.layout.ranks, p.dtype].append(ReplicatedParameter(p, sharding))
-    return [GatheredParts(replicated, collectives, keep=keep) for replicated in by_kind.values()]
+    return [GatheredParts(members, collectives, keep=keep) for members in by_kind.values()]
 
 
 class ReplicatedParameter(NamedTuple):

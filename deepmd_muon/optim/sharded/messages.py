@@ -4,11 +4,11 @@ There is no communication. A message is a row of 8-byte words:
 
     header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
 
-A header has three kinds of words: whether the piece has a gradient (`PRESENCE`), the rules' state
-per block (from `FIRST_STATE` on) and, in the gather, the rules' sums (at the end). Lines are the
-rules' state per row or column. Elements are in the wire type, all planes of a piece one after the
-other, padded at the end of the message to whole words. Buffers are float64 tensors, and elements
-are views of them, so that one collective carries everything.
+A header has three kinds of words: whether there is a gradient (`PRESENCE`), the rules' state per
+block (from `FIRST_STATE` on) and, in the gather, the rules' sums (at the end). Lines are the rules'
+state per row or column. Elements are in the wire type, all planes of a piece one after the other,
+padded at the end of the message to whole words. Buffers are float64 tensors, and elements are views
+of them, so that one collective carries everything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from deepmd_muon.optim.sharded.layout import (
 from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Job, Leg, Plan
 
 # Words of a header.
-PRESENCE = 0  # above 0 if the piece has a gradient
+# Above 0, in the gather, if the piece has a gradient; in the return, if any piece of its block has.
+PRESENCE = 0
 FIRST_STATE = 1
 
 _FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
@@ -84,7 +85,7 @@ def travelling_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
 
 
 def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
-    """Return the jobs that stay on a rank, in portions of at most the size of a bucket."""
+    """Return the jobs that stay on a rank, in portions of at most a bucket's size or of one job."""
     portions: list[list[Job]] = []
     room = 0
     for job in domain.jobs:
@@ -232,6 +233,7 @@ class MessagePiece(NamedTuple):
 
     job_number: int  # position in `RankJobs.jobs`
     piece: Piece
+    # From the start of the buffer:
     line_start: int  # first word of its lines
     element_start: int  # its first element, counted in elements of the wire type
 
@@ -277,7 +279,7 @@ class Side:
         self.splits: list[int] = []
         header_words = rank_jobs.domain.header_words(leg)
         header_positions: list[int] = []
-        message_start = 0
+        message_start = 0  # positions are in words, except `element_start`
         for peer in rank_jobs.peers:
             holder, owner = (peer, rank_jobs.rank) if owns else (rank_jobs.rank, peer)
             jobs = {
@@ -295,7 +297,8 @@ class Side:
                 piece = piece_of(plan, job.parameter, job.block, holder, leg)
                 self.pieces.append(MessagePiece(number, piece, line_start, element_start))
                 element_start += self.n_planes * piece.elements
-            message_end = -(-element_start * itemsize // WORD_BYTES)  # rounded up
+            # `element_start` is now the end of the last piece. Rounded up.
+            message_end = -(-element_start * itemsize // WORD_BYTES)
             self.splits.append(message_end - message_start)
             message_start = message_end
         self.words = message_start
@@ -342,11 +345,6 @@ def rows_index(positions: Sequence[int], count: int, device: torch.device) -> sl
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
-    Take the third block of a fused weight of 64 rows and 64 + 64 + 32 columns, on a rank with the
-    first 32 rows. If rows have vectors along the columns, each row crosses three blocks: `shape` is
-    (1, 32, 3, 64), `overlap` 0 … 32, `part_number` 2, `values_per_line` 32. If columns have
-    numbers, each column crosses one block: (1, 160, 1, 1), 128 … 160, 0 and 1.
-
     Attributes
     ----------
     shape
@@ -356,6 +354,13 @@ class Lines(NamedTuple):
         has their indices in the block. `batch_index` is -1 if the rank has none of the matrix.
     values_per_line
         Fewer than the last dimension if other blocks of the matrix have longer vectors.
+
+    Examples
+    --------
+    Take the third block of a fused weight of 64 rows and 64 + 64 + 32 columns, on a rank with the
+    first 32 rows. If rows have vectors along the columns, each row crosses three blocks: `shape` is
+    (1, 32, 3, 64), `overlap` 0 … 32, `part_number` 2, `values_per_line` 32. If columns have
+    numbers, each column crosses one block: (1, 160, 1, 1), 128 … 160, 0 and 1.
     """
 
     shape: tuple[int, int, int, int]

@@ -13,8 +13,8 @@ package.
 4. **return**: the pieces of the updates travel to the ranks that hold the parameters.
 5. **apply**: p ← p (1 − lr λ) − lr · update.
 
-Both collectives are asynchronous. The setting `slots` is the number of buckets in flight, and of
-buffers. With three:
+Both collectives are asynchronous. The setting `slots` is the largest number of buckets in flight;
+each slot has two buffers, and the portions share two more. With three slots:
 
     work    pack 0│pack 1│pack 2│portions│orth 0│orth 1│apply 0│pack 3│orth 2│apply 1│…
     gather        ├───────── 0 ──────────┤                            ├─ 3 …
@@ -22,6 +22,8 @@ buffers. With three:
                                 ├───────────────── 2 ─────────────────┤
     return                                      ├─ 0 ──┤                     ├─ 2 …
                                                        ├───────── 1 ─────────┤
+
+Bars run from the start of a collective to its wait. On a GPU collectives run one after the other.
 
 Portions (jobs that stay on this rank) need no collective. They are computed while the first gathers
 are on their way.
@@ -99,7 +101,7 @@ class Pipeline:
     packing_order
         All buckets in the order in which they are packed: the first ones, the portions, the others.
     last_reader
-        By position in the plan: the last bucket that packs the parameter's direction.
+        By position in the plan: the last bucket that packs or updates a piece of the parameter.
     idle
         Parameters of which this rank packs and updates no piece.
     part_gathers
@@ -306,8 +308,8 @@ class PipelineStep:
     ----------
     moments
         Yields offloaded moments on the device in the order of `packing_order`; nothing for a bucket
-        that advances no momentum. `ShardedStep` takes those of the other routes after the first
-        buckets. None without offload.
+        that advances no momentum. After the first `n_first` buckets `ShardedStep` takes those of
+        the Adam routes and of `RepeatedMuon`. None without offload.
     """
 
     def __init__(
@@ -346,7 +348,7 @@ class PipelineStep:
     def finish(self) -> list[Wait]:
         """Take the step of the portions and of all buckets.
 
-        Return functions that wait for the parts that other ranks have updated, and write them.
+        Return functions that wait for the parts that all ranks have updated, and write them.
         """
         for bucket in self._pipeline.staying:
             self._apply(self._orthogonalize(InFlight(bucket, self._pack(bucket))))
@@ -365,7 +367,7 @@ class PipelineStep:
             self._apply(returning)
         waits = [gather.start() for gather in self._pipeline.part_gathers]
         if self._moments is not None:
-            # Buckets come last in the step. Exhausting it copies the last batch back to the host.
+            # All routes have taken theirs. Exhausting it copies the last batch back to the host.
             batch = next(self._moments, None)
             assert batch is None
         self._settle_tentative_momenta()
@@ -377,7 +379,8 @@ class PipelineStep:
     def _start_gathers(self) -> None:
         """Pack further buckets and start their gathers while slots are free.
 
-        Only the number of buckets decides, which is the same on all ranks of a domain.
+        Only the number of buckets in flight decides. When a bucket's turn comes, this number is the
+        same on all ranks of its domain, because larger domains come first.
         """
         n_slots = self._pipeline.n_slots
         while self._not_started and len(self._gathering) + len(self._returning) < n_slots:
@@ -407,7 +410,11 @@ class PipelineStep:
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, bucket: Bucket, local_momenta: Sequence[Tensor]) -> None:
-        """Advance the bucket's momenta, and write their statistics."""
+        """Advance the bucket's momenta, and write their statistics.
+
+        Write the tensors to pack to `_plane_tensors`, and the copies of momenta without a gradient
+        to `_tentative`. Set `p.grad` to None with `free_gradients`.
+        """
         remaining = iter(local_momenta)
         to_measure: list[Pieces] = []
         for momentum_batch in bucket.momentum_batches:
@@ -466,7 +473,7 @@ class PipelineStep:
             ]
             scaled, rule_state = self._update_stacks(bucket, owned, group_number, stack_numbers)
             updates.update(zip(stack_numbers, scaled, strict=True))
-            # `pack_updates` returns the new state, so it replaces the gathered one.
+            # `pack_updates` sends the new state back, so it replaces the gathered one.
             for key, values in rule_state.items():
                 for number, value in zip(stack_numbers, values, strict=True):
                     state = owned.state[number]
@@ -516,7 +523,8 @@ class PipelineStep:
         returning.wait()
         bucket.take_state()
         # Pieces without a local gradient: whether any rank has one is known only now, on the
-        # device. Undo without a read on the host: keep the old values, and choose with `where`.
+        # device. Keep the old values, and choose with `where`: only an offloaded master weight
+        # makes the host wait.
         undecided = [
             k for k, piece in enumerate(bucket.updated_pieces) if piece.parameter in self._tentative
         ]

@@ -7,17 +7,18 @@ of this package has the words. `make_plan` takes these steps:
    others (4 bytes). Domains are planned one after the other, those of more ranks first.
 2. The blocks of a domain get owners, longest processing time first (R. L. Graham, SIAM J. Appl.
    Math. 17, 416, 1969): in decreasing order of work, each goes to the rank with the least work so
-   far; in a tie, to the one with fewer bytes, then to the lower rank. A block that one rank holds
-   whole stays there.
-3. Jobs with all pieces on their owner stay. The others travel in buckets; each bucket takes one
-   all-to-all to the owners and one back.
-4. Replicas share the work or repeat it. With `replication` 'auto', steps 2 and 3 are taken for
-   both, and the faster way is kept. Replicas that repeat the work but have a part of the momenta
-   each gather the momenta before the step; then all jobs stay.
+   far; in a tie, to a rank with a piece of it, then to the one with fewer bytes, then to the lower
+   rank. A block that one rank holds whole stays there.
+3. Jobs with all pieces on their owner stay. The others travel in buckets; each bucket takes at most
+   one all-to-all to the owners and one back (`Domain.crossing_buckets`).
+4. Replicas share the work or repeat it. With `replication` 'auto', steps 2 and 3 are taken for both
+   if there are replicas and both ways are possible, and the faster way is kept. Replicas that
+   repeat the work but have a part of the momenta each gather the momenta before the step; then all
+   jobs stay.
 
-The choices for a domain depend on this domain and on those of more ranks around it: only these are
-known to all of its ranks, because each rank plans the parameters that it has. Two of four ranks,
-for example, may share a domain that the others do not know.
+The choices for a domain depend on this domain and on earlier domains that contain all of its ranks.
+Other domains may be unknown to some of its ranks, because each rank plans the parameters that it
+has. Two of four ranks, for example, may share a domain that the others do not know.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class PlannedParameter:
             layout,
             itemsize=moment_dtype(dtype).itemsize,
             rules=matrix_rules(settings),
-            # They only weigh work, so the first part of a fused weight speaks for all.
+            # `steps` and `gram` only weigh work, and ranks compare them: the first part of a fused
+            # weight speaks for all.
             steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
             state_layout=state_layout,
@@ -172,8 +174,7 @@ class Job(NamedTuple):
     bucket
         Number of the bucket that the job travels in; None for a job that stays.
     line_values
-        By rank: the number of the rules' values that it keeps for lines of the block, all lines
-        together. The message of a holder carries its values.
+        By rank: how many line values of the rules it holds for this block. Its messages carry them.
     """
 
     parameter: int
@@ -358,7 +359,7 @@ class Plan:
 
     parameters: tuple[PlannedParameter, ...]  # in the optimizer's order
     settings: ShardedSettings
-    domains: tuple[Domain, ...]  # the largest first
+    domains: tuple[Domain, ...]  # those of more ranks first
 
     def statements(self, domain: Domain) -> list[str]:
         """Return statements that must be equal on all ranks of a domain."""
@@ -392,6 +393,7 @@ class Plan:
                 text += _describe_owners(self, domain)
         if not text:
             return "no matrices to orthogonalize"
+        # Of the domains that this rank knows.
         work = sum(sum(domain.work.values()) for domain in self.domains)
         sent = sum(sum(domain.bytes_sent(self.settings).values()) for domain in self.domains)
         text.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
@@ -556,8 +558,8 @@ def _plan_domain(
         planned = p
         if p.state_layout is not None and not spread and len(ranks) > 1:
             # Gathered before the step: replicas then repeat the work as if momenta were whole. A
-            # single rank has nothing to gather. `Plan.parameters` keep their layout; nothing reads
-            # it, as the pipeline leaves domains that gather momenta out.
+            # single rank has nothing to gather. `Plan.parameters` keep their layout; later only
+            # `Plan.statements` reads it, as the pipeline leaves domains that gather momenta out.
             gathered_bytes += itemsize * _elements_of_first_rank(p.shape, p.state_layout)
             planned = dataclasses.replace(p, state_layout=None)
         blocks += _blocks_of(planned, i, itemsize)

@@ -1,7 +1,8 @@
 """The optimizer's step for parameters that live on several ranks.
 
-`ShardedStep.prepare` checks this rank, `agree` raises the errors of all ranks before any byte
-moves, and `run` takes the step. The matrices of a domain take one of two ways:
+`ShardedStep.prepare` checks this rank. `agree` compares it with the others and raises the errors;
+its docstring says when, and on which ranks. `run` takes the step. The matrices of a domain take one
+of two ways:
 
 - a `Pipeline` exchanges pieces of matrices with their owners;
 - replicas that keep momenta in parts gather them, and each repeats the work (`RepeatedMuon`).
@@ -97,14 +98,16 @@ def sharded_step(
 class ShardedStep:
     """Steps the parameters that live on several ranks, given in the optimizer's order.
 
-    They are on one device. What each call finds and leaves:
+    They are on one device. The order of calls:
 
-        constructor    decides on `_single_process`
-        prepare        if gradients, settings, or state have changed: `_compiled` False, `_bound`
-                       False unless tensors and structure are the same, `_error` of this rank
-        agree          first: compares plans, settings, replicas; then `_agreed`, `_comparison`
-        run            makes the parts (`_elements` not None), then `_bound` and `_compiled`
-        reset          `_bound` and `_compiled` False
+        method     called                   requires   sets
+        prepare    if gradients, settings   –          `_error` of this rank; `_compiled` False;
+                   or state have changed               `_bound` False unless tensors and structure
+                                                       are the same
+        agree      in every step            prepare    in the first: `_agreed`, `_comparison`
+        run        in every step            agree      `_bound` and `_compiled` True; in the first
+                                                       the parts (`_elements`, …)
+        reset      between steps            –          `_bound` and `_compiled` False
 
     Attributes
     ----------
@@ -164,10 +167,10 @@ class ShardedStep:
         if not self._single_process:
             self.params = [param.p for param in sharded_params]
 
-        # Set by `prepare`, read by `agree`.
+        # Set by `prepare`; `agree` reads `_groups`, `_state` and `_error`.
         self._groups: Sequence[Group] = ()
         self._state: State = {}
-        self._structures: list[HybridMuonConfig] = []  # the settings of groups that are bound
+        self._structures: list[HybridMuonConfig] = []  # settings of groups, for `run` to bind
         self._error: ShardingError | None = None
         self._ever_with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
         # Set by `agree`.
@@ -184,7 +187,10 @@ class ShardedStep:
         self._compiled = False  # for the present gradients
 
     def reset(self) -> None:
-        """Release all references to parameters and state; the next step binds them again."""
+        """Release the state; the next step binds parameters and state again.
+
+        Until then buckets keep their views of both. References to parameters stay.
+        """
         self._bound = False
         self._compiled = False
         self._groups = ()
@@ -253,7 +259,8 @@ class ShardedStep:
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
-            During the capture of a CUDA graph, if no such step was taken before.
+            During the capture of a CUDA graph, if no step was taken before or `run` has to bind
+            again.
         """
         ready = self._single_process or (self._bound and self._elements is not None)
         if is_capturing() and not (self._agreed and ready):
@@ -279,7 +286,7 @@ class ShardedStep:
         return self._comparison.compare(flags, self._groups, only_flags=same_gradients)
 
     def _compare_plans(self) -> None:
-        """Make the process groups of the plan, and raise the errors of all ranks."""
+        """Make the process groups of the plan, compare plans, and raise the errors of all ranks."""
         device = self._device
         self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
         for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
@@ -327,10 +334,11 @@ class ShardedStep:
             self._repeated.start()
 
     def run(self, context: StepContext, control: StepControl, step_matrices: StepMatrices) -> None:
-        """Take the step; `step_matrices` takes the step of a single process.
+        """Take the step; `step_matrices` steps a wave of matrices as a single process does.
 
         The Adam routes run while momenta are gathered and the first pieces are exchanged. If all
-        matrices have gathered momenta, small Adam routes run on another stream of the GPU.
+        matrices have gathered momenta, and moments are not offloaded, small Adam routes run on
+        another stream of the GPU.
         """
         if self._single_process:
             return
@@ -348,6 +356,7 @@ class ShardedStep:
         if self._pipeline is not None:  # starts the first gathers
             pipeline_step = PipelineStep(self._pipeline, context, control, moments)
         if repeated is not None and self._side_stream is not None and moments is None:
+            # There is no `pipeline_step`: `_build` makes a side stream only without a pipeline.
             control = control.on(self._device)  # before the fork: both streams read it
             self._side_stream.fork()
             repeated.step(control, None, step_matrices)

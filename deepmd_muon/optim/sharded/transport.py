@@ -11,8 +11,8 @@ The wire type is that of `gather_dtype` or `return_dtype`. Elements are rounded 
 copied into the buffer. Directions are widened when they are copied to matrices; updates stay in the
 buffer, and `apply_updates` widens them.
 
-Buckets take turns with a fixed number of buffers (the setting `slots`), so that views of them are
-created once. On GPUs collectives run on a high-priority stream and overlap with the work that the
+Buckets take turns with a fixed number of pairs of buffers (the setting `slots`), so that views of
+them are created once. On GPUs collectives run on a high-priority stream and overlap with the work that the
 caller launches before it waits. Buffers need no further synchronization: each is reused only after
 waiting for the collective that read it.
 """
@@ -31,7 +31,10 @@ from deepmd_muon.optim.sharded.plan import LEGS, Leg
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
 Wait = Callable[[], Any]
-"""Waits for a collective, to be called once: on a GPU the current stream waits, not the host."""
+"""Waits for a collective: on a GPU the current stream waits, not the host.
+
+Call it once: it may also run `then` of `CollectiveStream.launch`, or copy what has arrived.
+"""
 
 
 class Exchange:
@@ -43,7 +46,7 @@ class Exchange:
     Attributes
     ----------
     packing, arriving, leaving, applying
-        The sides of the two legs, as in the table above.
+        The sides of the two legs, as in the table of the module.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class Exchange:
     def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor) -> None:
         """Use these buffers; one bucket at a time may use them.
 
-        The two sides in a column of the table above share one buffer. Without a collective both
-        sides of a leg share it, too: all messages are those of ranks to themselves, which have the
-        same pieces in the same order on both sides.
+        In the table of the module, a side uses its column's buffer. Only the receiving side of a
+        leg without a collective uses the sender's: all messages are those of ranks to themselves,
+        which have the same pieces in the same order on both sides.
         """
         self.packing.use_buffer(holder_buffer)
         self.arriving.use_buffer(owner_buffer if self._crosses["gather"] else holder_buffer)
@@ -139,7 +142,7 @@ class CollectiveStream:
             return arrive
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # Not asynchronous: this stream, not the host, waits for NCCL's, and `done` is after it.
+            # Not asynchronous: NCCL then runs it on this stream, so `then` and `done` are after it.
             collective(*args, **options, async_op=False)
             if then is not None:
                 then()
