@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +215,7 @@ def _angles() -> Tensor:
     return (torch.arange(ORDERS, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / ORDERS)
 
 
-@lru_cache
+@cache  # captured graphs read these nodes
 def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
     """Return the Chebyshev nodes of all pieces, in cells `(pieces·16,)`."""
     inside = (torch.cos(_angles()) + 1.0) / 2.0
@@ -224,7 +224,7 @@ def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
     return torch.addcmul(first_cells[:, None], sizes[:, None], inside).view(-1).to(device)
 
 
-@lru_cache
+@cache  # captured graphs read this matrix
 def _transform(scale: float, device: torch.device) -> Tensor:
     """Return the matrix from values at the nodes of a piece to scaled coefficients `(16, 16)`."""
     orders = torch.arange(ORDERS, dtype=torch.float64, device="cpu")

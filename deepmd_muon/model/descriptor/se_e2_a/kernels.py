@@ -26,7 +26,7 @@ u ∈ [−1, 1] is its place within the piece.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -289,7 +289,7 @@ def _shared_arguments(edges: Edges, rows: Tensor) -> dict[str, Any]:
     }
 
 
-@lru_cache  # captured graphs read these tables
+@cache  # captured graphs read these tables
 def _type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> Tensor:
     """Return first column, columns and missing slots of each neighbour type `(types, 3)`."""
     entries = list(zip(first_columns(widths), widths, missing, strict=True))
