@@ -267,9 +267,13 @@ def _add_adapters(module: Any, lora: Mapping[str, Any] | None) -> frozenset[str]
     from deepmd.pt.model.descriptor.sezm_nn import apply_lora_to_sezm
 
     names = set(module.state_dict())
-    # The same numbers in every process, and none from the generator of the run.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    # The same numbers in every process; the generators of the run keep their states.
+    device = next(module.parameters()).device
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed all GPUs
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu.index].manual_seed(0)
         apply_lora_to_sezm(module, rank=int(lora["rank"]), alpha=lora.get("alpha"))
     return frozenset(set(module.state_dict()) - names - {"_extra_state"})
 
