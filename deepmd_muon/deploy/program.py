@@ -126,7 +126,7 @@ class Frames(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Results, to which each chunk of centres adds in place.
+    """Results: a chunk of centres writes its energies, and adds to the others, in place.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class Program(torch.nn.Module):
     Raises
     ------
     ModelError
-        When a part of the model has no scripted form.
+        When a part of the model has no scripted form, or does not cover a setting.
     """
 
     # Centres of a chunk: bounds memory, and the data that a cache has to hold.
@@ -389,10 +389,12 @@ class Program(torch.nn.Module):
             neighbor_types = torch.where(near.neighbor >= 0, neighbor_types, -1)
             blend = self.short_range(near.vectors, near.kind, neighbor_types)
             share = 1.0 - blend.weight
+            # `edge_slope` reads E_net: it comes before `energy` is blended.
             slope = counted.view(-1, 1, 1) * edge_slope(blend, energy, near.vectors)
             add_edges(near, slope, frame, sums)
             energy = share * energy + blend.weight * blend.energy
             d_bar = share.unsqueeze(1).to(d_bar.dtype) * d_bar
+        # The bias is not blended.
         sums.energy[rows] = (energy + self.bias[near.kind]) * counted
         d_bar = d_bar * counted.unsqueeze(1).to(d_bar.dtype)
         add_edges(near, self.descriptor.pullback(d_bar, tape), frame, sums)
@@ -472,7 +474,8 @@ class Program(torch.nn.Module):
         -------
         dict
             `energy (nframes, 1)`, `atom_energy (nframes, natoms, 1)`, `force (nframes, natoms, 3)`,
-            `virial (nframes, 9)` and, if asked for, `atom_virial (nframes, natoms, 9)`.
+            `virial (nframes, 9)`, `mask (nframes, natoms)`, 0 for padding and else 1, and, if asked
+            for, `atom_virial (nframes, natoms, 9)`.
         """
         nframes, natoms = atype.shape
         results: list[dict[str, Tensor]] = []
@@ -618,7 +621,7 @@ class Program(torch.nn.Module):
 
     @torch.jit.export
     def get_observed_type_list(self) -> list[str]:
-        """Return the types of the training data: with a bias above deepmd-kit's bound [eV]."""
+        """Return names of types in the training data: with a bias above deepmd-kit's bound [eV]."""
         names: list[str] = []
         for kind in range(self.ntypes):
             if abs(float(self.bias[kind])) > 1e-6:

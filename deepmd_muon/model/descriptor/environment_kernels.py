@@ -4,8 +4,8 @@
 `edges.forces_of` define the results; `test_model_kernels` compares them.
 
 An edge is a pair of an atom and a slot of its neighbour list: edge = i·nnei + slot, with the row i
-of the list, atom order[i], and neighbour j. r_ij and everything computed from it are in float64.
-Environment rows, their cotangents and their factors may be in single precision.
+of the list, atom order[i], and neighbour j. r_ij and intermediate results are in float64.
+Environment rows, their cotangents and their factors may be stored in single precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deepmd_muon.model.nn.vector_kernels import (
 
 BLOCK = 256  # edges of a program, at most
 WARPS_OF_ROWS = 8  # in kernels of environment rows: a thread for each edge
-WARPS_OF_ATOM = 1  # of a program for the edges of an atom: one warp waits for no other
+WARPS_OF_ATOM = 1  # of `_force_and_virial_kernel`, an atom a program: one warp waits for no other
 
 
 class Row(NamedTuple):
@@ -330,7 +330,10 @@ def _push_kernel(
 
 
 def scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
-    """Return forces (natoms, 3) from dE/dr_ij (nreal, nnei, 3); the order of additions varies."""
+    """Return forces (natoms, 3) from dE/dr_ij (nreal, nnei, 3); the order of additions varies.
+
+    `natoms` counts the atoms of all frames.
+    """
     force = slope.new_zeros(natoms, 3)
     _scatter_kernel[(neighbor.shape[0],)](
         force=force,
@@ -411,8 +414,10 @@ def force_and_virial(
     """Return the result of `scatter` (nframes·natoms, 3), and −Σ dE/dr_ij ⊗ r_ij (nframes, 9).
 
     The kernel writes the virial atom by atom, so that the order of its additions does not vary.
+    `natoms` counts the atoms of one frame.
     """
-    zeros = slope.new_zeros(12, nframes * natoms)  # one launch clears both; padding stays 0
+    # One launch clears both: 3 numbers of each atom, then 9, in memory; padding stays 0.
+    zeros = slope.new_zeros(12, nframes * natoms)
     force = zeros[:3].view(-1, 3)
     atom_virial = zeros[3:].view(nframes, 9, natoms)
     _force_and_virial_kernel[(neighbor.shape[0],)](

@@ -18,7 +18,7 @@ from deepmd_muon.model.hosted.layout import FrameBatch, within_cutoff
 class Evaluator(Protocol):
     """Calls one kind of module."""
 
-    #: Whether a virtual atom is a neighbour if itself is within the cut-off; else, if its atom is.
+    #: Whether the cut-off applies to a virtual atom itself; else it applies to its atom.
     virtual_by_distance: bool
 
     def energies(self, batch: FrameBatch) -> Tensor:
@@ -143,7 +143,10 @@ class NeighborListEvaluator:
     def _with_sel_slots(
         self, coord: Tensor, atype: Tensor, nlist: Tensor, sections: tuple[int, ...]
     ) -> Tensor:
-        """Return the list with as many slots in each section as `sel` says."""
+        """Return the list with as many slots in each section as `sel` says; it has no more.
+
+        Positions and types are for `VirtualAtomEvaluator`.
+        """
         parts = nlist.split(list(sections), dim=2)
         padded = [
             torch.nn.functional.pad(part, (0, size - part.shape[2]), value=-1)
@@ -153,7 +156,7 @@ class NeighborListEvaluator:
 
 
 class VirtualAtomEvaluator(NeighborListEvaluator):
-    """Models with virtual atoms: deepmd-kit chooses the nearest neighbours of each type itself."""
+    """Models with virtual atoms: deepmd-kit chooses the nearest neighbours itself."""
 
     def _with_sel_slots(
         self, coord: Tensor, atype: Tensor, nlist: Tensor, sections: tuple[int, ...]

@@ -37,8 +37,8 @@ class FrameBatch(NamedTuple):
         Atom number of every sorted atom `(nreal,)`; None in a single frame, which is sorted.
     used_slots
         Positions in the flattened `neighbor` that may hold a neighbour `(nslots,)`; None for all.
-        In a batch that a graph can hold, their number is `Structures.edges`. Only DPA-4, which
-        reads edges, uses them.
+        In a batch that a graph can hold, their number is fixed: `Structures.edges`, or with virtual
+        atoms 2·atoms + 4·edges. Only DPA-4, which reads edges, uses them.
     """
 
     atype: Tensor
@@ -69,9 +69,9 @@ def lay_out(
     vectors
         Its r_ij `(nreal, nnei, 3)`.
     numb_fparam
-        How many of its frame parameters come before charge and spin.
+        Width of its frame parameters before charge and spin.
     numb_aparam
-        How many of its atomic parameters come before the spins.
+        Width of its atomic parameters before the spins.
     """
     if structures.fparam is None:
         return _single_frame(structures, vectors, numb_aparam)
@@ -99,6 +99,7 @@ def lay_out(
 
 
 def _single_frame(structures: Structures, vectors: Tensor, numb_aparam: int) -> FrameBatch:
+    """Return all sorted atoms as one frame."""
     order = structures.order
     # In the single frame, the number of an atom is its rank among the sorted atoms.
     rank = order.new_zeros(structures.atype.numel())

@@ -49,7 +49,7 @@ class HostedModel(EnergyModel):
     """
 
     settings: HostedSettings
-    #: Names of low-rank adapters, which checkpoints of the model without them lack.
+    #: Names of the tensors of low-rank adapters. Checkpoints of a model without adapters lack them.
     adapters: frozenset[str]
     fits_own_statistics = True
     why_foreign = "deepmd-kit's module computes it"
@@ -73,7 +73,8 @@ class HostedModel(EnergyModel):
             if not parameter.numel():  # filled only in compressed models
                 parameter.requires_grad_(False)
         self.register_buffer("counted", _counted(module, self.ntypes), persistent=False)
-        self.why_not_captured = self.why_not_compiled = make_capturable(module)
+        obstacle_to_capture = make_capturable(module)
+        self.why_not_captured = self.why_not_compiled = obstacle_to_capture
         self.asks_for_compiler = bool(settings.section.get("use_compile"))
         self.adamw_substrings = _adamw_substrings(module)
         spins = spin_types(module)
@@ -175,7 +176,7 @@ class HostedModel(EnergyModel):
         self.neighbors = dataclasses.replace(self.neighbors, rcut=rcut)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
-        """Return the module's own context; see `EnergyModel`."""
+        """Return the module's own context if it has one, as DPA-4 does; see `EnergyModel`."""
         return self._evaluator.precision()
 
     @property
@@ -184,7 +185,7 @@ class HostedModel(EnergyModel):
         return getattr(self.hosted.atomic_model, "descriptor", self)
 
     def early_parameters(self) -> set[torch.nn.Parameter]:
-        """Return the parameters of the fitting net, if there is one."""
+        """Return the parameters of the fitting net, if there is one; see `EnergyModel`."""
         net = getattr(self.hosted.atomic_model, "fitting_net", None)
         return set() if net is None else set(net.parameters())
 
@@ -267,9 +268,13 @@ def _add_adapters(module: Any, lora: Mapping[str, Any] | None) -> frozenset[str]
     from deepmd.pt.model.descriptor.sezm_nn import apply_lora_to_sezm
 
     names = set(module.state_dict())
-    # The same numbers in every process, and none from the generator of the run.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    # The same numbers in every process; the generators of the run keep their states.
+    device = next(module.parameters()).device
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed all GPUs
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu.index].manual_seed(0)
         apply_lora_to_sezm(module, rank=int(lora["rank"]), alpha=lora.get("alpha"))
     return frozenset(set(module.state_dict()) - names - {"_extra_state"})
 

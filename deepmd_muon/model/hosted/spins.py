@@ -82,22 +82,24 @@ def with_virtual_atoms(batch: FrameBatch, scale: Tensor, *, least_distance: floa
     # virtual atom is natoms larger.
     old_number = torch.arange(nframes * natoms, device=neighbor.device).view(nframes, natoms, 1)
     first_number = old_number[:, :1]  # frame·natoms
-    number = old_number + first_number
+    new_number = old_number + first_number
     is_neighbor = neighbor >= 0
     j = torch.where(is_neighbor, neighbor + first_number, neighbor)
     virtual_j = torch.where(is_neighbor, j + natoms, neighbor)
     is_apart = torch.linalg.vector_norm(u.detach(), dim=2) >= least_distance
     has_partner = ((atype >= 0) & is_apart).unsqueeze(2)
-    atom_list = torch.cat([torch.where(has_partner, number + natoms, -1), j, virtual_j], dim=2)
-    virtual_list = torch.cat([torch.where(has_partner, number, -1), j, virtual_j], dim=2)
+    atom_list = torch.cat([torch.where(has_partner, new_number + natoms, -1), j, virtual_j], dim=2)
+    virtual_list = torch.cat([torch.where(has_partner, new_number, -1), j, virtual_j], dim=2)
 
     slots = batch.used_slots
     if slots is not None:
-        slots = _with_virtual_slots(slots, number.view(-1), natoms=natoms, nnei=neighbor.shape[2])
+        slots = _with_virtual_slots(
+            slots, new_number.view(-1), natoms=natoms, nnei=neighbor.shape[2]
+        )
     virtual_type = torch.where(atype >= 0, atype + len(scale), -1)
     aparam = batch.aparam
     if aparam is not None:
-        aparam = torch.cat([aparam, torch.zeros_like(aparam)], dim=1)
+        aparam = torch.cat([aparam, torch.zeros_like(aparam)], dim=1)  # 0 for virtual atoms
     return batch._replace(
         atype=torch.cat([atype, virtual_type], dim=1),
         neighbor=torch.stack([atom_list, virtual_list], dim=1).flatten(0, 2),
@@ -109,22 +111,22 @@ def with_virtual_atoms(batch: FrameBatch, scale: Tensor, *, least_distance: floa
     )
 
 
-def _with_virtual_slots(slots: Tensor, number: Tensor, *, natoms: int, nnei: int) -> Tensor:
+def _with_virtual_slots(slots: Tensor, new_number: Tensor, *, natoms: int, nnei: int) -> Tensor:
     """Return `used_slots` of a batch with virtual atoms.
 
     Parameters
     ----------
     slots
         `used_slots` of the atoms alone.
-    number
-        New number of each atom `(nframes · natoms,)`; that of its virtual atom is `natoms` larger.
+    new_number
+        Of each atom `(nframes · natoms,)`; that of its virtual atom is `natoms` larger.
     natoms, nnei
         Atoms in a frame and slots of an atom, without virtual atoms.
     """
     width = 1 + 2 * nnei
-    partner_slots = torch.cat([number, number + natoms]) * width
+    partner_slots = torch.cat([new_number, new_number + natoms]) * width
     atom = slots.div(nnei, rounding_mode="floor")
-    atom_slots = number.index_select(0, atom) * width + 1 + slots % nnei
+    atom_slots = new_number.index_select(0, atom) * width + 1 + slots % nnei
     neighbor_slots = [
         atom_slots + virtual_centre * natoms * width + virtual_neighbor * nnei
         for virtual_centre in (0, 1)

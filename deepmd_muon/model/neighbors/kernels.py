@@ -1,11 +1,11 @@
 """Triton kernels that find neighbours on a GPU; `search` and `candidates` define their results.
 
-One program finds the neighbours of one atom i. It compares i with all images of all atoms j of the
-same structure:
+A program of `search_kernel`, `count_kernel` or `renew_kernel` takes one atom i. It compares i with
+all images of all atoms j of the same structure:
 
-    r = x_j − x_i + S·box              vector to an image of j
-    S_a = ⌈−reach_a − u_a⌉ + code_a    translation along cell vector a, 0 ≤ code_a < images_a
-    u = (x_j − x_i)·inverse            the vector without a translation, as fractions of the cell
+    r = x_j − x_i + S·box                       vector to an image of j
+    S_a = ⌈−reach_a − u_a − MARGIN⌉ + code_a    translation along vector a, 0 ≤ code_a < images_a
+    u = (x_j − x_i)·inverse                     r without a translation, as fractions of the cell
 
 reach_a is the cut-off over the height of the cell, so that only these S can bring j within the
 cut-off. A program numbers the images k = 0, 1, …: k // images_per_atom is the number of atom j in
@@ -20,7 +20,7 @@ its structure, and k % images_per_atom stands for its three codes; images_per_at
 | `renew_kernel`      | `candidates.renew`       | candidates: images within cut-off and skin     |
 | `lay_out_kernel`    | `candidates.lay_out`     | lists from the candidates                      |
 
-`test_neighbor_search` compares all of them with the lists of the data room.
+`test_neighbor_search` compares all of them with the lists of the `data` package.
 
 | name     | meaning                                                                           |
 |----------|-----------------------------------------------------------------------------------|
@@ -31,7 +31,7 @@ its structure, and k % images_per_atom stands for its three codes; images_per_at
 | room     | most candidates that are kept of an atom                                          |
 | capacity | most neighbours or candidates that a program sorts, a power of two                |
 
-Without cells, S is None when a kernel is compiled.
+Without cells, tensors of S are None when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def find(
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations as `search.find_neighbors` does."""
     nrows = order.shape[0]
-    neighbor, shift = _empty_list(atoms, nrows, sections)
+    neighbor, shift = _new_list(atoms, nrows, sections)
     if neighbor.numel() == 0:
         return neighbor, shift
     capacity = max(16, triton.next_power_of_2(sections.capacity))
@@ -243,7 +243,7 @@ def lay_out(
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations as `candidates.lay_out` does."""
     nrows, room = candidates.place.shape
-    neighbor, shift = _empty_list(atoms, nrows, sections)
+    neighbor, shift = _new_list(atoms, nrows, sections)
     if neighbor.numel() == 0:
         return neighbor, shift
     shorter_squared, shorter_bounds = _shorter_limits(
@@ -271,7 +271,7 @@ def lay_out(
     return neighbor, shift
 
 
-def _empty_list(atoms: Atoms, nrows: int, sections: Sections) -> tuple[Tensor, Tensor | None]:
+def _new_list(atoms: Atoms, nrows: int, sections: Sections) -> tuple[Tensor, Tensor | None]:
     """Allocate a list and its translations; None without cells."""
     nnei = sum(sections.widths)
     neighbor = atoms.atype.new_empty((nrows, nnei), dtype=torch.int64)
@@ -355,7 +355,7 @@ def _images_per_atom(cells, frame):
 
 @triton.jit
 def _translation(cells, frame, axis: tl.constexpr, r, code):
-    """Return S_a = ⌈−reach_a − u_a⌉ + code_a of vectors x_j − x_i; the margin is for rounding."""
+    """Return S_a = ⌈−reach_a − u_a − MARGIN⌉ + code_a of x_j − x_i; the margin is for rounding."""
     column = cells.inverse + frame * 9 + axis
     inverse = Vector(tl.load(column), tl.load(column + 3), tl.load(column + 6))
     fraction = dot(r, inverse)
@@ -456,7 +456,7 @@ def _write_sections(
     needed_widths,  # (n_sections,) int32, raised if `counting`
     row,
     place,  # (capacity,) places of neighbours, the nearest first
-    s,  # Vector (capacity,): their S; None without cells
+    s,  # Vector (capacity,): their S; not read without cells
     is_neighbor,  # (capacity,): which lanes hold one
     kind,  # (capacity,) its type
     form,
@@ -545,7 +545,7 @@ def search_kernel(
 def count_kernel(
     type_counts,  # (nrows, ntypes) int32, written
     shorter_counts,  # (nrows, n_shorter) int32, written
-    nearest_squared,  # (nrows,) float64, written: least |r|², infinite without a neighbour [Å²]
+    nearest_squared,  # (nrows,) float64, written: least |r|² of all images, else infinite [Å²]
     radii_squared,  # (1 + n_shorter,) float64: of the cut-off and of shorter radii [Å²]
     atoms,
     rows,

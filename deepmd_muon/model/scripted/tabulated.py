@@ -1,12 +1,12 @@
 """Descriptors with tables in place of their embedding nets: those of compressed files.
 
-The features G of a pair of types are functions of s = switch(r)/r of an edge, as in `se_e2_a` and
-in DPA-1 without attention. If DPA-1 switches the influence of types off at the cut-off, G = G₀(s) +
-switch(r)·G₁(s), with a table for each channel. A table is a quintic B-spline on equal intervals,
-G(s) = Σ_k b_k(s) C_k, where b_k differs from 0 on six intervals (de Boor, A Practical Guide to
-Splines). On interval number `cell`, these are the b_k from k = cell to cell + 5. The descriptor
-needs only sums over edges, so that no feature of an edge is formed, as in the `interpolation` of
-training steps:
+The features G of a pair of types are functions of s = switch(r)/(r + protection) of an edge, as in
+`se_e2_a` and in DPA-1 without attention. If DPA-1 switches the influence of types off at the
+cut-off, G = G₀(s) + switch(r)·G₁(s), with a table for each channel. A table is a quintic B-spline
+on equal intervals, G(s) = Σ_k b_k(s) C_k, where b_k differs from 0 on six intervals (de Boor, A
+Practical Guide to Splines). On interval number `cell`, these are the b_k from k = cell to cell + 5.
+The descriptor needs only sums over edges, so that no feature of an edge is formed, as in the
+`interpolation` of training steps:
 
     A_i = Σ_e R_e ⊗ G(s_e) = B_i·C,   B_i[c, k] = Σ_e R_e[c] b_k(s_e)
     dE/dR_e[c] = Σ_k b_k(s_e) P_i[c, k],   P_i = Ā_i·Cᵀ
@@ -164,9 +164,9 @@ class Tape(NamedTuple):
     counts
         Number of centres of each type.
     terms
-        Coefficients of each table that edges reach; those of the shortest distances are unused.
+        Leading coefficients of each table that edges reach: a larger k is a shorter distance.
     a
-        A `(ncentre, 4, M)`.
+        A/slots, with the edges beyond the table and empty slots `(ncentre, 4, M)`.
     """
 
     geometry: Geometry
@@ -273,11 +273,11 @@ class Tabulated(torch.nn.Module):
             )
 
     @torch.no_grad()
-    def _coefficients(self, scripted: Any, centre: int, neighbor_kind: int) -> Tensor:
+    def _coefficients(self, scripted: Any, centre_kind: int, neighbor_kind: int) -> Tensor:
         """Return the tables of a pair of types `(channels, pieces + 5, M)`."""
-        scale = self.scale[centre, 0].double()
-        shift = self.empty_row[centre, 0].double()
-        features = self.features_of(scripted, centre, neighbor_kind)
+        scale = self.scale[centre_kind, 0].double()
+        shift = self.empty_row[centre_kind, 0].double()
+        features = self.features_of(scripted, centre_kind, neighbor_kind)
 
         def features_of_s(s: Tensor) -> Tensor:
             return features(s * scale + shift)
@@ -483,16 +483,16 @@ class Tabulated(torch.nn.Module):
         for block in range(len(kinds)):
             block_b = b[block * ncentre : (block + 1) * ncentre].view(-1, n_terms)
             start = 0  # centres are sorted by type
-            for centre in range(len(near.counts)):
-                stop = start + 4 * near.counts[centre]
-                c = self._pair_table(centre, kinds[block], n_terms // self.channels)
+            for centre_kind in range(len(near.counts)):
+                stop = start + 4 * near.counts[centre_kind]
+                c = self._pair_table(centre_kind, kinds[block], n_terms // self.channels)
                 a[start:stop] += product(block_b[start:stop], c)
                 start = stop
         return a.view(ncentre, 4, self.width)
 
-    def _pair_table(self, centre: int, neighbor_kind: int, terms: int) -> Tensor:
+    def _pair_table(self, centre_kind: int, neighbor_kind: int, terms: int) -> Tensor:
         """Return C of a pair of types, its first `terms` coefficients `(channels·terms, M)`."""
-        pair = centre * self.request.ntypes + neighbor_kind
+        pair = centre_kind * self.request.ntypes + neighbor_kind
         return self.table[pair, :, :terms].reshape(-1, self.width)
 
     @torch.jit.export
@@ -503,7 +503,7 @@ class Tabulated(torch.nn.Module):
         if tape.beyond.shape[0] > 0:
             self._replace_beyond(a_bar, tape, rows_bar, switch_bar)
         geometry = tape.geometry
-        rows_bar = (rows_bar * tape.scale).to(geometry.s.dtype)
+        rows_bar = (rows_bar * tape.scale).to(geometry.s.dtype)  # dE/drow
         along = (rows_bar[1:] * geometry.vectors).sum(0)
         # s is row₀: dE/ds has the same factor as dE/drow₀.
         radial = geometry.radial * (rows_bar[0] + s_bar) + geometry.bend * along
@@ -522,9 +522,9 @@ class Tabulated(torch.nn.Module):
         )
         for block in range(len(tape.kinds)):
             start = 0
-            for centre in range(len(tape.counts)):
-                stop = start + 4 * tape.counts[centre]
-                c = self._pair_table(centre, tape.kinds[block], tape.terms)
+            for centre_kind in range(len(tape.counts)):
+                stop = start + 4 * tape.counts[centre_kind]
+                c = self._pair_table(centre_kind, tape.kinds[block], tape.terms)
                 out[block, start:stop] = product(flat[start:stop], c.t())
                 start = stop
         return out.view(-1)

@@ -4,9 +4,9 @@
 |----------------|-------------------------------------------------------------------------|
 | `whole`        | one program per matrix                                                  |
 | `strips`       | cooperative: several programs share a matrix, each has a strip of it    |
-| `symmetric`    | one per product for all matrices of a shape; `symmetric_launch` does it |
+| `symmetric`    | one `Launch` per shape, with several kernels: see `symmetric_launch`    |
 
-The tables of a set of shapes are created once.
+The tables of the last sets of shapes are kept for later calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from deepmd_muon.optim.polar.tables import (
 
 # ----- calls -------------------------------------------------------------------------------------
 
-# Captured graphs, whose lifetime is unknown, read the tables of these launch sets at each replay.
+# Captured graphs, whose lifetime is unknown, read the tables of these launch sets at each replay:
+# the sets must outlive their entry in the cache of `launches_for`.
 _CAPTURED: set[LaunchSet] = set()
 
 
@@ -102,9 +103,9 @@ def start_launch(
     )
 
 
-@functools.cache  # kept, because graphs read them; there is one per schedule
+@functools.cache  # kept, because graphs read them; there are few schedules and programs
 def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
-    """Return coefficients as a float32 tensor (steps, 3), copied to the device once."""
+    """Return coefficients, or weights of products, as float32 (n, 3), copied to the device once."""
     return torch.tensor(coefficients, dtype=torch.float32, device=device)
 
 
@@ -263,21 +264,20 @@ def _strips_launches(locations: Sequence[MatrixLocation], device: torch.device) 
         if sum(matrix.n_programs for matrix in matrices) <= capacity:
             break
     launches = []
-    for members in _split_into_launches(matrices, capacity):
+    for group in _split_into_launches(matrices, capacity):
         constants = {
-            "MASK": sum(1 << kind for kind in {matrix.kind for matrix in members}),
+            "MASK": sum(1 << kind for kind in {matrix.kind for matrix in group}),
             "WIDE": width,
             "num_warps": 8,
             "num_stages": 4,
         }
-        if device.type == "cuda":
-            members = _with_helpers(members, capacity)
+        members = _with_helpers(group, capacity) if device.type == "cuda" else group
         launches.append(_cooperative(members, constants, device))
     return launches
 
 
 def _in_strips(location: MatrixLocation, width: int) -> _SharedMatrix:
-    """Divide a matrix into strips of `width` columns, or half as many for the tallest kind."""
+    """Divide a matrix into strips of `width` columns, or of width/2 for the tallest kind."""
     kind = next(i for i, height in enumerate(_HEIGHTS) if location.rows <= height)
     height = _HEIGHTS[kind]
     strip = width // 2 if height == _HEIGHTS[-1] else width

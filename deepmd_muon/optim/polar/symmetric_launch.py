@@ -146,7 +146,7 @@ def apply_by_products(
 ) -> None:
     """Orthogonalize contiguous fp32 batches of large matrices, and update parameters.
 
-    `can_apply` must hold.
+    `can_apply` must hold for the size of each matrix.
 
     The polar factors are never written: the last product of a tile updates that tile of the
     parameters.
@@ -158,7 +158,7 @@ def apply_by_products(
 def can_apply(rows: int, columns: int) -> bool:
     """Return whether the last product of contiguous matrices can update parameters.
 
-    It can if matrices have whole tiles of any size.
+    It can if matrices have whole tiles of any size, and fewer than 2³¹ elements.
     """
     rows, columns = sorted((rows, columns))
     largest = Tiles(_MEDIUM_SYMMETRIC, _LARGE_UPDATE)
@@ -185,8 +185,10 @@ def _run(
 
 # ----- the launches of one shape -----------------------------------------------------------------
 
-_EXACT_CHUNK = 1024  # terms that tensor cores accumulate in exact updates
-_EXACT_LIFT = 500.0  # updates of a larger lift are exact
+# Updates of a larger lift, of at least _LARGE_ROWS rows, are *exact*: fp32 units add the sums of
+# _EXACT_CHUNK terms that tensor cores accumulate.
+_EXACT_LIFT = 500.0
+_EXACT_CHUNK = 1024
 _X32_LIFT = 50.0  # updates of a larger lift write x32
 # With more tensors in a batch, the first and the last update do not use tiles of them.
 _MOST_SPANS = 2

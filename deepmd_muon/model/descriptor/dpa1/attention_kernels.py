@@ -5,9 +5,10 @@
 `four_passes` the bars (pass 2), dots (pass 3) and hats (pass 4).
 
 A kernel takes a tensor as n_rows rows of `width` numbers, contiguous unless it comes with strides.
-A program takes `block_rows` whole rows, padded to `block_width` columns, and moves each number
-once. Q, K and V of a neighbour are side by side in memory, (nreal, ncolumns, 3, attn), so that one
-matrix product computes all three, and one takes their cotangents.
+A program takes `block_rows` whole rows, padded to `block_width` columns, and moves each number of
+these rows once. Q, K and V of a neighbour are side by side in memory, (nreal, ncolumns, 3, attn),
+so that one matrix product computes all three, and one takes their cotangents. Kernels assume this
+order (`_as_stored`) of every tensor in the shape of Q, K and V, and of the numbers per row of them.
 """
 
 from __future__ import annotations

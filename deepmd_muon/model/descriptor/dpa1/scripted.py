@@ -3,13 +3,15 @@
 Autograd differentiates the geometry alone, which has a few numbers for each edge. Features and
 attention weights have hundreds of numbers for each edge; their derivatives are written out here.
 
-A bar marks derivatives of the energy: `x_bar` is dE/dx. The symbols of attention are those of
-`attention_passes`; A is P∘E there, while `a` is the sum R ⊗ features over the columns of an atom.
+A bar marks derivatives of the energy: `x_bar` is dE/dx, but `a_bar` is dE/d(slots·a) and
+`lengths_bar` is −dE/dlog(l). The symbols of attention are those of `attention_passes`; A is P∘E
+there, while `a` is the sum of R ⊗ features over the columns of an atom, divided by the slots.
 In smooth attention the scores are (scale·QKᵀ + shift)·w − shift, with w the product of both
 neighbours' switches: they fall to −shift at the cut-off.
 
-A layer is folded if features are narrower than Q, K and V: products of its matrices are computed
-once. With x̃, the features with a 1 behind them, and W̃, a matrix with its bias as the last row,
+A layer is folded if features are narrower than Q, K and V, unless these are normalised and badly
+conditioned (`WORST_CONDITION`): products of its matrices are computed once. With x̃, the features
+with a 1 behind them, and W̃, a matrix with its bias as the last row,
 
     scale·QKᵀ = x̃·M·x̃ᵀ,  M = scale·W̃_q·W̃_kᵀ      V·Wₒ = x̃·F,  F = W̃_v·Wₒ.
 
@@ -170,7 +172,7 @@ class AttentionSaved(NamedTuple):
         Queries, keys and values.
     scores
         Scores (ncentre, ncolumns, ncolumns), −1e30 where hidden; in smooth attention
-        scale·QKᵀ + shift, which the switch multiplies.
+        scale·QKᵀ + shift, before the switch multiplies it, also where hidden.
     soft
         P, the softmax of the scores.
     gated
@@ -511,7 +513,7 @@ def attend(
         if normalize:
             gated.mul_(projected.inverse[2].view(ncentre, 1, ncolumns))  # 1/l of the values
         summed = x + weights.outer.bias
-        torch.baddbmm(summed, gated, projected.value, out=summed)
+        torch.baddbmm(summed, gated, projected.value, out=summed)  # adds in place
         summed = summed.view(-1, width)
     else:
         mixed = torch.bmm(gated, projected.value).view(-1, projected.value.shape[2])
@@ -583,7 +585,7 @@ def _project_folded(weights: AttentionWeights, x: Tensor, normalize: bool) -> Pr
 def _scale_pairs(pairs: Tensor, inverse: list[Tensor]) -> None:
     """Divide pairs (ncentre, ncolumns, ncolumns) by the lengths of query and key.
 
-    This touches less memory than scaling the features: a row has fewer pairs than features.
+    This touches less memory than scaling the features if a row has fewer pairs than features.
     """
     ncentre, ncolumns, _ = pairs.shape
     query_inverse, key_inverse, _ = inverse
@@ -695,6 +697,7 @@ def _pull_folded(
     wide = width + 1
     by_centre = x_bar.view(value_bar.shape)  # the same memory
     query = projected.query[:, :, :width]
+    # Adds in place.
     torch.baddbmm(by_centre, scores_bar.transpose(1, 2), query, out=by_centre)
     for index in range(len(lengths_bar)):
         rate = projected.inverse[index].square().mul_(lengths_bar[index].view(-1, 1))

@@ -67,8 +67,8 @@ class BlockPlan(NamedTuple):
 def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
     """Split atoms into blocks: on a CPU as large as a cache, elsewhere a single one.
 
-    On a CPU, atoms are sorted by falling number of neighbours. The first `filled` of the `width`
-    neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
+    On a CPU, atoms are sorted by falling number of neighbours. The batch has `width` neighbour
+    slots; the first `filled` `(atoms,)` of them hold all neighbours of an atom.
     """
     if device.type != "cpu":
         return [BlockPlan(slice(None), width)]
@@ -98,7 +98,7 @@ class SumInputs(NamedTuple):
 class Sums(FourPasses):
     """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā.
 
-    Inputs: `SumInputs`. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with
+    Inputs: `SumInputs`. Output: A `(atoms, 4, M)`. Adjoint: dE/dR `(atoms, edges, 4)`, with
     R·Ā·G′ on the first component, through which s enters. Only the layers have a gradient: R is
     data, and s its first component.
 
@@ -164,7 +164,7 @@ class Sums(FourPasses):
     def adjoint(
         self, cotangents: Any, inputs: SumInputs, value_saved: Any
     ) -> tuple[Tensors, Nested]:
-        """Pass 2: return dE/drow, and save Ā."""
+        """Pass 2: return dE/dR, and save Ā."""
         (a_bar,) = cotangents
         out = torch.zeros_like(inputs.rows)
         for block in self.blocks:
@@ -323,7 +323,7 @@ def _forward_layer(
     n_stacked, n_edges, n_in = stack.shape
     flat = torch.mm(stack.view(n_stacked * n_edges, n_in), layer.matrix)
     h = flat.view(n_stacked, n_edges, layer.matrix.shape[1])
-    value, keep = f(h[0].add_(layer.bias))
+    value, keep = f(h[0].add_(layer.bias))  # may overwrite h[0]
     h_dot = h[1] if n_stacked == 2 else None
     if traces is not None:
         traces.append(_LayerTrace(stack, keep, h_dot))

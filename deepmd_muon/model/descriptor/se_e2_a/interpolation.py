@@ -16,23 +16,23 @@ Each neighbour type has its own network, interval and C. The terms jm run over t
 orders m; a series is the polynomials of one atom, type and piece. `expand` computes B from geometry
 alone. `evaluate` is linear in P; `spread` is its transpose.
 
-So the network is evaluated at 16 nodes a piece instead of once per edge (10² to 10³ times fewer
-rows), and only matrix products per atom remain. Forces and the gradient of a force loss are the
-exact derivatives of the interpolated energy, through torch's autograd. `tails` estimates the
-interpolation error by the last coefficients, as usual for Chebyshev series (Trefethen,
-Approximation Theory and Approximation Practice, chapter 8).
+So the network is evaluated at 16 nodes a piece instead of once per edge (in training, at least
+`EDGES_PER_NODE` times fewer rows), and only matrix products per atom remain. Forces and the
+gradient of a force loss are the exact derivatives of the interpolated energy, through torch's
+autograd. `tails` estimates the interpolation error by the last coefficients, as usual for Chebyshev
+series (Trefethen, Approximation Theory and Approximation Practice, chapter 8).
 
 Compressed files use splines instead; `deepmd_muon.model.scripted.tabulated` has the figures.
 
-On a GPU the two sums over edges are one Triton kernel each (`kernels`); the functions here define
-their results.
+On a GPU, Triton kernels (`kernels`) compute the intervals, `expand`, `evaluate` and `spread`; the
+functions here define their results.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +53,13 @@ from deepmd_muon.model.nn.layers import linear
 from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
-"""Largest estimated interpolation error, relative to the largest feature.
+"""Largest interpolation error as `tails` estimates it.
 
 The slope of a feature errs 10³ times more.
 """
 
 MARGIN = 1 / 8
-"""Part of the tolerance that newly chosen pieces keep.
+"""New pieces meet MARGIN times the tolerance, unless they would be too many.
 
 An error grows with the 16th power of the weights: the pieces suffice until the weights have grown
 by an eighth.
@@ -87,6 +87,8 @@ EDGES_PER_NODE = 4
 
 def intervals_of(rows: Tensor, empty: Tensor, widths: Sequence[int]) -> Tensor:
     """Return the `intervals` of `Edges` `(types, 2)`: from the least to the largest s of each type.
+
+    The s of an empty slot counts. No interval is shorter than `SHORTEST`.
 
     `rows` and `empty` are those of `Edges`; `widths` are the columns of each neighbour type.
     """
@@ -183,7 +185,7 @@ def _errors(
 
 
 def tails(c: Tensor, pieces: int) -> Tensor:
-    """Estimate each piece's error `(pieces,)`, relative to the largest feature.
+    """Estimate each piece's error `(pieces,)`, relative to the largest coefficient.
 
     The estimate is the larger of the last two coefficients.
     """
@@ -215,7 +217,7 @@ def _angles() -> Tensor:
     return (torch.arange(ORDERS, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / ORDERS)
 
 
-@lru_cache
+@cache  # captured graphs read these nodes
 def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
     """Return the Chebyshev nodes of all pieces, in cells `(pieces·16,)`."""
     inside = (torch.cos(_angles()) + 1.0) / 2.0
@@ -224,7 +226,7 @@ def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
     return torch.addcmul(first_cells[:, None], sizes[:, None], inside).view(-1).to(device)
 
 
-@lru_cache
+@cache  # captured graphs read this matrix
 def _transform(scale: float, device: torch.device) -> Tensor:
     """Return the matrix from values at the nodes of a piece to scaled coefficients `(16, 16)`."""
     orders = torch.arange(ORDERS, dtype=torch.float64, device="cpu")
@@ -312,7 +314,7 @@ def _by_piece(matrix: Tensor, values: Tensor) -> Tensor:
 
 
 def _converted(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """Convert parameters, or their gradients, in one launch."""
+    """Convert parameters, or their gradients, side by side in one tensor."""
     present = [tensor for tensor in tensors if tensor is not None]
     if all(tensor.dtype == dtype for tensor in present):
         return list(tensors)

@@ -20,13 +20,13 @@ operations, which define the results; `test_rows_kernels`, `test_interpolation_k
 A section is the columns of one neighbour type in the list of one atom. The slots of `sel` beyond
 its columns are missing from the list; they are empty. `interpolation` has the formulas, and all
 types share their pieces. The place of an s is its distance from the start of the interval in cells;
-u ∈ [−1, 1] is its place within the piece.
+u ∈ [−1, 1] is its coordinate within the piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ from deepmd_muon.model.descriptor.pieces import (
 from deepmd_muon.model.descriptor.reach import Reach
 from deepmd_muon.model.nn.vector_kernels import Vector
 
-ROW_BLOCK = 128  # edges of an atom that are standardised together
+ROW_BLOCK = 128  # edges of an atom that are standardised, or reduced to extremes, together
 ATOM_BLOCK = 1024  # atoms whose extremes are reduced together
 FEATURE_BLOCK = 128  # rows of D that are computed together
 EDGE_BLOCK = 32  # edges that are interpolated together
@@ -60,8 +60,8 @@ def standard_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return R `(nreal, nnei, 4)`, R∅ and dR/drow `(nreal, 4)` in the dtype of the statistics.
 
-    `mean` and `stddev` `(ntypes, slots, 4)` are the same for all slots; `kinds` are the atoms'
-    types. The other arguments are as in `environment.environment`.
+    `mean` and `stddev` `(ntypes, slots, 4)` are the same for all slots; `kinds` are the
+    types of the centres. The other arguments are as in `environment.environment`.
     """
     atoms, nnei = neighbor.shape
     rows = mean.new_empty(atoms, nnei, 4)
@@ -90,11 +90,11 @@ def _standard_rows_kernel(
     empty,  # (atoms, 4), written
     scale,  # (atoms, 4), written: 1/stddev
     edges,  # (atoms, nnei, 3): r_ij
-    neighbor,  # (atoms, nnei), −1 in empty slots
+    neighbor,  # (atoms, nnei), negative in empty slots and for excluded pairs
     mean,  # (types, slots, 4)
     stddev,  # (types, slots, 4)
-    kinds,  # (atoms,): types
-    type_stride,  # of mean and stddev
+    kinds,  # (atoms,): types of the centres
+    type_stride,  # of mean and stddev, both contiguous
     nnei,
     reach,
     block: tl.constexpr,
@@ -289,7 +289,7 @@ def _shared_arguments(edges: Edges, rows: Tensor) -> dict[str, Any]:
     }
 
 
-@lru_cache  # captured graphs read these tables
+@cache  # captured graphs read these tables
 def _type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> Tensor:
     """Return first column, columns and missing slots of each neighbour type `(types, 3)`."""
     entries = list(zip(first_columns(widths), widths, missing, strict=True))
@@ -504,8 +504,8 @@ def _basis(s, section, tables, sizes):
 
 
 # ----- contraction --------------------------------------------------------------------------------
-# Each element is a sum of four terms. Batched matrix products are slow at this: their tiles are too
-# small. These kernels read and write each number once.
+# An element of D is a sum of four terms. Batched matrix products are slow at this: their tiles are
+# too small. These kernels write D, and read D̄, once.
 
 
 def contract(a: Tensor, axis: int) -> Tensor:

@@ -112,8 +112,8 @@ def symmetric_product(
 ):
     """Write X Xᵀ (GRAM), or the symmetric w₀ L + w₁ S + w₂ L S.
 
-    For ONE_MATRIX, L and S are the same and w₁ = 0. A program computes one T × N tile on or below
-    the diagonal, and mirrors it; the grid's second axis numbers the matrices.
+    For ONE_MATRIX, L and S are the same and w₁ = 0. A program computes one T × N tile, and writes
+    and mirrors its part on or below the diagonal; the grid's second axis numbers the matrices.
     """
     number = tl.program_id(0)
     top = tl.program_id(1) * order
@@ -239,7 +239,7 @@ def finish_tile(product, corner, left, right, target, weights, KIND: tl.constexp
 def finish_strip(product, corner, left, right, target, weights, KIND: tl.constexpr):
     """Turn a strip of E E′ below the diagonal into one of the result, and mirror it.
 
-    `finish_square` explains the terms.
+    `finish_square` explains the terms. S is not fine, see `finish_tile`.
     """
     r = corner.r
     c = corner.c
@@ -346,7 +346,7 @@ class Iterate(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The half tile that a program finishes."""
+    """One of the two half tiles that a program finishes."""
 
     matrix: Any  # number of the matrix in the batch
     launched: Any  # number of the matrix in this launch
@@ -361,7 +361,8 @@ def update(
     polynomial,  # E of the polynomial D + E in T × K tiles
     diagonal,  # D
     x_factor,  # x16 in K × N tiles
-    x_tiles,  # X of w₀ X + D X in T × N/2 tiles: x32, or x16, or in the first update an input
+    x_tiles,  # X of w₀ X + D X: x32 or x16 in T × N/2 tiles, or in the first update an input in
+    # such tiles, N/2 × T if transposed
     norm_factors,  # (matrices, 2), which normalise inputs
     x32_out,  # the next x32 or the results, in T × N/2 tiles; N/2 × T if transposed; written
     x16_out,  # the next x16 in T × N/2 tiles, written
@@ -384,7 +385,9 @@ def update(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Do X ← w₀ X + (D + E) X, one T × N tile per program; the last one writes or applies results.
+    """Do X ← w₀ X + (D + E) X, one T × N tile per program.
+
+    The last update writes or applies the results.
 
     D and E both multiply x16, so that its rounding errors outside the range of X vanish: D + E is
     zero there, D and E alone are not. The grid's second axis numbers the matrices, starting at
