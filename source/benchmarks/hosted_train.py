@@ -124,7 +124,10 @@ def train(content: dict[str, Any], restart: Path | None = None) -> tuple[int, fl
 
 
 def train_in_deepmd_kit(content: dict[str, Any]) -> float:
-    """Train with deepmd-kit's own trainer; return the time of a step [ms]."""
+    """Train with deepmd-kit's own trainer; return the time of a step [ms].
+
+    It writes files without a path into the working directory: go to that of `save_ckpt`.
+    """
     from deepmd.main import main as dp
 
     content = copy.deepcopy(content)
@@ -136,7 +139,12 @@ def train_in_deepmd_kit(content: dict[str, Any]) -> float:
     # Its command clears the handlers of its other loggers.
     logging.getLogger("deepmd.pt.train.training").addHandler(average)
     words = ["train", f"{prefix}.json", "-o", f"{prefix}.out.json", "--skip-neighbor-stat"]
-    dp(["--pt", *words])
+    here = Path.cwd()
+    os.chdir(Path(prefix).parent)
+    try:
+        dp(["--pt", *words])
+    finally:
+        os.chdir(here)
     return average.milliseconds
 
 
@@ -198,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where files go; new by default")
     options = parser.parse_args(arguments)
     import_deepmd_kit()
-    folder = options.folder or Path(mkdtemp())
+    folder = Path(options.folder or mkdtemp()).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     captured = [run_case(name, folder, options) for name in options.cases]
     return 0 if all(captured) or not torch.cuda.is_available() else 1
