@@ -31,18 +31,28 @@ import torch
 from hosted_step import FITTING, MODELS, TYPE_MAP, import_deepmd_kit, water
 
 RANK = int(os.environ.get("RANK", "0"))
-_AVERAGE = re.compile(r"average training time: ([\d.]+) s/batch")
+_INTERVAL = re.compile(r"Batch +(\d+): total wall time = ([\d.]+) s(?:, ([\d.]+) s/batch)?")
 
 
-class LastAverage(logging.Handler):
-    """Remembers the time of a step that a run logs at its end [ms]."""
+class LastInterval(logging.Handler):
+    """Remembers the time of a step in the last interval that a run logs [ms].
+
+    Compilers and the recording of graphs belong to the intervals before. This package logs the time
+    of a step, deepmd-kit the time of an interval.
+    """
 
     milliseconds = float("nan")
+    _step = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Read a message."""
-        if match := _AVERAGE.search(record.getMessage()):
-            self.milliseconds = 1e3 * float(match[1])
+        match = _INTERVAL.search(record.getMessage())
+        if match is None:
+            return
+        step = int(match[1])
+        seconds = float(match[3]) if match[3] else float(match[2]) / (step - self._step)
+        self.milliseconds = 1e3 * seconds
+        self._step = step
 
 
 def write_data(folder: Path, natoms: int, nframes: int) -> str:
@@ -109,18 +119,18 @@ def train(content: dict[str, Any], restart: Path | None = None) -> tuple[int, fl
         path.write_text(json.dumps(content))
     while not path.exists():
         time.sleep(0.1)
-    average = LastAverage()
-    logging.getLogger("deepmd_muon").addHandler(average)
+    interval = LastInterval()
+    logging.getLogger("deepmd_muon").addHandler(interval)
     words = ["--pt", "train", str(path), "-o", f"{prefix}.out.json", "--skip-neighbor-stat"]
     CapturedStep.close = count_and_close  # type: ignore[method-assign]
     try:
         status = dp([*words, *(["--restart", str(restart)] if restart else [])])
     finally:
         CapturedStep.close = close  # type: ignore[method-assign]
-        logging.getLogger("deepmd_muon").removeHandler(average)
+        logging.getLogger("deepmd_muon").removeHandler(interval)
     if status:
         raise SystemExit(status)
-    return sum(recorded), average.milliseconds
+    return sum(recorded), interval.milliseconds
 
 
 def train_in_deepmd_kit(content: dict[str, Any]) -> float:
@@ -135,9 +145,9 @@ def train_in_deepmd_kit(content: dict[str, Any]) -> float:
     if content["training"].pop("enable_compile"):
         content["model"]["use_compile"] = True
     Path(f"{prefix}.json").write_text(json.dumps(content))
-    average = LastAverage()
+    interval = LastInterval()
     # Its command clears the handlers of its other loggers.
-    logging.getLogger("deepmd.pt.train.training").addHandler(average)
+    logging.getLogger("deepmd.pt.train.training").addHandler(interval)
     words = ["train", f"{prefix}.json", "-o", f"{prefix}.out.json", "--skip-neighbor-stat"]
     here = Path.cwd()
     os.chdir(Path(prefix).parent)
@@ -145,7 +155,7 @@ def train_in_deepmd_kit(content: dict[str, Any]) -> float:
         dp(["--pt", *words])
     finally:
         os.chdir(here)
-    return average.milliseconds
+    return interval.milliseconds
 
 
 def weights_of(path: Path) -> torch.Tensor:
