@@ -5,8 +5,9 @@ compares and places the state (`load_state`), and at last calls `restore_groups`
 
 | key of a saved group | restored |
 |---|---|
-| `lr`, `SCHEDULER_KEYS` such as `max_lr` | always |
+| `lr` | always |
 | `initial_lr` | if both groups were constructed with the same learning rate |
+| other `SCHEDULER_KEYS` such as `max_lr` | always |
 | `SCHEDULED_SETTINGS` such as `momentum` | if both groups were constructed with the same value |
 | the user's own keys | if this package saved the group |
 | other settings | never |

@@ -3,14 +3,15 @@
 `build` looks at the model and decides what the input omits: it chooses values of settings
 (`CHOSEN_BY_BUILD`), and it adds entries to the user's lists `splits` and `adam_patterns`. A later
 release may choose otherwise. A run that restarts with it would get other routes than its state has,
-so the saved values replace those that `build` has chosen now, but not those of the input:
+so saved choices replace today's choices, and values of the input stay:
 
 | value | saved | now | used |
 |---|---|---|---|
 | `vector_route`, chosen both times | "adamw" | "adam" | "adamw" |
 | `vector_route`, chosen then, set by the input now | "adamw" | "adam" | "adam" |
-| `splits`, x of the user, y added now | [x] | [x, y] | [x] |
-| `splits`, x and z of the user, y added now | [x] | [z, y] | [z, y] |
+| `vector_route`, set by the input then, chosen now | "adamw" | "adam" | "adam" |
+| `splits`, [x] in both inputs, y added now | [x] | [x, y] | [x] |
+| `splits`, [x] in the input then and [z] now, y added now | [x] | [z, y] | [z, y] |
 
 A group records its *choices* as a list of strings in its key `constructed`, under `CHOSEN`: names
 of settings, and entries that were added to lists.
@@ -72,9 +73,11 @@ def _values_that_replace(group: Mapping[str, Any], saved: Mapping[str, Any]) -> 
     former = _former_choices(saved)
     added_since = choices.entries - former.entries
     settings = choices.settings & former.settings
-    # A list of the user's own, with entries that neither the saved one nor `build` has, stays.
+    # A list stays if the input has given it new entries.
     lists = [key for key in _LISTS if {*group[key]} - {*saved[key]} <= added_since]
-    values = {key: saved[key] for key in (*settings, *lists) if differs(saved[key], group[key])}
+    values = {
+        key: saved[key] for key in (*sorted(settings), *lists) if differs(saved[key], group[key])
+    }
     if values:
         # Entries leave the record together with the list that has them. Those of a list that stays
         # remain choices, so that a later load can replace them.

@@ -157,7 +157,7 @@ class FusedMuon:
 
         # Three kinds of groups.
         self._applied = self._make_applied(locations)
-        applied = [] if self._applied is None else self._applied.numbers
+        applied = [] if self._applied is None else self._applied.group_numbers
         self._on_main_stream, self._on_side_stream = self._divide_between_streams(applied)
         self._chunks_to_apply = self._chunks
         if applied:

@@ -78,9 +78,9 @@ class Numbering:
             yield k, in_one_system - self.first[k]
 
     def cut(self, numbers: np.ndarray, atoms: int = CHUNK_ATOMS) -> Iterator[np.ndarray]:
-        """Yield frames in parts of about so many atoms; `numbers` rise."""
-        part = starts_of(self.natoms_of(numbers)) // atoms
-        yield from np.split(numbers, np.flatnonzero(np.diff(part)) + 1)
+        """Yield the numbers of chunks of about so many atoms; `numbers` rise."""
+        chunk_of_frame = starts_of(self.natoms_of(numbers)) // atoms
+        yield from np.split(numbers, np.flatnonzero(np.diff(chunk_of_frame)) + 1)
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class Gathering:
         atom_type = np.repeat(np.arange(len(shape.counts)), shape.counts)
         type_starts = np.cumsum((0, *shape.counts[:-1]))
         number = np.arange(nsorted) - np.repeat(type_starts, shape.counts)
-        # And its place and frame: of the atom itself with a composition, else those of the spare
-        # frames.
+        # And its place and frame. Without a composition, these are spare ones, and `_sort` replaces
+        # them for the atoms that a batch has.
         if shape.composition is not None:
             self._n_spare = 0
             per_frame = np.array(shape.counts) // max(1, shape.frames)  # atoms of each type

@@ -1,13 +1,14 @@
 """Draw the batches of a run in windows, and read their frames in threads.
 
-A *window* is up to a thousand batches, or fewer if frames have to be read for them: it ends with
-the step that exceeds its atoms. While steps use one window, threads read the frames of the next
-two. If no frame is missing any more, windows are drawn one by one.
+A *window* is some batches whose frames are written to the device together: a thousand, or fewer if
+many frames have to be read for them. While steps use one window, threads read the frames of the
+next two. Once all frames of data that stay have been read, a window is drawn when it is needed.
 
-The order of calls, all in the thread that takes the steps:
+`ResidentBatches` calls `WindowReader`, in the thread that takes the steps:
 
-    read_sample()                              before the first step
-    next(), look_ahead(), next(), look_ahead() …   once a window
+    read_sample()   before the first step
+    next()          when a window begins
+    look_ahead()    after that: at once, or in the second step if this is the first window
     close()
 """
 
@@ -25,8 +26,8 @@ from deepmd_muon.train.batches.frame_store import FrameStore, Room
 
 # Batches of a window, at most.
 _AHEAD = 1024
-# Atoms of a window if its frames have to be read: the first one is small, so that a run begins
-# soon.
+# A window ends with the step after which at least so many atoms have to be read. The first window is
+# small, so that a run begins soon.
 _FIRST_ATOMS = 1 << 16
 _WINDOW_ATOMS = 1 << 18
 # Windows that are read ahead of the one in use.
@@ -59,7 +60,7 @@ def most_batches(loader: DataLoader) -> int:
 def room_for_window(loader: DataLoader) -> Room:
     """Return the capacity of a store through which the frames of each window pass."""
     largest = max(system.natoms for system in loader.systems)
-    # A window ends with the step that exceeds its atoms.
+    # The last step of a window may exceed its atoms.
     atoms = _WINDOW_ATOMS + loader.batches_per_step * loader.most_frames * largest
     return Room(frames=min(atoms, most_batches(loader) * loader.most_frames), atoms=atoms)
 
@@ -139,6 +140,6 @@ class WindowReader:
             return []
         ntypes = self._loader.cache.ntypes
         return [
-            self._threads.submit(read_chunk, self._numbering, part, ntypes)
-            for part in self._numbering.cut(numbers)
+            self._threads.submit(read_chunk, self._numbering, chunk_numbers, ntypes)
+            for chunk_numbers in self._numbering.cut(numbers)
         ]
