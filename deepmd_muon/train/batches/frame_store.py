@@ -53,14 +53,6 @@ class Room(NamedTuple):
     atoms: int
 
 
-class _Write(NamedTuple):
-    """Values on the device for some rows of a tensor of the store."""
-
-    target: Tensor
-    rows: Tensor
-    values: Tensor
-
-
 class FrameStore:
     """Frames of some systems on a device, the atoms of each sorted by type.
 
@@ -179,48 +171,49 @@ class FrameStore:
                 first_atom = next_atom + starts_of(chunk.natoms)
                 next_slot += len(slots)
                 next_atom += int(chunk.natoms.sum())
-            # Uploads run while launched steps go on. Writes wait for these steps, which may read
-            # the old values.
-            with self._side_stream():
-                writes = self._upload(chunk, slots, first_atom)
-            for write in writes:
-                write.target.index_copy_(
-                    0, self._used_now(write.rows), self._used_now(write.values)
+            with self._side_stream():  # launched steps go on meanwhile
+                rows_of_frames = upload(slots, self.device)
+                rows_of_atoms = upload(
+                    np.repeat(first_atom, chunk.natoms) + within_frames(chunk.natoms), self.device
                 )
+                values = self._upload(chunk, first_atom)
+                cells = self._prepare_cells(values)
+                packed = Atoms(
+                    coord=values["coord"],
+                    atype=values["atype"],
+                    counts=values["natoms"],
+                    natoms=0,  # not used: packed frames have no common number of places
+                    cells=cells,
+                )
+                counts = count_in_chunk(chunk.natoms, packed, self.cache)
+            self._check(chunk, counts)
+            self.sizes.record(chunk, counts)
+            # On the current stream, so after launched steps, which may read the old values.
+            for name, target in self.tensors.items():
+                rows = rows_of_atoms if name in PER_ATOM else rows_of_frames
+                target.index_copy_(0, self._used_now(rows), self._used_now(values[name]))
+            if self.cells is not None and cells is not None:
+                for target, new in zip(self.cells, cells, strict=True):
+                    target.index_copy_(0, self._used_now(rows_of_frames), self._used_now(new))
 
-    def _upload(self, chunk: Chunk, slots: np.ndarray, first_atom: np.ndarray) -> list[_Write]:
-        """Copy a chunk to the device, count and record its neighbours; return what to write."""
-        rows_of_frames = upload(slots, self.device)
-        rows_of_atoms = upload(
-            np.repeat(first_atom, chunk.natoms) + within_frames(chunk.natoms), self.device
-        )
+    def _upload(self, chunk: Chunk, first_atom: np.ndarray) -> dict[str, Tensor]:
+        """Copy the values of a chunk to the device, for all tensors of the store."""
         values = {name: upload(array, self.device) for name, array in chunk.values.items()}
         values["first_atom"] = upload(first_atom, self.device)
-        writes = []
         for name, target in self.tensors.items():  # on the side stream: only their shapes are read
-            rows = rows_of_atoms if name in PER_ATOM else rows_of_frames
             if name not in values:  # a frame without the label may replace one with it
-                values[name] = target.new_zeros(len(rows), *target.shape[1:])
-            writes.append(_Write(target, rows, values[name]))
-        cells = None
-        if self.cells is not None:
-            # The cell of a frame without one is zero and moves nothing.
-            if "box" not in values:
-                values["box"] = values["coord"].new_zeros(len(slots), 3, 3)
-            cells = Cells.of_some(values["box"], self.cache.rcut)
-            for target, new in zip(self.cells, cells, strict=True):
-                writes.append(_Write(target, rows_of_frames, new))
-        packed = Atoms(
-            coord=values["coord"],
-            atype=values["atype"],
-            counts=values["natoms"],
-            natoms=0,  # not used: frames of a chunk are not padded to one number of places
-            cells=cells,
-        )
-        counts = count_in_chunk(chunk.natoms, packed, self.cache)
-        self._check(chunk, counts)
-        self.sizes.record(chunk, counts)
-        return writes
+                n_rows = len(values["coord"] if name in PER_ATOM else values["natoms"])
+                values[name] = target.new_zeros(n_rows, *target.shape[1:])
+        return values
+
+    def _prepare_cells(self, values: dict[str, Tensor]) -> Cells | None:
+        """Return the cells of a chunk; zeros, which move nothing, for frames without one."""
+        if self.cells is None:
+            return None
+        box = values.get("box")
+        if box is None:
+            box = values["coord"].new_zeros(len(values["natoms"]), 3, 3)
+        return Cells.of_some(box, self.cache.rcut)
 
     def _check(self, chunk: Chunk, counts: NeighborCounts) -> None:
         """Raise NeighborError if atoms are at one place or have too many neighbours."""
