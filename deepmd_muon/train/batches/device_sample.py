@@ -57,9 +57,9 @@ class DeviceSample:
         ntypes = self._cache.ntypes
         statistics = NeighborStatistics(np.inf, (0,) * ntypes, 0)
         for store, _, _ in self._stored(numbers):
-            most = store.sizes.max_neighbors.max(0).tolist()
+            max_neighbors = store.sizes.max_neighbors.max(0).tolist()
             statistics = NeighborStatistics(
-                store.sizes.shortest, tuple(most[:ntypes]), most[ntypes]
+                store.sizes.shortest, tuple(max_neighbors[:ntypes]), max_neighbors[ntypes]
             )
         return statistics
 
@@ -71,35 +71,33 @@ class DeviceSample:
             yield frames, gathering.structures(slots, gathering.find_real(slots))
 
     def _stored(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[FrameStore, Chunk, Frames]]:
-        """Put frames into a store, part after part; yield it with the part, packed and as it was read.
+        """Put frames into a store, chunk after chunk; yield it, the chunk, and the frames as read.
 
-        Its counts are those of all parts so far.
+        The store's counts are those of all chunks so far.
         """
-        # A part has at least one frame, and ends with the one that exceeds its atoms.
+        # The last frame of a chunk may exceed its atoms.
         atoms = CHUNK_ATOMS + max(system.natoms for system in self._systems)
         store = FrameStore(self._systems, self._cache, self._device, Room(atoms, atoms))
         numbering = store.numbering
 
-        def read(part: np.ndarray) -> tuple[Chunk, Frames]:
+        def read(chunk_numbers: np.ndarray) -> tuple[Chunk, Frames]:
             chunks = []
             frames = []
-            for k, rows in numbering.by_system(part):
+            for k, rows in numbering.by_system(chunk_numbers):
                 system = self._systems[k]
                 of_system = system.frames(rows)
                 check_density(system, rows, of_system)
                 frames.append(of_system)
-                packed = pack_frames(
-                    system, of_system, rows + numbering.first[k], self._cache.ntypes
-                )
-                chunks.append(packed)
+                system_numbers = rows + numbering.first[k]
+                chunks.append(pack_frames(system, of_system, system_numbers, self._cache.ntypes))
             return join(chunks), Frames.concatenate(frames)
 
         in_order = [np.sort(rows) + numbering.first[k] for k, rows in enumerate(numbers)]
         all_numbers = np.concatenate(in_order)
         if not len(all_numbers):
             return
-        parts = numbering.cut(all_numbers, CHUNK_ATOMS)
-        for chunk, frames in read_ahead(read, parts, READERS):
+        numbers_of_chunks = numbering.cut(all_numbers, CHUNK_ATOMS)
+        for chunk, frames in read_ahead(read, numbers_of_chunks, READERS):
             store.take([chunk])
             store.sizes.note_cut_lists()
             yield store, chunk, frames

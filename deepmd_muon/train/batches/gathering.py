@@ -58,7 +58,7 @@ class Gathering:
     are known from the shape, and there are no spare frames. Otherwise they are computed for each
     batch.
 
-    Graphs read its tensors as long as they exist.
+    CUDA graphs read its tensors, so it must live as long as they do.
 
     Parameters
     ----------
