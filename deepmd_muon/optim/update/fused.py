@@ -19,9 +19,10 @@ updates the parameters itself (`AppliedGroups`), so that no polar factors are wr
     side stream           └─ combine ─ polar_factors of small groups ──┘
 
 The launches of a step read tables on the device, which are valid until a parameter moves, and a few
-numbers, such as the learning rate. So a step writes its numbers and replays a CUDA graph of all
-launches. New addresses of gradients, as after ``zero_grad(set_to_none=True)``, take one small copy
-from pinned memory, and a new learning rate one launch; neither synchronizes.
+numbers, such as the learning rate. So they can be recorded in a CUDA graph: a later step writes its
+numbers and replays the graph. New addresses of gradients, as after
+``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one
+launch; neither synchronizes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 | once a batch, `ResidentFeed.read` | | take the next row of the table, and gather these slots |
 
 A batch is padded to one of a few shapes (`shapes`). A step is recorded in a CUDA graph for each
-shape, or tuple of shapes if it accumulates batches. A replay of the graph gathers the next batch,
-because its first operation advances the row of the table.
+shape, or tuple of shapes if it accumulates batches. Each replay of a graph gathers another batch,
+because to read the table advances its row.
 """
 
 from __future__ import annotations
