@@ -120,40 +120,14 @@ def read_chunk(numbering: Numbering, numbers: np.ndarray, ntypes: int) -> Chunk:
 
 def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int) -> Chunk:
     """Pack frames of one system."""
-    atype = frames.atype
-    nframes, natoms = atype.shape
-    # Frames usually have the same types in the same order, and no padding: then rows move as a
-    # whole.
-    full = bool((atype[0] >= 0).all())
-    uniform = full and (not system.mixed or bool((atype == atype[0]).all()))
-    rows_to_sort = atype[:1] if uniform else atype
-    padding_last = np.where(rows_to_sort < 0, 1 << 30, rows_to_sort)
-    order = np.argsort(padding_last, axis=1, kind="stable")  # (1 or nframes, natoms)
-    if uniform:
-        is_sorted = bool((np.diff(atype[0]) >= 0).all())
-        real = np.ones_like(atype, dtype=bool)
-    else:
-        real = np.take_along_axis(atype, order, 1) >= 0
-        source = (np.arange(nframes)[:, None] * natoms + order)[real]  # (real atoms,)
-
-    def pack(values: np.ndarray) -> np.ndarray:
-        """Return values `(nframes, natoms, width)` of the real atoms, each frame's sorted by type.
-
-        Their shape is `(real atoms, width)`.
-        """
-        if uniform:
-            if not is_sorted:
-                values = values.take(order[0], axis=1)
-            return values.reshape(-1, values.shape[2])
-        packed: np.ndarray = values.reshape(-1, values.shape[2]).take(source, axis=0)
-        return packed
-
+    nframes, natoms = frames.atype.shape
+    atoms = _AtomsByType(frames.atype, mixed=system.mixed)
     values = {
-        "natoms": real.sum(1),
+        "natoms": atoms.natoms,
         "type_counts": frames.type_counts(ntypes).astype(np.int32),
         "periodic": np.full(nframes, system.pbc),
-        "coord": pack(frames.coord),
-        "atype": pack(atype[..., None])[:, 0].astype(np.int64),
+        "coord": atoms.pack(frames.coord),
+        "atype": atoms.pack(frames.atype[..., None])[:, 0].astype(np.int64),
     }
     if system.pbc:
         values["box"] = np.asarray(frames.box, dtype=np.float64)
@@ -165,7 +139,7 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
             label = np.where(present.reshape(-1, *ones), label, 0.0)
         values[f"has_{name}"] = present
         if name in PER_ATOM:
-            values[name] = pack(label.reshape(nframes, natoms, LABELS[name]))
+            values[name] = atoms.pack(label.reshape(nframes, natoms, LABELS[name]))
         else:
             values[name] = label.reshape(nframes, LABELS[name])
     frame_parameters = frames.frame_parameters
@@ -173,8 +147,51 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
         values["fparam"] = frame_parameters
     atomic_parameters = frames.atomic_parameters
     if atomic_parameters is not None:
-        values["aparam"] = pack(atomic_parameters)
+        values["aparam"] = atoms.pack(atomic_parameters)
     return Chunk(numbers, values, flat=numbers[_has_flat_cell(system, frames)])
+
+
+class _AtomsByType:
+    """The real atoms of some frames, each frame's sorted by type.
+
+    Frames usually have the same types in the same order, and no padding. Then `pack` moves whole
+    columns of atoms, or only reshapes; otherwise it takes single rows.
+
+    Parameters
+    ----------
+    atype
+        Types `(nframes, natoms)`, negative for padding.
+    mixed
+        Whether frames may differ in their types.
+
+    Attributes
+    ----------
+    natoms
+        Real atoms of each frame `(nframes,)`.
+    """
+
+    def __init__(self, atype: np.ndarray, *, mixed: bool) -> None:
+        nframes, natoms = atype.shape
+        self._columns: np.ndarray | None = None  # of sorted atoms, equal in all frames (natoms,)
+        self._rows: np.ndarray | None = None  # of sorted real atoms in all frames (real atoms,)
+        has_equal_frames = not mixed or bool((atype == atype[0]).all())
+        if has_equal_frames and bool((atype[0] >= 0).all()):
+            self.natoms = np.full(nframes, natoms)
+            if bool((np.diff(atype[0]) < 0).any()):
+                self._columns = np.argsort(atype[0], kind="stable")
+        else:
+            padding_last = np.where(atype < 0, 1 << 30, atype)
+            order = np.argsort(padding_last, axis=1, kind="stable")  # (nframes, natoms)
+            real = np.take_along_axis(atype, order, 1) >= 0
+            self.natoms = real.sum(1)
+            self._rows = (np.arange(nframes)[:, None] * natoms + order)[real]
+
+    def pack(self, values: np.ndarray) -> np.ndarray:
+        """Return values `(nframes, natoms, width)` of these atoms `(real atoms, width)`."""
+        if self._columns is not None:
+            values = values.take(self._columns, axis=1)
+        packed: np.ndarray = values.reshape(-1, values.shape[2])
+        return packed if self._rows is None else packed.take(self._rows, axis=0)
 
 
 def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
