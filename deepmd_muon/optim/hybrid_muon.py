@@ -42,7 +42,8 @@ from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import drop_unused, load_state
 from deepmd_muon.optim.state.replaced import move_state
-from deepmd_muon.optim.state.restore_groups import restore_groups, settings_of_checkpoint
+from deepmd_muon.optim.state.restore_groups import restore_groups
+from deepmd_muon.optim.state.saved_choices import saved_choices
 from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
@@ -477,7 +478,7 @@ class HybridMuon(QuickOptimizer):
             return holder.place(key, value, offloaded=offloaded)
 
         saved_groups = state_dict.get("param_groups", ())
-        with self._settings_of_checkpoint(saved_groups):
+        with self._choices_of_checkpoint(saved_groups):
             state = load_state(state_dict, self._groups(), self.on_route_change, place)
             restore_groups(self.param_groups, saved_groups)
         self.state.clear()
@@ -489,9 +490,9 @@ class HybridMuon(QuickOptimizer):
         self._route_parameters()
 
     @contextlib.contextmanager
-    def _settings_of_checkpoint(self, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def _choices_of_checkpoint(self, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         """Take over what `build` had chosen when the state was saved; if the load fails, undo it."""
-        choices = settings_of_checkpoint(self.param_groups, saved_groups)
+        choices = saved_choices(self.param_groups, saved_groups)
         if not any(choices):
             yield
             return

@@ -427,6 +427,13 @@ def as_tuple(patterns: Any) -> Any:
     return tuple(patterns) if isinstance(patterns, Iterable) else patterns
 
 
+def differs(value: Any, other: Any) -> bool:
+    """Return whether two values of a setting differ; a list equals a tuple of the same entries."""
+    value = list(value) if isinstance(value, tuple) else value
+    other = list(other) if isinstance(other, tuple) else other
+    return bool(value != other)
+
+
 def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return a parameter group's settings, checked and explicit; equal settings are one object."""
     group = unfolded(group)

@@ -73,7 +73,7 @@ class AppliedGroups:
     def __init__(
         self, groups: Sequence[MatrixGroup], dtype: torch.dtype, factors: Tensor, numbers: Tensor
     ) -> None:
-        self.numbers = [group.number for group in groups]
+        self.group_numbers = [group.number for group in groups]
         self._dtype = dtype
         self._by_schedule: dict[Coefficients, list[MatrixGroup]] = defaultdict(list)
         for group in groups:

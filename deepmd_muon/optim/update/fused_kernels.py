@@ -39,12 +39,12 @@ from deepmd_muon.optim.polar.kernels.application import (
 )
 from deepmd_muon.optim.rules import magma
 
-# Columns of a chunk's row, int64; `fused.ChunkRow` explains them.
+# Columns of a chunk's row, int64: its first element, and the fields of `fused_tables.BlockLocation`.
 ROW = tl.constexpr(13)
 (
     START,
     SIZE,
-    COLUMNS,
+    RUN_LENGTH,
     STRIDE,
     OFFSET,
     PARAMETER,
@@ -93,10 +93,10 @@ def floor_multiple(x, step: tl.constexpr):
 def locate(row, WIDTH: tl.constexpr):
     """Return the chunk's element numbers in its block, and their offsets in the tensor."""
     element = tl.load(row + START).to(tl.int32) + tl.arange(0, WIDTH)
-    columns = tl.load(row + COLUMNS).to(tl.int32)
-    r = element // columns
-    row_start = r.to(tl.int64) * tl.load(row + STRIDE)
-    offset = (row_start + (element - r * columns)) + tl.load(row + OFFSET)
+    run_length = tl.load(row + RUN_LENGTH).to(tl.int32)
+    run = element // run_length
+    run_start = run.to(tl.int64) * tl.load(row + STRIDE)
+    offset = (run_start + (element - run * run_length)) + tl.load(row + OFFSET)
     return element, offset
 
 

@@ -77,27 +77,28 @@ class TrainingBatch:
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
     """Convert frames and neighbours of a batch to tensors, for a model of `ntypes` types."""
     frames = batch.frames
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
     labels: dict[str, Tensor | None] = {}
     present = {name: frames.present(name) for name in LABELS}
     for name, has_label in present.items():
         values = getattr(frames, name)
         if values is not None and not has_label.all():
             values = np.nan_to_num(values)
-            labels[f"find_{name}"] = tensor(has_label)
-        labels[name] = None if values is None else tensor(values)
+            labels[f"find_{name}"] = upload(has_label, device)
+        labels[name] = None if values is None else upload(values, device)
     real = frames.atype >= 0
     return TrainingBatch(
         structures=Structures.of(frames, batch.neighbors, ntypes, device),
         labels=labels,
-        mask=None if real.all() else tensor(real),
+        mask=None if real.all() else upload(real, device),
         origin=batch.origin,
         atoms=real.sum(1),
         present=present,
     )
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device, on its current stream."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
 def map_tensors(content: T, function: Callable[[Tensor], Tensor]) -> T:

@@ -11,16 +11,11 @@ from deepmd_muon.data import Frames, NeighborCache, NeighborStatistics, System
 from deepmd_muon.data.neighbors.cache import CHUNK_ATOMS, check_density
 from deepmd_muon.data.sampling.samples import read_ahead
 from deepmd_muon.model import Structures
-from deepmd_muon.train.batches.frame_store import (
-    Chunk,
-    FrameStore,
-    Room,
-    by_system,
-    cut_into_chunks,
-    join,
-    pack_frames,
-)
-from deepmd_muon.train.batches.resident import READERS, Gathering, shape_of, why_not_on_device
+from deepmd_muon.train.batches.frame_chunks import Chunk, join, pack_frames
+from deepmd_muon.train.batches.frame_store import FrameStore, Room
+from deepmd_muon.train.batches.gathering import Gathering
+from deepmd_muon.train.batches.resident import why_not_on_device
+from deepmd_muon.train.batches.windows import READERS
 
 
 def sample_on(
@@ -62,44 +57,47 @@ class DeviceSample:
         ntypes = self._cache.ntypes
         statistics = NeighborStatistics(np.inf, (0,) * ntypes, 0)
         for store, _, _ in self._stored(numbers):
-            most = store.max_neighbors.max(0).tolist()
-            statistics = NeighborStatistics(store.shortest, tuple(most[:ntypes]), most[ntypes])
+            max_neighbors = store.sizes.max_neighbors.max(0).tolist()
+            statistics = NeighborStatistics(
+                store.sizes.shortest, tuple(max_neighbors[:ntypes]), max_neighbors[ntypes]
+            )
         return statistics
 
     def batches(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[Frames, Structures]]:
         """Yield frames `numbers` of each system: on the host, and on the device with neighbours."""
         for store, chunk, frames in self._stored(numbers):
-            gathering = Gathering(store, shape_of(store, chunk.numbers))
+            gathering = Gathering(store, store.sizes.shape_of(chunk.numbers))
             slots = torch.arange(len(chunk.numbers), device=self._device)
             yield frames, gathering.structures(slots, gathering.find_real(slots))
 
     def _stored(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[FrameStore, Chunk, Frames]]:
-        """Put frames into a store, part after part; yield it with the part, packed and as it was read.
+        """Put frames into a store, chunk after chunk; yield it, the chunk, and the frames as read.
 
-        Its counts are those of all parts so far.
+        The store's counts are those of all chunks so far.
         """
-        # A part has at least one frame, and ends with the one that exceeds its atoms.
+        # The last frame of a chunk may exceed its atoms.
         atoms = CHUNK_ATOMS + max(system.natoms for system in self._systems)
         store = FrameStore(self._systems, self._cache, self._device, Room(atoms, atoms))
-        offset = store.offset
+        numbering = store.numbering
 
-        def read(part: np.ndarray) -> tuple[Chunk, Frames]:
+        def read(chunk_numbers: np.ndarray) -> tuple[Chunk, Frames]:
             chunks = []
             frames = []
-            for k, rows in by_system(part, offset):
+            for k, rows in numbering.by_system(chunk_numbers):
                 system = self._systems[k]
                 of_system = system.frames(rows)
                 check_density(system, rows, of_system)
                 frames.append(of_system)
-                chunks.append(pack_frames(system, of_system, rows + offset[k], self._cache.ntypes))
+                system_numbers = rows + numbering.first[k]
+                chunks.append(pack_frames(system, of_system, system_numbers, self._cache.ntypes))
             return join(chunks), Frames.concatenate(frames)
 
-        in_order = [np.sort(rows) + offset[k] for k, rows in enumerate(numbers)]
+        in_order = [np.sort(rows) + numbering.first[k] for k, rows in enumerate(numbers)]
         all_numbers = np.concatenate(in_order)
         if not len(all_numbers):
             return
-        parts = cut_into_chunks(self._systems, offset, all_numbers, CHUNK_ATOMS)
-        for chunk, frames in read_ahead(read, parts, READERS):
+        numbers_of_chunks = numbering.cut(all_numbers, CHUNK_ATOMS)
+        for chunk, frames in read_ahead(read, numbers_of_chunks, READERS):
             store.take([chunk])
-            store.note_cut_lists()
+            store.sizes.note_cut_lists()
             yield store, chunk, frames

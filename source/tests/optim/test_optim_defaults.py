@@ -22,6 +22,7 @@ from deepmd_muon.optim import (
 )
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS
 from deepmd_muon.optim.groups.group_settings import unfolded
+from deepmd_muon.optim.state.saved_choices import saved_choices
 
 
 class Experts(nn.Module):
@@ -162,6 +163,30 @@ def test_a_run_of_an_earlier_release_goes_on_bitwise(caplog):
     third = MuonConfig().build(copy.deepcopy(whole))
     third.load_state_dict(through_file(second.state_dict()))
     assert third.routing == first.routing
+
+
+@pytest.mark.parametrize(
+    ("key", "saved", "chosen_then", "now", "chosen_now", "used"),
+    [
+        ("vector_route", "adamw", ["vector_route"], "adam", ["vector_route"], "adamw"),
+        ("vector_route", "adamw", ["vector_route"], "adam", ["y"], "adam"),
+        ("vector_route", "adamw", [], "adam", ["vector_route"], "adam"),
+        ("splits", ["x"], [], ["x", "y"], ["y"], ["x"]),
+        ("splits", ["x"], [], ["z", "y"], ["y"], ["z", "y"]),
+    ],
+)
+def test_the_table_of_saved_choices(key, saved, chosen_then, now, chosen_now, used):
+    """The rows of the table in `saved_choices`."""
+
+    def group(value, chosen):
+        settings = {"splits": [], "adam_patterns": [], "vector_route": "adam", "params": []}
+        settings |= {"adam_weight_decay": 0.0, "routes": []}
+        constructed = json.dumps({"chosen_by_build": chosen})
+        return {**settings, "constructed": constructed, key: value}
+
+    (values,) = saved_choices([group(now, chosen_now)], [group(saved, chosen_then)])
+    assert values.get(key, now) == used
+    assert bool(values) == (used != now)
 
 
 def test_a_list_that_is_not_replaced_keeps_its_choices():

@@ -89,7 +89,7 @@ def test_a_run_is_that_of_larger_batches(small_input, train, load, monkeypatch, 
     if way != "host":
         on_device(streamed=way == "streamed")
     monkeypatch.setattr(
-        "deepmd_muon.train.batches.resident._AHEAD", 6
+        "deepmd_muon.train.batches.windows._AHEAD", 6
     )  # no multiple of what a step takes
     train(exact(small_input, 2, 2, disp_avg=True, save_ckpt="parts"))
     found = load("parts.pt")

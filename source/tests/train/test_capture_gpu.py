@@ -81,7 +81,7 @@ def bad_frames(monkeypatch):
 
     def poisoned(self, chunks):
         original(self, chunks)
-        self.tensors["energy"][torch.from_numpy(self.offset[:-1] + 3)] = float("inf")
+        self.tensors["energy"][torch.from_numpy(self.numbering.first[:-1] + 3)] = float("inf")
 
     monkeypatch.setattr(FrameStore, "take", poisoned)
 
@@ -163,7 +163,7 @@ def way(request, monkeypatch):
         )
     elif request.param != "at once":
         for name, atoms in (("AT_ONCE", 0), ("_FIRST_ATOMS", 40), ("_WINDOW_ATOMS", 60)):
-            monkeypatch.setattr(f"deepmd_muon.train.batches.resident.{name}", atoms)
+            monkeypatch.setattr(f"deepmd_muon.train.batches.windows.{name}", atoms)
     if request.param == "passing":
         monkeypatch.setattr("deepmd_muon.train.step.stepper._RESIDENT_SHARE", 0.0)
     return request.param
@@ -246,7 +246,7 @@ def test_all_ways_of_data_give_nearly_the_same_weights(
     train(content)
     expected = load()
     for name, atoms in (("AT_ONCE", 0), ("_FIRST_ATOMS", 40), ("_WINDOW_ATOMS", 60)):
-        monkeypatch.setattr(f"deepmd_muon.train.batches.resident.{name}", atoms)
+        monkeypatch.setattr(f"deepmd_muon.train.batches.windows.{name}", atoms)
     if passing:
         monkeypatch.setattr("deepmd_muon.train.step.stepper._RESIDENT_SHARE", 0.0)
     train(content)

@@ -13,7 +13,7 @@ from deepmd_muon.data import DataLoader, NeighborCache, NeighborError, open_syst
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS
-from deepmd_muon.train.batches import frame_store, shapes
+from deepmd_muon.train.batches import frame_store, shapes, windows
 from deepmd_muon.train.batches import resident as resident_module
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
@@ -73,9 +73,9 @@ def outcome(model, loss, batch):
 def way(request, monkeypatch):
     """How frames reach the device: all before the first step, before they are needed, or anew in each window."""
     if request.param != "at once":
-        monkeypatch.setattr(resident_module, "AT_ONCE", 0)
-        monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 30)
-        monkeypatch.setattr(resident_module, "_WINDOW_ATOMS", 40)
+        monkeypatch.setattr(windows, "AT_ONCE", 0)
+        monkeypatch.setattr(windows, "_FIRST_ATOMS", 30)
+        monkeypatch.setattr(windows, "_WINDOW_ATOMS", 40)
     return 0 if request.param == "passing" else 1 << 30
 
 
@@ -153,7 +153,7 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
             missing = number.isnan() or not number  # of no frame: unknown, or nothing
             assert missing or math.isclose(number, others[key], rel_tol=1e-12), key
         assert len(batches._shapes._shapes) <= most
-    if way and resident_module.AT_ONCE:
+    if way and windows.AT_ONCE:
         assert len(layouts) <= most
     assert plain.state_dict() == batches._loader.state_dict()
 
@@ -162,15 +162,14 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
 def test_batches_of_one_composition_share_what_is_found_for_the_first(systems, batch_size):
     """Some frames of this loader lack labels, so that a composition alone does not say what a batch needs."""
     batches = ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), batch_size), CPU)
-    window = batches._draw().batches[:200]
-    assert batches._needed_shapes(window) == [
-        resident_module.shape_of(batches._store, numbers) for numbers in window
-    ]
+    window = batches._windows._draw().batches[:200]
+    sizes = batches._store.sizes
+    assert sizes.shapes_of(window) == [sizes.shape_of(numbers) for numbers in window]
 
 
 def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):
     """The table of numbers is written anew, and the position in the order of batches is the loader's."""
-    monkeypatch.setattr(resident_module, "_AHEAD", 3)
+    monkeypatch.setattr(windows, "_AHEAD", 3)
     monkeypatch.setattr(shapes, "MOST_SHAPES", 2)
     model = corner_model("se_e2_a", "float64")
     plain, batches = (
@@ -185,13 +184,13 @@ def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):
 
 def test_frames_that_stay_are_read_once(systems, way, monkeypatch):
     model = corner_model("se_e2_a", "float64")
-    read, original = [], resident_module.read_chunk
+    read, original = [], windows.read_chunk
 
-    def noted(systems, offset, numbers, ntypes):
+    def noted(numbering, numbers, ntypes):
         read.extend(numbers.tolist())
-        return original(systems, offset, numbers, ntypes)
+        return original(numbering, numbers, ntypes)
 
-    monkeypatch.setattr(resident_module, "read_chunk", noted)
+    monkeypatch.setattr(windows, "read_chunk", noted)
     batches = ResidentBatches(loader(systems, model, 2), CPU, way)
     steps = 80
     for _ in range(steps):
@@ -209,7 +208,7 @@ def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
     ahead = []
     for _ in range(3):
         batches.next().read()
-        ahead.append(len(batches._next_windows))
+        ahead.append(len(batches._windows._waiting))
     assert ahead == [0, 2, 2]
     data = loader(systems, model, 2)
     data.batches_per_step = 2
@@ -217,12 +216,12 @@ def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
     ahead = []
     for _ in range(3):
         several.next().read()
-        ahead.append(len(several._next_windows))
+        ahead.append(len(several._windows._waiting))
     assert ahead == [0, 0, 2]
-    monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 1)
+    monkeypatch.setattr(windows, "_FIRST_ATOMS", 1)
     lone = ResidentBatches(loader(systems, model, 2), CPU, 0)
     lone.next().read()
-    assert len(lone._next_windows) == 2, "a first window of one batch leaves no later chance"
+    assert len(lone._windows._waiting) == 2, "a first window of one batch leaves no later chance"
 
 
 @pytest.mark.parametrize("cost", ["_FRAME_COST", "_SYSTEM_COST"])
@@ -232,15 +231,17 @@ def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(
     """They have few atoms, and reading them takes long."""
     model = corner_model("se_e2_a", "float64")
     counts = []
-    for each in (0, resident_module.AT_ONCE):
-        monkeypatch.setattr(resident_module, cost, each)
-        monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 30)
-        counts.append(int(ResidentBatches(loader(systems, model, 2), CPU)._requested.sum()))
+    for each in (0, windows.AT_ONCE):
+        monkeypatch.setattr(windows, cost, each)
+        monkeypatch.setattr(windows, "_FIRST_ATOMS", 30)
+        counts.append(
+            int(ResidentBatches(loader(systems, model, 2), CPU)._windows._requested.sum())
+        )
     assert counts == [30, 30 // 14]
 
 
 def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems, monkeypatch):
-    monkeypatch.setattr(resident_module, "_WINDOW_ATOMS", 10)
+    monkeypatch.setattr(windows, "_WINDOW_ATOMS", 10)
     small, large = (
         ResidentBatches(loader(systems * n, corner_model("se_e2_a", "float64"), 1), CPU, 0)._store
         for n in (1, 20)
@@ -251,7 +252,7 @@ def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems,
 
 
 def test_a_window_of_a_single_frame_has_room_for_the_first_sample(systems, monkeypatch):
-    monkeypatch.setattr(resident_module, "_AHEAD", 1)
+    monkeypatch.setattr(windows, "_AHEAD", 1)
     model = corner_model("se_e2_a", "float64")
     plain, batches = (loader(systems, model, 1), ResidentBatches(loader(systems, model, 1), CPU, 0))
     for _ in range(3):
