@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.argcheck.hosted import completed
 from deepmd_muon.argcheck.legacy_optimizer import current_optimizer
 from deepmd_muon.argcheck.training import RunSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
-from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings
+from deepmd_muon.model.settings import DEFAULT_ALPHA, HostedSettings, ModelSettings
 from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
 
-# Settings of how weights and statistics are made, which a checkpoint already holds, and of what is
-# trained.
+# Settings of how weights and statistics are made, which a checkpoint already holds, of what is
+# trained, and of how a step is computed.
 _NOT_PHYSICS = (
     "trainable",
     "seed",
@@ -24,6 +25,7 @@ _NOT_PHYSICS = (
     "data_stat_protect",
     "rcond",
     "set_davg_zero",
+    "use_compile",
 )
 # Beginnings of the keys that decide which steps a run takes; a change of others is no warning.
 _STEERING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/", "training/numb_")
@@ -44,6 +46,8 @@ def check_model_section(
     CheckpointError
         Listing the settings that differ.
     """
+    if isinstance(saved, HostedSettings) and isinstance(present, HostedSettings):
+        saved = completed(saved)
     saved_section = _with_one_spelling(thaw(saved))
     present_section = _with_one_spelling(thaw(present))
     changes = [

@@ -64,3 +64,13 @@ def host(
             f"{path}/{place}" if place else path,
             f"deepmd-kit {__version__} refuses this model: {words}",
         )
+
+
+def completed(settings: HostedSettings) -> HostedSettings:
+    """Return the settings of a checkpoint with the defaults of the installed deepmd-kit.
+
+    Checkpoints of earlier versions lack the keys that are new since. deepmd-kit builds their models
+    with its defaults. A section that it refuses stays as it is.
+    """
+    hosted = host(settings.plain_form(), "model")
+    return settings if isinstance(hosted, Problem) else hosted

@@ -312,7 +312,14 @@ class RunSettings(Section):
     seed: int | None = setting(
         None, minimum=0, doc="Seed of the order of the data; random by default."
     )
-    disp_file: str = setting("lcurve.out", **_FILE_NAME, doc="File of the learning curve.")
+    disp_file: str = setting(
+        "lcurve.out",
+        **_FILE_NAME,
+        doc=(
+            "File of the learning curve. An error is nan, here and in the log, where no frame of "
+            "the batch has its label."
+        ),
+    )
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
     jsonl_file: str | None = setting(
         None,

@@ -115,12 +115,14 @@ def run(options: argparse.Namespace) -> int:
         for name, systems in _open(options, predictor.type_map).items()
     }
     check_labels([system for systems in series.values() for system in systems])
+    atomization = AtomizationErrors(len(predictor.type_map), predictor.model.rcut)
     for name, systems in series.items():
         total: Errors = {}
         weighted: Errors = {}
         has_weights = False
         by_config_type: dict[str, Errors] = {}
-        atomization = AtomizationErrors(len(predictor.type_map), predictor.model.rcut)
+        # `dp init` keeps all free atoms in the training data, which come first.
+        atomization = atomization.of_other_frames()
         for system in systems:
             log.info("# testing system : %s", system.name)
             batches = evaluate_system(

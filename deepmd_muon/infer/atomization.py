@@ -1,4 +1,4 @@
-"""Errors of atomization energies: frames against the isolated atoms of the same data."""
+"""Errors of atomization energies: frames against the isolated atoms of the same data or of others."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class AtomizationErrors:
         self._of_atoms: dict[int, list[float]] = {}  # errors [eV] by type
         self._counts: list[np.ndarray] = []  # atoms of each type, (nframes, ntypes)
         self._errors: list[np.ndarray] = []  # of energies, (nframes,) [eV]
+
+    def of_other_frames(self) -> AtomizationErrors:
+        """Return a collector for other data, which knows the isolated atoms of these."""
+        other = AtomizationErrors(self._ntypes, self._rcut)
+        other._of_atoms = {kind: [*errors] for kind, errors in self._of_atoms.items()}
+        return other
 
     def add(self, reference: Frames, prediction: Prediction) -> None:
         """Take the energies of some frames."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,10 @@ class EnergyModel(torch.nn.Module, ABC):
     def by_type(self) -> bool:
         """Whether the neighbour columns have to be grouped by type."""
         return self.neighbors.by_type
+
+    def obsolete_names(self, saved: Collection[str]) -> frozenset[str]:
+        """Return the tensors of a checkpoint that the model needs no longer, by name."""
+        return frozenset()
 
     # ----- prediction ----------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ _CPU = torch.device("cpu")
 _MOST_COUNTED = 5 << 14
 # The same, of the frames in which the length of descriptors is measured.
 _MOST_MEASURED = 1 << 14
+# The log shows every number of neighbours for so many types.
+_MANY_TYPES = 10
 
 # ----- from the checkpoint -----------------------------------------------------------------------
 
@@ -326,12 +328,20 @@ def _count_neighbors(
         "neighbours within %g Å%s: at most %s per type; shortest distance %.3f Å",
         rcut,
         f" in {n_counted} of {n_frames} frames" if n_counted < n_frames else "",
-        list(statistics.max_neighbors),
+        _by_type(list(statistics.max_neighbors), systems[0].type_map),
         statistics.min_distance,
     )
     if problem := distance_problem(systems, numbers, statistics.min_distance, rcut):
         log.warning("data: %s", problem)
     return statistics
+
+
+def _by_type(counts: Sequence[int], type_map: Sequence[str] | None) -> str:
+    """Return a number for each type; of many types, as of a universal model, only those above 0."""
+    if type_map is None or len(counts) <= _MANY_TYPES:
+        return str(list(counts))
+    counted = zip(type_map, counts, strict=True)
+    return ", ".join(f"{element} {count}" for element, count in counted if count)
 
 
 # ----- the scales of HybridMuon ------------------------------------------------------------------

@@ -48,6 +48,9 @@ _VARIANTS = (
     "mix-dpa1-sel120",
     "mix-attention",
     "mix-attention-sel120",
+    "auto-dpa1",
+    "auto-attention",
+    "auto-attention-sel120",
 )
 _COMMON = ("seed", "rcut", "rcut_smth", "precision")  # settings of both descriptors
 _DPA1 = {
@@ -88,11 +91,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Last validation errors: force [eV/Å], energy [eV/atom]; and milliseconds a step."""
+    """Last validation errors: force [eV/Å], energy [eV/atom]; milliseconds a step; the rates it had."""
 
     force: float
     energy: float
     step: float
+    used: Rates
 
 
 def main() -> None:
@@ -214,7 +218,7 @@ def train(top: Path, run: Run) -> Result:
     with_atoms = "drop" not in variant and "atom_ener" not in variant
     kept = [system for system in systems if system.natoms > 1 or with_atoms]
     training["training_data"]["systems"] = [system.name for system in kept]
-    training["training_data"]["batch_size"] = "auto" if variant == "auto" else "mix:32"
+    training["training_data"]["batch_size"] = "auto" if variant.startswith("auto") else "mix:32"
     training["validation_data"] |= {
         "systems": [str((folder / "split" / "valid").resolve())],
         "batch_size": "auto",
@@ -245,10 +249,12 @@ def train(top: Path, run: Run) -> Result:
     lines = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
     last = lines[-1]
     seconds = last["time"] - lines[-2]["time"]
+    optimizer = json.loads((place / "out.json").read_text())["optimizer"]
     return Result(
         force=last["rmse_f_val"],
         energy=last["rmse_e_val"],
         step=1e3 * seconds / (last["step"] - lines[-2]["step"]),
+        used=Rates(*(optimizer[name] for name in Rates._fields)),
     )
 
 

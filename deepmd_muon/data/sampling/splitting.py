@@ -19,36 +19,67 @@ _FRAMES = 10
 
 @dataclass(frozen=True)
 class Share:
-    """The frames of a system that training and validation take."""
+    """The frames of a system that training and validation take.
+
+    Attributes
+    ----------
+    system
+        The system.
+    held_out
+        Numbers of its validation frames, ascending `(nvalidation,)`; the others are for training.
+    """
 
     system: System
-    train: int  # number of its first frames, for training; the others are for validation
+    held_out: np.ndarray
+
+    @classmethod
+    def for_training(cls, system: System) -> Share:
+        """Return the share of a system whose frames all train."""
+        return cls(system, np.arange(0))
+
+    @classmethod
+    def for_validation(cls, system: System) -> Share:
+        """Return the share of a system that is held out."""
+        return cls(system, np.arange(system.nframes))
+
+    @property
+    def train(self) -> int:
+        """Number of training frames."""
+        return self.system.nframes - len(self.held_out)
 
     @property
     def training(self) -> System | None:
         """The training frames as a system."""
-        return self.system.part(0, self.train) if self.train else None
+        return self._of(np.setdiff1d(np.arange(self.system.nframes), self.held_out))
 
     @property
     def validation(self) -> System | None:
         """The validation frames as a system."""
-        if self.train == self.system.nframes:
-            return None
-        return self.system.part(self.train, self.system.nframes)
+        return self._of(self.held_out)
 
     @property
     def whole(self) -> bool:
         """Whether the system is not cut."""
         return self.train in (0, self.system.nframes)
 
+    def _of(self, numbers: np.ndarray) -> System | None:
+        """Return some frames as a system."""
+        if not len(numbers):
+            return None
+        first = int(numbers[0])
+        end = int(numbers[-1]) + 1
+        is_block = end - first == len(numbers)
+        return self.system.part(first, end) if is_block else self.system.select(numbers)
+
 
 def split(systems: Sequence[System], share: float) -> list[Share]:
     """Choose validation data that are not neighbours in time of training data.
 
     `share` is between 0 and 1. Of five or more systems of the same atoms, whole systems are held
-    out. Of fewer, the last frames of each system are, if it has ten or more. Smaller systems count
-    as one kind, whatever their atoms. An element, and a lone atom, always stays in the training
-    data. Return the share of each system, in the same order.
+    out. Of fewer, the last frames of each system are, if it has ten or more. If its frames have
+    several `config_type` or frame parameters (charges), the last frames of each kind are held out.
+    Smaller systems count as one kind, whatever their atoms. An element, and a lone atom, always
+    stays in the training data. Return the share of each system, in the same order.
     """
     kinds: dict[tuple[str, int, bool], list[int]] = {}
     for number, system in enumerate(systems):
@@ -65,13 +96,40 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
     held_out = _without_last_of_an_element(systems, held_out)
     shares = []
     for number, system in enumerate(systems):
-        train = system.nframes
         if number in held_out:
-            train = 0
+            shares.append(Share.for_validation(system))
         elif number in cut and system.natoms > 1:
-            train -= max(1, round(share * system.nframes))
-        shares.append(Share(system, train))
+            shares.append(Share(system, _last_of_each_kind(system, share)))
+        else:
+            shares.append(Share.for_training(system))
     return shares
+
+
+def _last_of_each_kind(system: System, share: float) -> np.ndarray:
+    """Return the numbers of the last frames of each kind, ascending.
+
+    Kinds of few frames count as one. If that has few frames, they all train.
+    """
+    kinds: dict[object, list[int]] = {}
+    for number, kind in enumerate(_kinds(system)):
+        kinds.setdefault(kind, []).append(number)
+    blocks = [numbers for numbers in kinds.values() if len(numbers) >= _FRAMES]
+    rest = [number for numbers in kinds.values() if len(numbers) < _FRAMES for number in numbers]
+    if len(rest) >= _FRAMES:
+        blocks.append(sorted(rest))
+    return np.sort(
+        [number for block in blocks for number in block[-max(1, round(share * len(block))) :]]
+    )
+
+
+def _kinds(system: System) -> list[object]:
+    """Return the `config_type` and the frame parameters of every frame."""
+    numbers = np.arange(system.nframes)
+    parameters = system.with_all_parameters().read_parameter("fparam", numbers)
+    if parameters is None:
+        parameters = np.zeros((system.nframes, 0))
+    rows = np.nan_to_num(parameters).tolist()  # NaN differs from itself
+    return [(system.origin(number).config_type, *row) for number, row in enumerate(rows)]
 
 
 def _without_last_of_an_element(systems: Sequence[System], held_out: set[int]) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ def read_outcar(path: str) -> VaspSteps:
     from ase.io.formats import open_with_compression
 
     with open_with_compression(path, "rt") as file:
-        text = _OutcarText(file, path)
+        text = _OutcarText(file, os.path.join(path, "OUTCAR"))
         try:
             frames = read(text, index=":", format="vasp-out")
         except Exception:
@@ -109,7 +110,9 @@ class _OutcarText:
     """The lines of an OUTCAR that ASE understands; ASE iterates over it as over a file."""
 
     file: IO[str]
-    name: str  # ASE looks for a POSCAR next to the file
+    # ASE reads constraints, which no label needs, from a CONTCAR or POSCAR in the folder of this
+    # path. Theirs may be half written. So the path has no such folder.
+    name: str
     converged: list[bool] = field(default_factory=list)  # of each step that was passed on
     predicted: int = 0  # steps of a machine-learned force field
     incomplete: int = 0  # steps without positions

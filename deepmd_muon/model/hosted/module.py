@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,6 +176,18 @@ class HostedModel(EnergyModel):
         rcut = max(self.rcut, float(self.hosted.get_rcut()) + reach)
         self.neighbors = dataclasses.replace(self.neighbors, rcut=rcut)
 
+    def obsolete_names(self, saved: Collection[str]) -> frozenset[str]:
+        """Return the tensors that earlier versions of DPA-4 saved; see `EnergyModel`.
+
+        They were computed from the settings, as deepmd-kit's descriptor still does when it is
+        built. When it loads a checkpoint it drops them, as this package must.
+        """
+        if not isinstance(self._evaluator, EdgeEvaluator):
+            return frozenset()
+        prefix = "atomic_model.descriptor."
+        unknown = {name for name in saved if name.startswith(prefix)} - set(self.state_dict())
+        return frozenset(name for name in unknown if not _is_of_adapter(name))
+
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Return the module's own context if it has one, as DPA-4 does; see `EnergyModel`."""
         return self._evaluator.precision()
@@ -277,6 +290,11 @@ def _add_adapters(module: Any, lora: Mapping[str, Any] | None) -> frozenset[str]
             torch.cuda.default_generators[gpu.index].manual_seed(0)
         apply_lora_to_sezm(module, rank=int(lora["rank"]), alpha=lora.get("alpha"))
     return frozenset(set(module.state_dict()) - names - {"_extra_state"})
+
+
+def _is_of_adapter(name: str) -> bool:
+    """Return whether a tensor belongs to a low-rank adapter of DPA-4."""
+    return re.search(r"\.(A_by_l|B_by_l|A_m0|B_m0|[AB]_m\.\d+|lora_scaling)$", name) is not None
 
 
 def _adamw_substrings(module: Any) -> tuple[str, ...]:

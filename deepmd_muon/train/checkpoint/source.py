@@ -176,6 +176,9 @@ class Source:
         """
         self._require_finite()
         saved = self._model_state_for(model)
+        if obsolete := model.obsolete_names(saved):
+            log.info("deepmd-kit keeps these no longer: %s", ", ".join(sorted(obsolete)))
+            saved = {name: x for name, x in saved.items() if name not in obsolete}
         present = model.state_dict()
         problems = _differences(saved, present)
         if problems and not force:

@@ -340,7 +340,9 @@ def test_frames_with_a_config_type_or_a_weight_have_errors_by_it(checkpoint, fra
     assert table(weighted)["Force  RMSE"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_energies_are_compared_with_those_of_free_atoms_of_the_data(checkpoint, tmp_path, capsys):
+def test_energies_are_compared_with_those_of_free_atoms_of_the_data(
+    checkpoint, input_file, tmp_path, capsys
+):
     random = np.random.default_rng(3)
     coord = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
     coord = coord + random.normal(scale=0.05, size=(4, 3, 3))
@@ -361,4 +363,14 @@ def test_energies_are_compared_with_those_of_free_atoms_of_the_data(checkpoint, 
     alone = [predictor.predict(np.zeros((1, 1, 3)), None, np.array([k])).energy[0] for k in (0, 1)]
     error = (predicted - alone[0] - 2 * alone[1]) - (energy - free["O"] - 2 * free["H"])
     expected = np.sqrt((error**2).mean()) / 3
+    assert shown["Atomization RMSE/Natoms"] == pytest.approx(expected, rel=1e-6)
+
+    # Free atoms of the training data serve the validation data, too.
+    content = json.loads(Path("input.json").read_text())
+    content["training"]["training_data"]["systems"] = ["data/O", "data/H"]
+    content["training"]["validation_data"]["systems"] = ["data/molecule"]
+    Path("input.json").write_text(json.dumps(content))
+    assert run_dp(f"test -m {checkpoint} --train-data input.json --valid-data input.json") == 0
+    of_validation = capsys.readouterr().err.partition("errors of validation data")[2]
+    shown = table(of_validation)
     assert shown["Atomization RMSE/Natoms"] == pytest.approx(expected, rel=1e-6)

@@ -171,6 +171,21 @@ def test_many_elements_take_dpa1(capsys):
     train_three_steps(capsys)
 
 
+@pytest.mark.parametrize(
+    ("elements", "kind", "sel"),
+    [("H C N O F S Cl", "se_e2_a", "auto"), ("H C N O F S Cl P", "dpa1", 120)],
+)
+def test_molecules_take_se_e2_a_up_to_seven_elements(elements, kind, sel):
+    pytest.importorskip("ase")
+    random = np.random.default_rng(0)
+    frames = [frame(random, elements.split(), cell=False) for _ in range(20)]
+    Path("all.xyz").write_text("".join(frames))
+    assert run_dp("init all.xyz --steps 3") == 0
+    descriptor = json.loads(Path("input.json").read_text())["model"]["descriptor"]
+    assert descriptor["type"] == kind
+    assert descriptor["sel"] == sel
+
+
 def test_given_validation_data_and_names_stay_as_they_are(capsys):
     pytest.importorskip("ase")
     write_xyz("train.xyz", {"H H O": 12}, ("pbe_energy", "pbe_forces"))
@@ -239,6 +254,27 @@ def test_a_split_keeps_elements_and_lone_atoms_in_training():
         assert set(np.concatenate(kept).tolist()) == {0, 1, 2}
         contents = dict(reversed(contents.items()))
         write_xyz("one.xyz", contents)
+
+
+@pytest.mark.parametrize("word", ["config_type", "charge"])
+def test_the_last_frames_of_each_kind_are_held_out(word):
+    """A file often holds one trajectory after another: of a molecule, then of its cation."""
+    pytest.importorskip("ase")
+    values = [0] * 30 + [1] * 20 + [2] * 3
+    random = np.random.default_rng(0)
+    frames = [
+        frame(random, ["H", "O"], cell=False).replace("energy=", f"{word}={value} energy=")
+        for value in values
+    ]
+    Path("all.xyz").write_text("".join(frames))
+    options = "--frame-parameters charge" if word == "charge" else ""
+    assert run_dp(f"init all.xyz --steps 3 {options}") == 0
+    (whole,) = open_systems("all.xyz")
+    expected = {"train": [*range(27), *range(30, 48), 50, 51, 52], "valid": [27, 28, 29, 48, 49]}
+    for part, numbers in expected.items():
+        systems = open_systems(f"split/{part}")
+        energies = [system.frames(np.arange(system.nframes)).energy for system in systems]
+        np.testing.assert_array_equal(np.concatenate(energies), whole.frames(numbers).energy)
 
 
 def test_a_part_of_a_system_is_its_frames():

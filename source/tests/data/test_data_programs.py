@@ -70,6 +70,19 @@ def test_files_of_vasp_may_have_any_name_and_be_compressed(tmp_path, text, name,
         np.testing.assert_allclose(frames.force, [atoms.get_forces() for atoms in expected])
 
 
+@pytest.mark.parametrize("content", ["half", "selective"])
+def test_the_structure_next_to_an_outcar_changes_nothing(tmp_path, content):
+    """A killed run leaves half a CONTCAR; atoms that it fixes keep their forces."""
+    (tmp_path / "OUTCAR").write_text(vasp_files.outcar(STEPS))
+    lines = ["Cu", "1.0", "9 0 0", "0 9 0", "0 0 9", "Cu", "2", "Selective dynamics", "Direct"]
+    lines += ["0 0 0 F F F", "0.27 0 0 F F F"]
+    text = "\n".join(lines[:4] if content == "half" else lines)
+    (tmp_path / "CONTCAR").write_text(text)
+    (system,) = open_systems(str(tmp_path / "OUTCAR"))
+    forces = system.frames([0, 1]).force
+    np.testing.assert_allclose(forces[:, 1, 0], [step.force for step in STEPS])
+
+
 def test_compressed_files_that_dpdata_would_read_are_refused(tmp_path, labelled):
     path = tmp_path / "output.data"
     labelled.to("n2p2", str(path))

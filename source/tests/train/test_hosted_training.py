@@ -205,6 +205,34 @@ def test_fine_tuning_fits_the_bias(kind, in_both, train, load):
     assert_close({name: after[name] for name in weights}, weights, 1e-12)
 
 
+@pytest.mark.parametrize("way", ["init_model", "finetune", "restart"])
+def test_a_checkpoint_of_an_earlier_deepmd_kit(way, tmp_path, train, load, caplog):
+    """It lacks keys that are new since, and has tensors that deepmd-kit computes today."""
+    content = hosted_input("dpa4", write_data(tmp_path), 1)
+    assert train(content, skip_neighbor_stat=True) == 0
+    checkpoint = load("model.ckpt-1.pt")
+    state = checkpoint["model"]
+    section = state["_extra_state"]["model_params"]
+    assert section["descriptor"].pop("edge_norm") is True
+    section["use_compile"] = True
+    state["model.Default.atomic_model.descriptor.blocks.0.so2_conv.former_index"] = torch.ones(3)
+    torch.save(checkpoint, "earlier.pt")
+    still = {"learning_rate": {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}}
+    still["training"] = content["training"] | {"numb_steps": 2, "save_ckpt": "again"}
+    again = content | still
+    assert train(again, "INFO", skip_neighbor_stat=True, **{way: "earlier.pt"}) == 0
+    assert "former_index" in caplog.text
+    weights = load("again-2.pt")["model"]
+    assert "edge_norm" in weights["_extra_state"]["model_params"]["descriptor"]
+    del state["model.Default.atomic_model.descriptor.blocks.0.so2_conv.former_index"]
+    for name, x in state.items():
+        if torch.is_tensor(x) and "out_bias" not in name:
+            torch.testing.assert_close(weights[name], x, rtol=0, atol=1e-12, msg=name)
+    again["model"]["descriptor"]["edge_norm"] = False
+    with pytest.raises(CheckpointError, match="edge_norm was True, is False"):
+        train(again, skip_neighbor_stat=True, **{way: "earlier.pt"})
+
+
 def test_types_move_as_in_deepmd_kit(tmp_path, train, load):
     """Weights of a model of O and H start a model of H, O and C: its forces are the same."""
     system = write_data(tmp_path)

@@ -279,6 +279,16 @@ def test_sel_auto_is_a_number_in_the_output_and_cannot_be_skipped(small_input, t
     assert Path("out2.json").read_text() == once
 
 
+def test_of_many_types_the_log_shows_those_with_neighbors(small_input, train, caplog):
+    """The type map of a universal model has more than a hundred elements."""
+    content = small_input(training={"numb_steps": 1})
+    elements = ["H", "He", "Li", "Be", "B", "C", "N", "O", "F", "Ne", "Cu"]
+    content["model"]["type_map"] = elements
+    content["model"]["descriptor"] |= {"type": "dpa1", "attn_layer": 0, "sel": 60}
+    assert train(content, log_level="INFO") == 0
+    assert re.search(r"at most Cu [1-9]\d* per type", caplog.text)
+
+
 def test_numb_epoch_and_averaged_display(small_input, train):
     content = small_input(training={"disp_avg": True, "disp_freq": 3})
     content["training"]["numb_epoch"] = 0.2
