@@ -1,9 +1,9 @@
 """Muon's step without what changes the forces far from the data most, for the experiment on stability.
 
 Anchors are structures of hot dynamics of the present weights that leave the data or are too stiff, without labels
-(`anchors.py`). Between two looks, some steps apart, their forces change by ΔF. The gradient of ½ ‖ΔF‖² with respect to a matrix is the direction in which the
-matrix changes these forces further. The last `DIRECTIONS` gradients, orthonormal for each matrix, are taken off its
-polar factor::
+(`anchors.py`). Between two looks, some steps apart, their forces change by ΔF. The gradient of ½ ‖ΔF‖² with respect to
+a matrix is the direction in which the matrix changes these forces further. The last `DIRECTIONS` gradients,
+orthonormal for each matrix, are taken off its polar factor::
 
     O ← O − Σ q ⟨q, O⟩,   ⟨q, q'⟩ = 1 where q is q', else 0
 

@@ -44,9 +44,7 @@ class FractionalPower(MatrixRule):
         self, polar: Sequence[Tensor], directions: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
         """Return the powers in place of the polar factors."""
-        halves = square_roots(
-            [_shorter_side(o, u) for o, u in zip(polar, directions, strict=True)]
-        )
+        halves = square_roots([_shorter_side(o, u) for o, u in zip(polar, directions, strict=True)])
         quarters = halves if self.roots == "2" else square_roots(halves)
         if self.roots == "2·4":
             quarters = [half @ quarter for half, quarter in zip(halves, quarters, strict=True)]
@@ -99,9 +97,7 @@ def square_roots(matrices: Sequence[Tensor]) -> list[Tensor]:
         y = y @ t
         z = t @ z
     parts = y.split([x.shape[0] for x in matrices])
-    return [
-        part[:, : x.shape[-1], : x.shape[-1]] for part, x in zip(parts, matrices, strict=True)
-    ]
+    return [part[:, : x.shape[-1], : x.shape[-1]] for part, x in zip(parts, matrices, strict=True)]
 
 
 def _times(polar: Tensor, power: Tensor) -> Tensor:
