@@ -3,10 +3,12 @@
 Muon replaces the momentum G = U Σ Vᵀ by its polar factor U Vᵀ, so that directions that no datum constrains move as
 fast as others. Here U Σᵖ Vᵀ takes its place, with 0 < p < 1. From the polar factor P, with matrix products only::
 
-    H = Pᵀ G / ‖Pᵀ G‖                                  positive semidefinite, eigenvalues at most 1
+    H = Pᵀ G / ‖Pᵀ G‖ + ε                              positive definite, eigenvalues at most 1 + ε
     Y₀ = H,  Z₀ = 1;   T = (3 − Z Y) / 2,  Y ← Y T,  Z ← T Z        Y → H^½ (Higham, 1997)
     P H^½,  P H^¼ (the root of the root)  or  P H^½ H^¼
 
+On a GPU the polar factor has the noise of float16 products, and the smallest eigenvalues of Pᵀ G may be negative; the
+iteration makes these grow without bound. ε keeps them positive: singular values count as at least ε of the norm of all.
 The update has the Frobenius norm of the polar factor, so that the rate of matrices means the same.
 """
 
@@ -23,9 +25,11 @@ from torch.nn.functional import pad
 from deepmd_muon.optim import MatrixRule, register_rule
 from deepmd_muon.optim.rules.interface import BlockState
 
-#: Steps of the coupled iteration. Each multiplies small eigenvalues of Y by 1.5: below 2.25^−16 = 2e-6, that is for
-#: singular values below 2e-6 of the norm of all, powers come out smaller than they are.
-ITERATIONS = 16
+#: ε, which keeps the eigenvalues of H positive. Without it runs on a GPU ended with NaN after 2 to 4,000 steps.
+SMALLEST = 1e-4
+#: Steps of the coupled iteration. Each multiplies small eigenvalues of Y by 1.5 and so reaches those above 2.25^−12,
+#: 6e-5.
+ITERATIONS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +79,16 @@ class ThreeQuarterPower(FractionalPower):
 
 
 def _shorter_side(polar: Tensor, direction: Tensor) -> Tensor:
-    """Return PᵀG or GPᵀ, the smaller one, divided by its norm (b, n, n)."""
+    """Return H for PᵀG or GPᵀ, the smaller one (b, n, n)."""
     rows, columns = polar.shape[-2:]
     product = polar.mT @ direction if rows >= columns else direction @ polar.mT
     symmetric = 0.5 * (product + product.mT)
-    return symmetric / _norm(symmetric)
+    shift = SMALLEST * torch.eye(symmetric.shape[-1], dtype=polar.dtype, device=polar.device)
+    return symmetric / _norm(symmetric) + shift
 
 
 def square_roots(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the square roots of batches (b, n, n) of positive semidefinite matrices of norm at most 1.
+    """Return the square roots of batches (b, n, n) of positive definite matrices of norm at most about 1.
 
     All are padded with zeros to the largest n, so that each step of the iteration is three products.
     """

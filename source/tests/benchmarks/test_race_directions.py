@@ -21,13 +21,14 @@ from far_projection import (
     RunProjection,
     orthonormal,
 )
-from fractional_power import HalfPower, QuarterPower, ThreeQuarterPower
+from fractional_power import SMALLEST, HalfPower, QuarterPower, ThreeQuarterPower
 from sets import input_of
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import Frames, open_systems
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
+from deepmd_muon.optim import orthogonalize
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data" / "valid"
 SHAPES = [(2, 40, 12), (3, 12, 12), (1, 8, 20)]
@@ -52,7 +53,7 @@ def matrices(shape, smallest):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("rule", "power", "tolerance"),
-    [(HalfPower(), 0.5, 1e-4), (QuarterPower(), 0.25, 1e-3), (ThreeQuarterPower(), 0.75, 1e-4)],
+    [(HalfPower(), 0.5, 1e-3), (QuarterPower(), 0.25, 3e-3), (ThreeQuarterPower(), 0.75, 1e-3)],
 )
 def test_powers_are_those_of_the_singular_values(rule, power, tolerance, dtype):
     torch.manual_seed(0)
@@ -64,7 +65,7 @@ def test_powers_are_those_of_the_singular_values(rule, power, tolerance, dtype):
     )
     assert state == {}
     for x, o, (left, values, right) in zip(changed, polar, parts, strict=True):
-        powers = values**power
+        powers = (values / values.norm() + SMALLEST) ** power
         length = len(values) ** 0.5 / powers.norm()  # Frobenius norm of the polar factor
         expected = left * (length * powers) @ right
         assert x.dtype == dtype
@@ -72,6 +73,27 @@ def test_powers_are_those_of_the_singular_values(rule, power, tolerance, dtype):
         torch.testing.assert_close(
             torch.linalg.matrix_norm(x.double()), torch.linalg.matrix_norm(o), rtol=1e-5, atol=0
         )
+
+
+@pytest.mark.parametrize("rule", [HalfPower(), QuarterPower(), ThreeQuarterPower()])
+def test_noise_of_half_precision_does_not_grow(rule):
+    torch.manual_seed(0)
+    left, values, right = matrices((2, 64, 48), smallest=1e-12)
+    direction = (left * values @ right).float()
+    noisy = orthogonalize(direction, precision="float16")
+    exact = (left @ right).float()
+    noise = 1e-3 * torch.randn_like(noisy) / 64**0.5  # as large again as that of the products
+    ((found,), _) = rule.transform([noisy + noise], [direction], {})
+    ((expected,), _) = rule.transform([exact], [direction], {})
+    # The noisy polar factor is shorter: the schedule leaves the smallest singular values small.
+    along, wanted = (
+        torch.diagonal(left.mT @ x.double() @ right.mT, dim1=1, dim2=2) for x in (found, expected)
+    )
+    along = along / along[:, :1]
+    wanted = wanted / wanted[:, :1]
+    large = values > 1e-2 * values.norm()
+    torch.testing.assert_close(along[:, large], wanted[:, large], rtol=0.01, atol=0)
+    assert along[:, ~large].abs().max() < wanted[:, large].min()
 
 
 def test_the_power_of_zeros_is_zero():
