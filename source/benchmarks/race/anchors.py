@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -267,6 +267,9 @@ class _Feed:
 class RunAnchors:
     """The anchors of a training run."""
 
+    #: Dynamics with the ring.
+    dynamics_type: type[AnchoredRun] = AnchoredRun
+
     def __init__(self, anchors: Anchors, surroundings: Surroundings) -> None:
         self._anchors, self._surroundings = anchors, surroundings
         self._dynamics: AnchoredRun | None = None
@@ -275,30 +278,36 @@ class RunAnchors:
     def before(self, done: int, model: EnergyModel) -> None:
         """Prepare the step after `done` updates."""
         if done == self._anchors.hand_over:
-            self._dynamics = AnchoredRun(model, self._surroundings, self._anchors)
+            self._dynamics = self.dynamics_type(model, self._surroundings, self._anchors)
         if self._dynamics is None:
             return
         if done % self._anchors.explore_every == 0:
             self._dynamics.explore()
         self.holds = done % self._anchors.every == 0
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """Return how many structures were bad, how many entered, and how many copies blew up."""
         run = self._dynamics
         if run is None:
             return {}
         return {name: int(getattr(run, name).sum()) for name in ("bad", "taken", "blown")}
 
+    def act(self, step: TrainingStep, dynamics: AnchoredRun, lr_fraction: float | Tensor) -> None:
+        """Do what a step with the hinge does after the gradient of its loss."""
+        dynamics.add_gradient(step._model, lr_fraction)
+
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
         """Let `dp train` in this process take anchored steps."""
         plain = TrainingStep._differentiate
 
-        def differentiate(step: TrainingStep, batch: Any, lr_fraction: Any) -> Any:
-            found = plain(step, batch, lr_fraction)
+        def differentiate(
+            step: TrainingStep, batch: Any, lr_fraction: Any, layout: Hashable | None = None
+        ) -> Any:
+            found = plain(step, batch, lr_fraction, layout)
             if self.holds:
                 assert self._dynamics is not None
-                self._dynamics.add_gradient(step._model, lr_fraction)
+                self.act(step, self._dynamics, lr_fraction)
             return found
 
         def built(**parts: Any) -> Stepper:

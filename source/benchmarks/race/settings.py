@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from anchors import Anchors
+from far_projection import FarProjection, Projection
 from first_layer_rate import FirstLayerRate
+from fractional_power import HalfPower, QuarterPower, ThreeQuarterPower
 from sets import SETS, input_of
 from spectral_cap import SpectralCap
 
@@ -25,6 +27,8 @@ RATE = 1e-3
 STOP = 1e-3
 #: Part of the run, at its end, over which weights are averaged.
 TAIL = 0.25
+#: Folder of a set with the structures that an ensemble's mean labels.
+DISTILLED = "distilled"
 #: AdamW's best rate in the race: of five for se_e2_a, 3,000 and 30,000 steps; of four or five for DPA-3, 3,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
 ADAMW_RATES |= {"salt": 0.012}  # of three, se_e2_a, 3,000 steps
@@ -54,6 +58,8 @@ class Setting:
         labels.
     anchors
         How the run is anchored to an early copy of itself; None without.
+    distilled
+        Whether the set's systems below ``distilled`` are training data, too.
     """
 
     change: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +69,7 @@ class Setting:
     part: float = 0.1
     noise: float = 0.0
     anchors: Anchors | None = None
+    distilled: bool = False
 
 
 def muon(**settings: Any) -> Setting:
@@ -114,6 +121,12 @@ SETTINGS = {
     ),
     "spectral_cap": muon(rules=[SpectralCap.name]),
     "first_layer_rate": muon(rules=[FirstLayerRate.name]),
+    "power_0.25": muon(rules=[QuarterPower.name]),
+    "power_0.5": muon(rules=[HalfPower.name]),
+    "power_0.75": muon(rules=[ThreeQuarterPower.name]),
+    "projection": Setting({"optimizer": {"rules": [FarProjection.name]}}, anchors=Projection()),
+    # One net on the data and on structures that an ensemble's mean labels, which `distill.py` writes.
+    "distilled": Setting(distilled=True),
 }
 #: The rules of the Muon route that race, and what their rates of matrices are multiplied by beside 1.
 RULES = ("default", "soap", "brake", "normuon")
@@ -228,7 +241,10 @@ def input_for(
         Whether the run averages weights if its setting does.
     """
     chosen = SETTINGS[setting]
-    content = input_of(name, model, SETS[name].systems(folder, "train"), seed=seed, steps=steps)
+    systems = SETS[name].systems(folder, "train")
+    if chosen.distilled:
+        systems += sorted(path.parent for path in (folder / DISTILLED).glob("*/type.raw"))
+    content = input_of(name, model, systems, seed=seed, steps=steps)
     start = chosen.rates.get(f"{model}/{name}", chosen.rates.get(name, RATE))
     rate = {"type": "exp", "smooth": True, "stop_lr_ratio": STOP, "start_lr": start}
     plain = merged(content, {"optimizer": {"type": "HybridMuon"}, "learning_rate": rate})

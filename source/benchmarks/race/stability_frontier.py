@@ -61,6 +61,14 @@ LARGER = 1.05
 #: Parts of DPA-3 on AdamW, with their names in its table.
 PARTS = {"first": "first layer", "first_last": "first and last"}
 PARTS |= {"types": "type embedding", "edges": "first edges"}
+#: Other directions of Muon's step, and a net that learns from a mean, with their names in their table.
+DIRECTIONS = {
+    "power_0.25": "U Σ^¼ Vᵀ",
+    "power_0.5": "U Σ^½ Vᵀ",
+    "power_0.75": "U Σ^¾ Vᵀ",
+    "projection": "projection off far anchors",
+    "distilled": "mean of four, distilled",
+}
 #: Seeds that a row of the table of a set has.
 SEEDS = 8
 #: Departures a ps below which the axis is linear.
@@ -295,6 +303,12 @@ def depth_table(potentials: Sequence[Potential]) -> list[str]:
     return _compared_table(potentials, ("nets", "Newton–Schulz steps", "coefficient"), settings)
 
 
+def directions_table(potentials: Sequence[Potential]) -> list[str]:
+    """Compare other directions of the step, and a net that learns from a mean, with the default, as Markdown."""
+    settings = {name: (label,) for name, label in DIRECTIONS.items()}
+    return _compared_table(potentials, ("setting",), settings)
+
+
 def _compared_table(
     potentials: Sequence[Potential],
     heads: Sequence[str],
@@ -449,6 +463,7 @@ def main() -> None:
         lengths_table,
         routes_table,
         depth_table,
+        directions_table,
         dpa3_table,
     )
     for table in [make(potentials) for make in tables]:

@@ -34,6 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from anchors import RunAnchors, Surroundings
+from far_projection import Projection, RunProjection
 from sets import SETS, Part
 from settings import SETTINGS, STOP, input_for, merged
 from watched import RATIOS, WatchedRun, copies_of
@@ -242,7 +243,7 @@ def _values(model: ModelCheck) -> dict[str, Any]:
     }
 
 
-def trained(job: Job, args: argparse.Namespace, folder: Path) -> tuple[Path, dict[str, int]]:
+def trained(job: Job, args: argparse.Namespace, folder: Path) -> tuple[Path, dict[str, float]]:
     """Train a potential by `dp train`; return its checkpoint, and what its anchors did."""
     name, setting, seed, steps = job
     chosen = SETTINGS[setting]
@@ -262,7 +263,8 @@ def trained(job: Job, args: argparse.Namespace, folder: Path) -> tuple[Path, dic
         ]
     with working_folder(folder):
         if chosen.anchors:
-            anchors = RunAnchors(chosen.anchors, surroundings(name, args.data / name))
+            kind = RunProjection if isinstance(chosen.anchors, Projection) else RunAnchors
+            anchors = kind(chosen.anchors, surroundings(name, args.data / name))
             with anchors.acting():
                 return run_train(content, []), anchors.counts()
         if not chosen.last:
