@@ -17,6 +17,11 @@ from deepmd_muon.optim.rules.interface import BlockState
 TALL = 4
 
 
+def is_first_layer(block: Tensor) -> bool:
+    """Return whether a block (b, rows, columns) is the first layer of the fitting net of se_e2_a."""
+    return block.shape[-2] >= TALL * block.shape[-1]
+
+
 @dataclasses.dataclass(frozen=True)
 class FirstLayerRate(MatrixRule):
     """The lower rate as a rule; it has no state."""
@@ -27,9 +32,7 @@ class FirstLayerRate(MatrixRule):
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
         """Return the factor for tall blocks, and 1 for others."""
         return [
-            block.new_full(
-                (1, 1, 1), self.factor if block.shape[-2] >= TALL * block.shape[-1] else 1.0
-            )
+            block.new_full((1, 1, 1), self.factor if is_first_layer(block) else 1.0)
             for block in polar
         ]
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from first_layer_rate import is_first_layer
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -40,19 +41,35 @@ class FractionalPower(MatrixRule):
     ----------
     roots
         Which roots of H multiply the polar factor: '2' for p = ½, '4' for p = ¼, '2·4' for p = ¾.
+    first_layer
+        Whether only the first layer of the fitting net takes the power, told apart as by `FirstLayerRate`.
     """
 
     roots: Literal["2", "4", "2·4"] = "2"
+    first_layer: bool = False
 
     def transform(
         self, polar: Sequence[Tensor], directions: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
         """Return the powers in place of the polar factors."""
-        halves = square_roots([_shorter_side(o, u) for o, u in zip(polar, directions, strict=True)])
-        quarters = halves if self.roots == "2" else square_roots(halves)
-        if self.roots == "2·4":
-            quarters = [half @ quarter for half, quarter in zip(halves, quarters, strict=True)]
-        return [_as_long(_times(o, h), o) for o, h in zip(polar, quarters, strict=True)], {}
+        changed = list(polar)
+        chosen = [k for k, o in enumerate(polar) if not self.first_layer or is_first_layer(o)]
+        powers = self._powers([_shorter_side(polar[k], directions[k]) for k in chosen])
+        for k, power in zip(chosen, powers, strict=True):
+            changed[k] = _as_long(_times(polar[k], power), polar[k])
+        return changed, {}
+
+    def _powers(self, squares: Sequence[Tensor]) -> list[Tensor]:
+        """Return H^p of batches (b, n, n) of H."""
+        if not squares:
+            return []
+        halves = square_roots(squares)
+        if self.roots == "2":
+            return halves
+        quarters = square_roots(halves)
+        if self.roots == "4":
+            return quarters
+        return [half @ quarter for half, quarter in zip(halves, quarters, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +93,23 @@ class ThreeQuarterPower(FractionalPower):
 
     name = "power_three_quarters"
     roots: Literal["2", "4", "2·4"] = "2·4"
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstHalfPower(FractionalPower):
+    """p = ½ in the first layer of the fitting net."""
+
+    name = "first_power_half"
+    first_layer: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstQuarterPower(FractionalPower):
+    """p = ¼ in the first layer of the fitting net."""
+
+    name = "first_power_quarter"
+    roots: Literal["2", "4", "2·4"] = "4"
+    first_layer: bool = True
 
 
 def _shorter_side(polar: Tensor, direction: Tensor) -> Tensor:
@@ -120,5 +154,11 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
-for rule in (HalfPower(), QuarterPower(), ThreeQuarterPower()):
+for rule in (
+    HalfPower(),
+    QuarterPower(),
+    ThreeQuarterPower(),
+    FirstHalfPower(),
+    FirstQuarterPower(),
+):
     register_rule(rule)

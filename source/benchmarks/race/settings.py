@@ -13,7 +13,13 @@ from typing import Any
 from anchors import Anchors
 from far_projection import FarProjection, Projection
 from first_layer_rate import FirstLayerRate
-from fractional_power import HalfPower, QuarterPower, ThreeQuarterPower
+from fractional_power import (
+    FirstHalfPower,
+    FirstQuarterPower,
+    HalfPower,
+    QuarterPower,
+    ThreeQuarterPower,
+)
 from sets import SETS, input_of
 from spectral_cap import SpectralCap
 
@@ -124,6 +130,8 @@ SETTINGS = {
     "power_0.25": muon(rules=[QuarterPower.name]),
     "power_0.5": muon(rules=[HalfPower.name]),
     "power_0.75": muon(rules=[ThreeQuarterPower.name]),
+    "first_power_0.25": muon(rules=[FirstQuarterPower.name]),
+    "first_power_0.5": muon(rules=[FirstHalfPower.name]),
     "projection": Setting({"optimizer": {"rules": [FarProjection.name]}}, anchors=Projection()),
     # One net on the data and on structures that an ensemble's mean labels, which `distill.py` writes.
     "distilled": Setting(distilled=True),

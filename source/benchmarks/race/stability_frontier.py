@@ -66,6 +66,8 @@ DIRECTIONS = {
     "power_0.25": "U Σ^¼ Vᵀ",
     "power_0.5": "U Σ^½ Vᵀ",
     "power_0.75": "U Σ^¾ Vᵀ",
+    "first_power_0.25": "first layer U Σ^¼ Vᵀ",
+    "first_power_0.5": "first layer U Σ^½ Vᵀ",
     "projection": "projection off far anchors",
     "distilled": "mean of four, distilled",
 }
@@ -174,6 +176,27 @@ def lengths_table(potentials: Sequence[Potential]) -> list[str]:
                 for row in rows
             )
             lines.append(f"| {name} | {steps:,} | {cells} |")
+    return lines
+
+
+def longest_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return errors, blow-ups and departures of both optimizers after the longest runs, as Markdown."""
+    lines = [
+        "| set | optimizer | seeds | test [eV/Å] | out of distribution "
+        "| runs (potentials) blown up | departures a ps |",
+        "|" + "---|" * 7,
+    ]
+    for name in DRAWN:
+        label_of_set = f"{name} "
+        for setting, label in (("default", "HybridMuon"), ("adamw", "AdamW")):
+            points = points_of(potentials, name, setting)
+            for row in (point.row for point in points if point.row.steps == LENGTHS[-1]):
+                lines.append(
+                    f"| {label_of_set}| {label} | {row.seeds} | {shown((row.test, row.test_error))} | "
+                    f"{row.out_of_distribution:.4f} | {row.runs_blown_up} of {row.runs} "
+                    f"({row.potentials_blown_up}) | {row.departures_per_ps:.2f} |"
+                )
+                label_of_set = ""
     return lines
 
 
@@ -459,6 +482,7 @@ def main() -> None:
     tables = (
         goal_table,
         frontier_table,
+        longest_table,
         sets_table,
         lengths_table,
         routes_table,

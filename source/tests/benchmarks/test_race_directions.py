@@ -21,7 +21,13 @@ from far_projection import (
     RunProjection,
     orthonormal,
 )
-from fractional_power import SMALLEST, HalfPower, QuarterPower, ThreeQuarterPower
+from fractional_power import (
+    SMALLEST,
+    FirstHalfPower,
+    HalfPower,
+    QuarterPower,
+    ThreeQuarterPower,
+)
 from sets import input_of
 
 from deepmd_muon.argcheck import normalize
@@ -94,6 +100,17 @@ def test_noise_of_half_precision_does_not_grow(rule):
     large = values > 1e-2 * values.norm()
     torch.testing.assert_close(along[:, large], wanted[:, large], rtol=0.01, atol=0)
     assert along[:, ~large].abs().max() < wanted[:, large].min()
+
+
+def test_the_first_layer_alone_takes_the_power():
+    torch.manual_seed(0)
+    parts = [matrices(shape, smallest=1e-3) for shape in ((1, 48, 12), (2, 12, 12))]
+    directions = [left * values @ right for left, values, right in parts]
+    polar = [left @ right for left, _, right in parts]
+    (first, other), _ = FirstHalfPower().transform(polar, directions, {})
+    ((expected,), _) = HalfPower().transform(polar[:1], directions[:1], {})
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-12)
+    assert torch.equal(other, polar[1])
 
 
 def test_the_power_of_zeros_is_zero():
@@ -216,7 +233,7 @@ def test_anchored_runs_end_with_a_potential(setting, race_data, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["power_0.25", "power_0.5", "power_0.75"])
+@pytest.mark.parametrize("setting", ["power_0.25", "power_0.5", "power_0.75", "first_power_0.5"])
 def test_powers_train(setting, race_data, tmp_path):
     line = run_setting(setting, race_data, tmp_path)
     assert line["dynamics"]["blown"] == [None, None]
