@@ -228,6 +228,8 @@ def test_a_checkpoint_of_an_earlier_deepmd_kit(way, tmp_path, train, load, caplo
     for name, x in state.items():
         if torch.is_tensor(x) and "out_bias" not in name:
             torch.testing.assert_close(weights[name], x, rtol=0, atol=1e-12, msg=name)
+    script = {way: "earlier.pt", "use_pretrain_script": True}
+    assert train(again, skip_neighbor_stat=True, **script) == 0
     again["model"]["descriptor"]["edge_norm"] = False
     with pytest.raises(CheckpointError, match="edge_norm was True, is False"):
         train(again, skip_neighbor_stat=True, **{way: "earlier.pt"})
