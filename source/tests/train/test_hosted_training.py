@@ -270,6 +270,18 @@ def test_types_of_dpa4_stay(tmp_path, train, load):
     assert tuned["_extra_state"]["model_params"]["type_map"] == TYPE_MAP
     name = next(name for name in weights if "type_embedding" in name)
     torch.testing.assert_close(tuned[name], weights[name], rtol=0, atol=1e-12)
+    # The input of `dp init` has a model of ours, whose rates are fifty times those of deepmd-kit.
+    own = copy.deepcopy(content)
+    own["model"] = {
+        "type_map": ["H", "O"],
+        "descriptor": {"type": "se_e2_a", "sel": "auto", "rcut": 4.0, "neuron": [4, 8]},
+    }
+    own["optimizer"] = {"type": "HybridMuon"}
+    own["learning_rate"]["start_lr"] = 1e-3
+    assert train(own, **script) == 0
+    optimizer = json.loads(Path("out.json").read_text())["optimizer"]
+    assert optimizer["lr_adjust_coeff"] == 0.18
+    assert optimizer["adam_lr_ratio"] == 1.0
     content["model"]["type_map"] = ["H", "O", "C"]
     with pytest.raises(ModelError, match="SeZM"):
         train(content, skip_neighbor_stat=True, **script)
