@@ -48,6 +48,7 @@ def check_model_section(
     """
     if isinstance(saved, HostedSettings) and isinstance(present, HostedSettings):
         saved = completed(saved)
+        present = completed(present)  # --use-pretrain-script gives it the saved section
     saved_section = _with_one_spelling(thaw(saved))
     present_section = _with_one_spelling(thaw(present))
     changes = [

@@ -161,6 +161,20 @@ class Input:
         optimizer = dataclasses.replace(config, **scales.values)
         return dataclasses.replace(self.changed(optimizer=optimizer), scales=scales)
 
+    def with_default_scales(self) -> Input:
+        """Return the input with deepmd-kit's defaults for the scales that it omits."""
+        if self.scales is None:
+            return self
+        config: Any = self.settings.optimizer
+        defaults = {
+            field.name: field.default
+            for field in dataclasses.fields(config)
+            if field.name in self.scales.values
+        }
+        optimizer = dataclasses.replace(config, **defaults)
+        changed_input = self.changed(optimizer=optimizer)
+        return dataclasses.replace(changed_input, scales=None, small_steps=None)
+
 
 def load(path: str | os.PathLike[str]) -> Input:
     """Read and check an input file: JSON, or YAML when it ends in .yaml or .yml.

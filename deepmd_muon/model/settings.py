@@ -245,7 +245,8 @@ class ModelSettings(Section):
 # ----- models of deepmd-kit ----------------------------------------------------------------------
 
 # Kinds of models and fitting nets that give energies from positions, some also from spins.
-_ENERGY_MODELS = frozenset({"standard", "dpa4", "DPA4", "SeZM", "sezm", "linear_ener"})
+_DPA4 = frozenset({"dpa4", "DPA4", "SeZM", "sezm"})
+_ENERGY_MODELS = frozenset({"standard", "linear_ener"}) | _DPA4
 _ENERGY_FITTING_NETS = frozenset({"ener", "dpa4_ener", "sezm_ener"})
 # Keys that ask for other labels, or for files of other programs.
 _OTHER_KEYS = ("modifier", "compress", "type_embedding", "hessian_mode")
@@ -353,6 +354,11 @@ class HostedSettings(ModelSettings):
             )
         except InvalidSettingError as error:
             raise ModelError(f"model section: {error}") from error
+
+    @property
+    def has_fixed_types(self) -> bool:
+        """Whether deepmd-kit cannot change the type map of the model's weights."""
+        return self.section.get("type") in _DPA4 or bool(self.section.get("spin"))
 
     def with_fitting_net_of(self, other: ModelSettings) -> HostedSettings:
         """Return the model with the fitting net of another hosted model."""

@@ -129,6 +129,17 @@ def _with_saved_models(run_input: Input, sources: Mapping[str, Source]) -> Input
         if with_script:
             descriptor = run_input.branches[with_script[0]].model.descriptor
             run_input = run_input.with_model(names, descriptor=descriptor)
+    is_hosted = any(
+        isinstance(branch.model, HostedSettings) for branch in run_input.branches.values()
+    )
+    if run_input.scales is not None and is_hosted:
+        # As for inputs that name the model themselves: the scales were measured on our models.
+        run_input = run_input.with_default_scales()
+        log.info(
+            "optimizer/lr_adjust_coeff is not given and takes %g, deepmd-kit's default for models "
+            "that deepmd-kit computes (doc/learning-rate.md)",
+            run_input.settings.optimizer.lr_adjust_coeff,
+        )
     return run_input
 
 

@@ -115,12 +115,19 @@ class Source:
         """Return the model for --use-pretrain-script.
 
         Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is
-        the checkpoint's.
+        the checkpoint's. If deepmd-kit cannot change its types, it keeps its type map, which must
+        have all types of the input.
         """
         if self.way != "finetune":
             return self._with_adapters(self.settings, present)
         if isinstance(self.settings, HostedSettings):
-            saved = self._with_adapters(self._model_for(present), present)
+            keeps_types = self.settings.has_fixed_types and (
+                set(present.type_map) <= set(self.settings.type_map)
+            )
+            if keeps_types and present.type_map != self.settings.type_map:
+                log.info("type_map becomes that of %s, whose types cannot change", self.path)
+            saved = self.settings if keeps_types else self._model_for(present)
+            saved = self._with_adapters(saved, present)
             return self._with_new_fitting(saved, present) if self.new_fitting else saved
         saved_model = self._model_for(present)
         parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]

@@ -86,6 +86,18 @@ def test_a_list_of_slots_counts_by_its_sum():
     assert len(model.atomic_model.fitting_net.filter_layers.networks) == 1
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("centred", [False, True])
+def test_rescaling_of_no_pairs_says_nothing(centred):
+    """A batch of lone atoms has none."""
+    x = torch.zeros(0, 4, requires_grad=True)
+    y, r = _Rescaled.apply(x, 1e-5, centred)
+    assert y.shape == (0, 4)
+    assert r.shape == (0, 1)
+    y.sum().backward()
+    assert x.grad.shape == (0, 4)
+
+
 @pytest.mark.parametrize("centred", [False, True])
 def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
     x = torch.randn(

@@ -228,6 +228,8 @@ def test_a_checkpoint_of_an_earlier_deepmd_kit(way, tmp_path, train, load, caplo
     for name, x in state.items():
         if torch.is_tensor(x) and "out_bias" not in name:
             torch.testing.assert_close(weights[name], x, rtol=0, atol=1e-12, msg=name)
+    script = {way: "earlier.pt", "use_pretrain_script": True}
+    assert train(again, skip_neighbor_stat=True, **script) == 0
     again["model"]["descriptor"]["edge_norm"] = False
     with pytest.raises(CheckpointError, match="edge_norm was True, is False"):
         train(again, skip_neighbor_stat=True, **{way: "earlier.pt"})
@@ -252,12 +254,37 @@ def test_types_move_as_in_deepmd_kit(tmp_path, train, load):
     assert train(content, skip_neighbor_stat=True, finetune="model.ckpt-3.pt") == 0
 
 
-def test_other_types_than_deepmd_kit_can_give_a_model_are_one_error(tmp_path, train):
+def test_types_of_dpa4_stay(tmp_path, train, load):
     content = hosted_input("dpa4", write_data(tmp_path), 1)
     assert train(content, skip_neighbor_stat=True) == 0
+    weights = load("model.ckpt-1.pt")["model"]
     content["model"]["type_map"] = ["H", "O"]
+    content["learning_rate"] = {"type": "exp", "start_lr": 1e-30, "stop_lr": 1e-31}
+    for way in ("init_model", "finetune"):
+        with pytest.raises(ModelError, match="SeZM"):
+            train(content, skip_neighbor_stat=True, **{way: "model.ckpt-1.pt"})
+    content["training"]["save_ckpt"] = "tuned"
+    script = {"finetune": "model.ckpt-1.pt", "use_pretrain_script": True}
+    assert train(content, skip_neighbor_stat=True, **script) == 0
+    tuned = load("tuned-1.pt")["model"]
+    assert tuned["_extra_state"]["model_params"]["type_map"] == TYPE_MAP
+    name = next(name for name in weights if "type_embedding" in name)
+    torch.testing.assert_close(tuned[name], weights[name], rtol=0, atol=1e-12)
+    # The input of `dp init` has a model of ours, whose rates are fifty times those of deepmd-kit.
+    own = copy.deepcopy(content)
+    own["model"] = {
+        "type_map": ["H", "O"],
+        "descriptor": {"type": "se_e2_a", "sel": "auto", "rcut": 4.0, "neuron": [4, 8]},
+    }
+    own["optimizer"] = {"type": "HybridMuon"}
+    own["learning_rate"]["start_lr"] = 1e-3
+    assert train(own, **script) == 0
+    optimizer = json.loads(Path("out.json").read_text())["optimizer"]
+    assert optimizer["lr_adjust_coeff"] == 0.18
+    assert optimizer["adam_lr_ratio"] == 1.0
+    content["model"]["type_map"] = ["H", "O", "C"]
     with pytest.raises(ModelError, match="SeZM"):
-        train(content, skip_neighbor_stat=True, init_model="model.ckpt-1.pt")
+        train(content, skip_neighbor_stat=True, **script)
 
 
 def two_branches(system, steps, **training):

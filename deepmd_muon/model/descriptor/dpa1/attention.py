@@ -177,7 +177,10 @@ class _Rescaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
         """Return y like x `(…, width)`, and r `(…, 1)`."""
-        if centred:
+        if not x.numel():  # of batches of lone atoms; var_mean would warn
+            r = x.new_ones(*x.shape[:-1], 1)
+            y = x.clone()
+        elif centred:
             variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
             r = (variance + eps).rsqrt_()
             y = (x - mean).mul_(r)
