@@ -1,28 +1,52 @@
-"""One rank's part of an exchange: its jobs, its pieces of blocks, and their places in messages.
+"""The messages of a bucket on one rank: the jobs they serve, the pieces they carry, and their format.
 
-There is no communication. A message is a row of 8-byte words:
+There is no communication here. `transport` sends the messages, `bucket` and `owned` fill and read
+them, and `rule_state` does so for the state of rules. The three sections follow one chain: the jobs
+of a rank, the pieces of these jobs, and the places of these pieces in the rank's messages.
+
+The format of a message
+-----------------------
+In each leg of an exchange, each rank has one message to and one from every rank of the domain,
+itself included. Messages of a rank are one behind the other in a float64 buffer. A message is a row
+of 8-byte words:
 
     header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
 
-A header has three kinds of words: whether there is a gradient (`PRESENCE`), the rules' state per
-block (from `FIRST_STATE` on) and, in the gather, the rules' sums (at the end). Lines are the rules'
-state per row or column. Elements are in the wire type, all planes of a piece one after the other,
-padded at the end of the message to whole words. Buffers are float64 tensors, and elements are views
-of them, so that one collective carries everything.
+header
+    Float64 values: whether there is a gradient (`PRESENCE`), then one number of the rules' state
+    for each key of state per block (from `FIRST_STATE` on), then, in the gather only, the rules'
+    sums (`header_words`). All headers of a domain have the same length.
+lines
+    The rules' state per row or column, float64.
+elements
+    In the wire type, one plane of the piece after the other. Each plane is (rows, columns). The end
+    of the message is padded to a whole word.
+
+Example
+-------
+Rank 0 has rows 0 and 1 of a 4 × 6 float32 matrix, rank 1 has rows 2 and 3 and owns the matrix. No
+rule has state, so a header is one word. A piece is 2 × 6 elements of 4 bytes, which are 6 words.
+`Side` describes the messages of the gather:
+
+                       rank 0, packing      rank 1, packing      rank 1, arriving
+    pieces             rows 0–1             rows 2–3             rows 0–1, rows 2–3
+    splits [words]     to 0: 0, to 1: 7     to 0: 0, to 1: 7     from 0: 7, from 1: 7
+    header_index       [[0]]                [[0]]                [[0], [7]]
+    element_start      2                    2                    2, 16
+
+An element start counts elements of 4 bytes: word 1 is element 2. In the return, `leaving` of rank 1
+equals its `arriving`, and `applying` of each rank equals its `packing`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.routing.views import Axis
-from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
     MatrixLayout,
     Overlap,
@@ -31,14 +55,8 @@ from deepmd_muon.optim.sharded.layout import (
     block_bounds,
     overlap,
     regions_by_rank,
-    with_whole_lines,
 )
-from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Job, Leg, Plan
-
-# Words of a header.
-# Above 0, in the gather, if the piece has a gradient; in the return, if any piece of its block has.
-PRESENCE = 0
-FIRST_STATE = 1
+from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Job, Leg, Plan, rule_values
 
 _FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,11 +67,19 @@ _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class RankJobs:
-    """The jobs of one bucket, or portion, in which a rank takes part."""
+    """The jobs of one bucket, or portion, in which a rank takes part.
+
+    Attributes
+    ----------
+    bucket
+        Its number; None for a portion.
+    jobs
+        In the global order of `Domain.jobs`. A *job number* is a position in this tuple.
+    """
 
     plan: Plan
     domain: Domain
-    bucket: int | None  # its number; None for a portion
+    bucket: int | None
     jobs: tuple[Job, ...]
     rank: int
 
@@ -87,16 +113,16 @@ def travelling_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
 def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
     """Return the jobs that stay on a rank, in portions of at most a bucket's size or of one job."""
     portions: list[list[Job]] = []
-    room = 0
+    free_bytes = 0  # of the last portion
     for job in domain.jobs:
         if job.bucket is None and job.owner == rank:
             n_bytes = sum(job.sources.values()) * domain.itemsize
             # A job that is larger than a bucket is a portion by itself.
-            if n_bytes > room or not portions:
+            if n_bytes > free_bytes or not portions:
                 portions.append([])
-                room = plan.settings.bucket_bytes
+                free_bytes = plan.settings.bucket_bytes
             portions[-1].append(job)
-            room -= n_bytes
+            free_bytes -= n_bytes
     return [RankJobs(plan, domain, None, tuple(portion), rank) for portion in portions]
 
 
@@ -105,7 +131,7 @@ class Stack(NamedTuple):
 
     group: int  # number of the parameter group
     shape: tuple[int, int]
-    job_numbers: list[int]  # positions in `RankJobs.jobs`
+    job_numbers: list[int]  # of the jobs, one per matrix
 
     @property
     def elements(self) -> int:
@@ -114,23 +140,37 @@ class Stack(NamedTuple):
         return len(self.job_numbers) * rows * columns
 
 
-class MatrixPlace(NamedTuple):
-    """The number of a stack, and the index of a matrix in it."""
-
-    stack: int
-    matrix: int
-
-
 def stacks_of(rank_jobs: RankJobs, group_numbers: Mapping[int, int]) -> list[Stack]:
-    """Return the stacks that a rank owns; see `Bucket` for `group_numbers`."""
+    """Return the stacks of all matrices that a rank owns.
+
+    `group_numbers` has the parameter group of each parameter, by position in the plan.
+    """
     stacks: dict[tuple[int, tuple[int, int]], Stack] = {}
-    for number, job in enumerate(rank_jobs.jobs):
+    for job_number, job in enumerate(rank_jobs.jobs):
         if job.owner == rank_jobs.rank:
             group = group_numbers[job.parameter]
             shapes = rank_jobs.plan.parameters[job.parameter].view.block_shapes
             shape = shapes[job.block % len(shapes)]  # the parts of all matrices are alike
-            stacks.setdefault((group, shape), Stack(group, shape, [])).job_numbers.append(number)
+            stack = stacks.setdefault((group, shape), Stack(group, shape, []))
+            stack.job_numbers.append(job_number)
     return list(stacks.values())
+
+
+class MatrixPlace(NamedTuple):
+    """Where a rank has a matrix that it owns."""
+
+    stack: int  # number of the stack
+    index_in_stack: int
+    number: int  # of the matrix among those of all stacks, counted stack by stack
+
+
+def matrix_places(stacks: Sequence[Stack]) -> dict[int, MatrixPlace]:
+    """Return the place of every owned matrix by job number, in the order of `MatrixPlace.number`."""
+    places: dict[int, MatrixPlace] = {}
+    for stack_number, stack in enumerate(stacks):
+        for index_in_stack, job_number in enumerate(stack.job_numbers):
+            places[job_number] = MatrixPlace(stack_number, index_in_stack, number=len(places))
+    return places
 
 
 # ----- pieces ------------------------------------------------------------------------------------
@@ -142,29 +182,28 @@ class Piece(NamedTuple):
     parameter: int  # position in the plan
     block: int  # number in the parameter: matrix · (parts of each matrix) + part
     rank: int  # that holds the piece
-    batch_index: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
+    batch_index: int | None  # of the matrix in the rank's local view; None if it has none of it
     rows: Overlap  # in the local view, and in the block
     columns: Overlap
 
     @property
     def elements(self) -> int:
         """Number of elements."""
-        return self.rows.size * self.columns.size if self.batch_index >= 0 else 0
+        return 0 if self.batch_index is None else self.rows.size * self.columns.size
 
     @property
     def local_index(self) -> tuple[int, slice, slice]:
         """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
-        assert self.batch_index >= 0  # −1 would select the last matrix
+        assert self.batch_index is not None
         return self.batch_index, self.rows.local_slice, self.columns.local_slice
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
     """Return a rank's piece of a block's momentum, for the gather, or of its update."""
-    matrices = plan.parameters[parameter].matrices(leg)
-    return _piece_in(matrices, parameter, block, rank)
+    return piece_in(plan.parameters[parameter].matrices(leg), parameter, block, rank)
 
 
-def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
+def piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
     """Return the piece of a block that a rank has in this layout of the parameter."""
     region = regions_by_rank(matrices)[rank]
     bounds_of_parts = block_bounds(matrices.view)
@@ -175,7 +214,7 @@ def _piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> 
         parameter=parameter,
         block=block,
         rank=rank,
-        batch_index=in_batch.start if in_batch.size else -1,
+        batch_index=in_batch.start if in_batch.size else None,
         rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
         columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
     )
@@ -225,7 +264,17 @@ def part_slices_of(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, s
     return slices
 
 
-# ----- messages ----------------------------------------------------------------------------------
+# ----- places in messages ------------------------------------------------------------------------
+
+# Words of a header.
+# Above 0, in the gather, if the piece has a gradient; in the return, if any piece of its block has.
+PRESENCE = 0
+FIRST_STATE = 1
+
+
+def first_sum(domain: Domain) -> int:
+    """Return the first word of the rules' sums in a header of the gather."""
+    return FIRST_STATE + len(rule_values(domain.rules).block_keys)
 
 
 class MessagePiece(NamedTuple):
@@ -239,7 +288,7 @@ class MessagePiece(NamedTuple):
 
 
 class Side:
-    """The sending or the receiving side of one leg: where everything is in this rank's messages.
+    """The sending or the receiving side of one leg: the places of all pieces in a rank's messages.
 
     With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them. The
     four sides of an `Exchange` are
@@ -255,7 +304,8 @@ class Side:
     n_planes
         Number of planes: directions, then the inputs that rules request; in the return one.
     pieces
-        The pieces in the order of the messages, which is the same for sender and receiver.
+        The pieces in the order of the messages, which is the same for sender and receiver: by peer,
+        then by job.
     splits
         Words of the message to or from each of `RankJobs.peers`, as `all_to_all_single` takes them.
         The message of this rank to itself is among them, although it does not leave the rank.
@@ -270,38 +320,41 @@ class Side:
     buffer: Tensor
 
     def __init__(self, rank_jobs: RankJobs, leg: Leg, device: torch.device, *, owns: bool) -> None:
-        plan = rank_jobs.plan
-        dtype_name = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        domain = rank_jobs.domain
+        settings = rank_jobs.plan.settings
+        dtype_name = settings.gather_dtype if leg == "gather" else settings.return_dtype
         self.wire_dtype = _NARROW_DTYPES.get(dtype_name, rank_jobs.full_dtype)
-        itemsize = self.wire_dtype.itemsize
-        self.n_planes = rank_jobs.domain.n_planes(leg)
+        self.n_planes = domain.n_planes(leg)
         self.pieces: list[MessagePiece] = []
         self.splits: list[int] = []
-        header_words = rank_jobs.domain.header_words(leg)
+        header_words = domain.header_words(leg)
         header_positions: list[int] = []
-        message_start = 0  # positions are in words, except `element_start`
+        # The sizes of messages must equal those of `Domain.bytes_of_messages`.
+        elements_per_word = WORD_BYTES // self.wire_dtype.itemsize
+        word = 0  # next free word of the buffer
         for peer in rank_jobs.peers:
-            holder, owner = (peer, rank_jobs.rank) if owns else (rank_jobs.rank, peer)
+            message_start = word
+            holder = peer if owns else rank_jobs.rank
+            owner = rank_jobs.rank if owns else peer
             jobs = {
                 number: job
                 for number, job in enumerate(rank_jobs.jobs)
                 if job.owner == owner and holder in job.holders(leg)
             }
-            headers_end = message_start + len(jobs) * header_words
-            header_positions += range(message_start, headers_end)
-            line_values = (job.line_values.get(holder, 0) for job in jobs.values())
-            *line_starts, lines_end = itertools.accumulate(line_values, initial=headers_end)
-            # The sizes must equal those of `Domain.bytes_of_messages`.
-            element_start = lines_end * WORD_BYTES // itemsize
+            word += len(jobs) * header_words
+            header_positions += range(message_start, word)
+            line_starts = []
+            for job in jobs.values():
+                line_starts.append(word)
+                word += job.line_values.get(holder, 0)
+            element = word * elements_per_word  # next free element
             for (number, job), line_start in zip(jobs.items(), line_starts, strict=True):
-                piece = piece_of(plan, job.parameter, job.block, holder, leg)
-                self.pieces.append(MessagePiece(number, piece, line_start, element_start))
-                element_start += self.n_planes * piece.elements
-            # `element_start` is now the end of the last piece. Rounded up.
-            message_end = -(-element_start * itemsize // WORD_BYTES)
-            self.splits.append(message_end - message_start)
-            message_start = message_end
-        self.words = message_start
+                piece = piece_of(rank_jobs.plan, job.parameter, job.block, holder, leg)
+                self.pieces.append(MessagePiece(number, piece, line_start, element))
+                element += self.n_planes * piece.elements
+            word = -(-element // elements_per_word)  # rounded up
+            self.splits.append(word - message_start)
+        self.words = word
         positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
         self.header_index = positions.view(-1, header_words)
 
@@ -332,63 +385,31 @@ class Side:
         return views
 
 
-def rows_index(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
-    """Return the index of some of `count` rows; for all rows a slice, which makes a view."""
+def header_rows(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
+    """Return the index of some of `count` headers; of all headers a slice, which makes a view."""
     if len(positions) == count:
         return slice(None)
     return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
-# ----- lines -------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class CopyList:
+    """Pairs of views of equal shapes: elements are copied between `buffer` and `local` memory."""
 
+    buffer: list[Tensor] = dataclasses.field(default_factory=list)
+    local: list[Tensor] = dataclasses.field(default_factory=list)
 
-class Lines(NamedTuple):
-    """The part of a rule's state per row or column of a block that one rank keeps.
+    def add(self, in_buffer: Tensor, local: Tensor) -> None:
+        """Add a pair."""
+        self.buffer.append(in_buffer)
+        self.local.append(local)
 
-    Attributes
-    ----------
-    shape
-        Of the rank's local state tensor: (batch, lines, blocks that a line crosses, values).
-    batch_index, overlap, part_number
-        The block's lines in this tensor, as indices of its first three dimensions. `overlap` also
-        has their indices in the block. `batch_index` is -1 if the rank has none of the matrix.
-    values_per_line
-        Fewer than the last dimension if other blocks of the matrix have longer vectors.
+    def write_buffer(self) -> None:
+        """Copy from the local memory to the buffer."""
+        if self.buffer:
+            torch._foreach_copy_(self.buffer, self.local)
 
-    Examples
-    --------
-    Take the third block of a fused weight of 64 rows and 64 + 64 + 32 columns, on a rank with the
-    first 32 rows. If rows have vectors along the columns, each row crosses three blocks: `shape` is
-    (1, 32, 3, 64), `overlap` 0 … 32, `part_number` 2, `values_per_line` 32. If columns have
-    numbers, each column crosses one block: (1, 160, 1, 1), 128 … 160, 0 and 1.
-    """
-
-    shape: tuple[int, int, int, int]
-    batch_index: int
-    overlap: Overlap
-    part_number: int
-    values_per_line: int
-
-    @property
-    def n_values(self) -> int:
-        """Number of values of all lines."""
-        return self.overlap.size * self.values_per_line if self.batch_index >= 0 else 0
-
-
-def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
-    """Return the rows or columns of a piece's block that its rank keeps the values of."""
-    axis = cast("Axis", tensor.extent)
-    matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), axis)
-    line_piece = _piece_in(matrices, piece.parameter, piece.block, piece.rank)
-    batch, rows, columns = regions_by_rank(matrices)[piece.rank].shape
-    blocks_per_line = matrices.view.repeats(axis)
-    lengths = tensor.lengths(matrices.view)
-    part_number = piece.block % len(lengths)
-    return Lines(
-        shape=(batch, rows if axis == "rows" else columns, blocks_per_line, max(lengths)),
-        batch_index=line_piece.batch_index,
-        overlap=line_piece.rows if axis == "rows" else line_piece.columns,
-        # Lines of one block each: `overlap` alone selects the block.
-        part_number=part_number if blocks_per_line > 1 else 0,
-        values_per_line=lengths[part_number],
-    )
+    def read_buffer(self) -> None:
+        """Copy from the buffer to the local memory."""
+        if self.buffer:
+            torch._foreach_copy_(self.local, self.buffer)

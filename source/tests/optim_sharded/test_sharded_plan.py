@@ -32,6 +32,7 @@ from deepmd_muon.optim.sharded.layout import (
     score_layout,
     state_layout,
 )
+from deepmd_muon.optim.sharded.messages import Side, travelling_jobs
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
 from deepmd_muon.optim.sharded.process_groups import largest_set
 
@@ -479,3 +480,30 @@ def test_sets_of_ranks_that_only_overlap_are_refused():
     assert largest_set([(0, 1), (0, 1, 2)]) == (0, 1, 2)
     with pytest.raises(ShardingError, match=r"on ranks \(1, 2\) and on ranks \(0, 1\)"):
         largest_set([(0, 1), (1, 2)])  # vectors, too: rank 0 would not skip for a NaN of rank 2
+
+
+def test_messages_of_the_example():
+    """The table in the docstring of `messages`: a 4 × 6 matrix in two halves of rows, owned by rank 1."""
+    # Of two equal matrices each rank owns one.
+    plan = make_plan([parameter("v", (4, 6), fsdp(2)), parameter("w", (4, 6), fsdp(2))])
+    (domain,) = plan.domains
+    (job,) = (job for job in domain.jobs if job.owner == 1)
+    domain = dataclasses.replace(domain, jobs=(job,))
+
+    def side(rank, leg, *, owns):
+        (rank_jobs,) = travelling_jobs(plan, domain, rank)
+        return Side(rank_jobs, leg, torch.device("cpu"), owns=owns)
+
+    def description(side):
+        rows = [x.piece.rows.runs for x in side.pieces]
+        starts = [x.element_start for x in side.pieces]
+        return rows, side.splits, side.header_index.tolist(), starts
+
+    one_piece = {rank: ([((2 * rank, 2 * rank + 2),)], [0, 7], [[0]], [2]) for rank in (0, 1)}
+    both_pieces = ([((0, 2),), ((2, 4),)], [7, 7], [[0], [7]], [2, 16])
+    for rank in (0, 1):
+        assert description(side(rank, "gather", owns=False)) == one_piece[rank]
+        assert description(side(rank, "return", owns=False)) == one_piece[rank]
+    for leg in LEGS:
+        assert description(side(1, leg, owns=True)) == both_pieces
+        assert description(side(0, leg, owns=True)) == ([], [0, 0], [], [])
