@@ -39,8 +39,9 @@ exchange
 portion
     A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
     collective. In code both are of class `Bucket`.
-line
-    A row or column of a block, where a rule keeps values for each of them.
+score, line
+    State of rules: a score is one number for a block. A line is a row or column of a block, where a
+    rule keeps values for each of them.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group. In
     a stack, and in the messages of its blocks, a block is called a *matrix*.

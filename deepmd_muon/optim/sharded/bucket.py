@@ -1,25 +1,25 @@
-"""A bucket, or portion, on one rank: directions leave for their owners, updates come back.
+"""A bucket, or portion, on one rank: directions go to the owners of matrices, updates come back.
 
 What happens to one matrix
 --------------------------
-The matrix is 4 × 6. Rank 0 has rows 0 and 1 of the parameter and of its momentum, rank 1 has rows 2
-and 3 and owns the matrix. Both ranks have a `Bucket` with this job, and `PipelineStep` takes the
-same steps on both. It computes directions, updates and new weights, and starts the collectives; the
-bucket moves data between tensors and messages.
+Ranks 0 and 1 have 4 rows each of a matrix (8, 6), of its momentum and of its weights, and rank 0 is
+its owner. Both ranks have a `Bucket` with this job, and the `PipelineStep` of each makes the same
+calls. The bucket moves data between tensors and messages. `PipelineStep` computes, and starts the
+collectives:
 
-    step of PipelineStep       rank 0, a holder                 rank 1, a holder and the owner
-    `pack`                     rows 0–1 of the direction and    the same for rows 2–3
-                               a header → its message
-    gather                     sends the message to rank 1      has both messages
-    `assemble`                 –                                both messages → `matrices`, 4 × 6
-    orthogonalize              –                                computes the update, 4 × 6
-    `pack_updates`             –                                the update → one message per holder
-    return                     has its message                  sends a message to rank 0
-    `take_state`               header → state of rules          the same
-    apply `update_lists`       rows 0–1 of the parameter        rows 2–3 of the parameter
+    `PipelineStep`       rank 0, owner and holder                   rank 1, a holder
+    advance              direction (4, 6) of its rows               direction (4, 6) of its rows
+    `pack`               header and direction → a message           the same
+    gather               has its own message and that of rank 1     sends its message to rank 0
+    `assemble`           both messages → `matrices`, (8, 6)         –
+    orthogonalize        computes the update, (8, 6)                –
+    `pack_updates`       the update → a message for each rank       –
+    return               sends a message to rank 1                  has its message
+    `take_state`         header → state of rules                    the same
+    apply                the update to its rows, `update_lists`     the same
 
 A bucket has many such jobs, and a rank may be a holder in some and the owner in others. Each method
-handles all jobs at once, with a few operations on lists of views. `owned` is the owner's half,
+handles all jobs at once, with a few operations on lists of views. `owned_matrices` is the owner's half,
 `rule_state` the state of rules in both halves, `messages` the format of messages.
 
 When views are created
@@ -54,7 +54,7 @@ from deepmd_muon.optim.sharded.messages import (
     local_shape,
     stacks_of,
 )
-from deepmd_muon.optim.sharded.owned import OwnedBlocks, OwnedMatrices, workspace_words
+from deepmd_muon.optim.sharded.owned_matrices import OwnedBlocks, OwnedMatrices, workspace_words
 from deepmd_muon.optim.sharded.plan import Plan, rule_values
 from deepmd_muon.optim.sharded.rule_state import HeldRuleState
 from deepmd_muon.optim.sharded.transport import Exchange
@@ -74,7 +74,7 @@ class LocalParameter:
     group
         Number of its parameter group.
     first_statistics_row
-        Its first row in the table of statistics.
+        Its first row in the table of statistics, which has a row for each block of each momentum.
     """
 
     p: Tensor
@@ -194,11 +194,11 @@ class Bucket:
     def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor, workspace: Tensor) -> None:
         """Create the views of these buffers and of the workspace of matrices, all float64."""
         self.exchange.use_buffers(holder_buffer, owner_buffer)
-        self._owned = OwnedMatrices(
+        self._owned_matrices = OwnedMatrices(
             self._rank_jobs, self.exchange, self.stacks, workspace, self._device
         )
-        self.matrices: list[Tensor] = self._owned.matrices
-        self.inputs: dict[Input, list[Tensor]] = self._owned.inputs
+        self.matrices: list[Tensor] = self._owned_matrices.matrices
+        self.inputs: dict[Input, list[Tensor]] = self._owned_matrices.inputs
 
     def bind(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create all views of this rank's parameters, by position in the plan."""
@@ -211,7 +211,8 @@ class Bucket:
     def _bind_elements(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of directions and inputs that `pack` copies to the buffer."""
         side = self.exchange.packing
-        # Item k of `_sources`, and of each plane of `_targets`, is for piece k of `packing`.
+        # Item k of `_sources`, and of each plane of `_targets`, is for piece k of `packing`. The
+        # source and the target of a copy have the same shape.
         self._sources = [
             _PackedSource.of(self._rank_jobs.plan, piece, local_params[piece.parameter].momentum)
             for piece in self._packed_pieces
@@ -228,8 +229,8 @@ class Bucket:
     def _bind_headers(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the headers of a usual step, and find the rows of statistics that they carry."""
         plan = self._rank_jobs.plan
-        # Float64 (pieces, words). Every step overwrites all words except PRESENCE, which is 1 in a
-        # usual step.
+        # Float64 (pieces, words). Every step overwrites the words of state and sums. The others stay:
+        # PRESENCE, which is 1 in a usual step, and 0 for rules that a parameter does not have.
         self._headers = torch.zeros(
             self.exchange.packing.header_index.shape, dtype=torch.float64, device=self._device
         )
@@ -310,7 +311,7 @@ class Bucket:
             k for k, piece in enumerate(self._packed_pieces) if piece.parameter in without_gradient
         ]
         if absent:
-            headers = headers.clone()  # `_headers` must keep PRESENCE
+            headers = headers.clone()  # PRESENCE of `_headers` must stay
             # Views, because a list as an index would be copied from the host.
             torch._foreach_zero_([headers[k, PRESENCE : PRESENCE + 1] for k in absent])
         self._rule_state.pack(headers)
@@ -324,17 +325,17 @@ class Bucket:
         """Assemble the received pieces in `matrices` and `inputs`."""
         if not self.stacks:
             return OwnedBlocks(present=[], measured={}, state=[])
-        return self._owned.assemble()
+        return self._owned_matrices.assemble()
 
     @phase("return")
-    def pack_updates(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
+    def pack_updates(self, updates: Sequence[Tensor], owned_blocks: OwnedBlocks) -> None:
         """Write every holder's piece of the updates into the buffer for the holders.
 
-        There is one tensor of updates per stack. `owned` is the result of `assemble`; its state is
-        returned to the holders.
+        There is one tensor of updates per stack. `owned_blocks` is the result of `assemble`; the
+        caller has replaced its state by the new one, which returns to the holders.
         """
         if self.stacks:
-            self._owned.pack_updates(updates, owned)
+            self._owned_matrices.pack_updates(updates, owned_blocks)
 
     @phase("return")
     def take_state(self) -> None:

@@ -1,6 +1,6 @@
 """The messages of a bucket on one rank: the jobs they serve, the pieces they carry, and their format.
 
-There is no communication here. `transport` sends the messages, `bucket` and `owned` fill and read
+There is no communication here. `transport` sends the messages, `bucket` and `owned_matrices` fill and read
 them, and `rule_state` does so for the state of rules. The three sections follow one chain: the jobs
 of a rank, the pieces of these jobs, and the places of these pieces in the rank's messages.
 
@@ -24,18 +24,19 @@ elements
 
 Example
 -------
-Rank 0 has rows 0 and 1 of a 4 × 6 float32 matrix, rank 1 has rows 2 and 3 and owns the matrix. No
-rule has state, so a header is one word. A piece is 2 × 6 elements of 4 bytes, which are 6 words.
-`Side` describes the messages of the gather:
+Ranks 0 and 1 have 4 rows each of a matrix (8, 6) in float32, and rank 0 is its owner. No rule has
+state, so a header is one word. A piece has 24 elements of 4 bytes, which are 12 words. `Side`
+describes the messages of the gather:
 
-                       rank 0, packing      rank 1, packing      rank 1, arriving
-    pieces             rows 0–1             rows 2–3             rows 0–1, rows 2–3
-    splits [words]     to 0: 0, to 1: 7     to 0: 0, to 1: 7     from 0: 7, from 1: 7
-    header_index       [[0]]                [[0]]                [[0], [7]]
-    element_start      2                    2                    2, 16
+                       rank 0, packing       rank 1, packing       rank 0, arriving
+    pieces             rows 0 … 3            rows 4 … 7            rows 0 … 3, rows 4 … 7
+    splits [words]     to 0: 13, to 1: 0     to 0: 13, to 1: 0     from 0: 13, from 1: 13
+    header_index       [[0]]                 [[0]]                 [[0], [13]]
+    element_start      2                     2                     2, 28
 
-An element start counts elements of 4 bytes: word 1 is element 2. In the return, `leaving` of rank 1
-equals its `arriving`, and `applying` of each rank equals its `packing`.
+Element starts count elements of 4 bytes: word 14 is element 28. The return has the same messages in
+the other direction: `leaving` of rank 0 is like its `arriving`, and `applying` of each rank like
+its `packing`.
 """
 
 from __future__ import annotations

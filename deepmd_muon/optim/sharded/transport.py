@@ -12,9 +12,9 @@ copied into the buffer. Directions are widened when they are copied to matrices;
 buffer, and `apply_updates` widens them.
 
 Buckets take turns with a fixed number of pairs of buffers (the setting `slots`), so that views of
-them are created once. On GPUs collectives run on a high-priority stream and overlap with the work that the
-caller launches before it waits. Buffers need no further synchronization: each is reused only after
-waiting for the collective that read it.
+them are created once. On GPUs collectives run on a high-priority stream and overlap with the work
+that the caller launches before it waits. Buffers need no further synchronization: each is reused
+only after waiting for the collective that read it.
 """
 
 from __future__ import annotations

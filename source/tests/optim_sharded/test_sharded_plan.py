@@ -483,27 +483,23 @@ def test_sets_of_ranks_that_only_overlap_are_refused():
 
 
 def test_messages_of_the_example():
-    """The table in the docstring of `messages`: a 4 × 6 matrix in two halves of rows, owned by rank 1."""
+    """The table in the docstring of `messages`: (8, 6) in two halves of rows, owned by rank 0."""
     # Of two equal matrices each rank owns one.
-    plan = make_plan([parameter("v", (4, 6), fsdp(2)), parameter("w", (4, 6), fsdp(2))])
+    plan = make_plan([parameter("v", (8, 6), fsdp(2)), parameter("w", (8, 6), fsdp(2))])
     (domain,) = plan.domains
-    (job,) = (job for job in domain.jobs if job.owner == 1)
+    (job,) = (job for job in domain.jobs if job.owner == 0)
     domain = dataclasses.replace(domain, jobs=(job,))
 
-    def side(rank, leg, *, owns):
+    def description(rank, leg, *, owns):
         (rank_jobs,) = travelling_jobs(plan, domain, rank)
-        return Side(rank_jobs, leg, torch.device("cpu"), owns=owns)
-
-    def description(side):
+        side = Side(rank_jobs, leg, torch.device("cpu"), owns=owns)
         rows = [x.piece.rows.runs for x in side.pieces]
         starts = [x.element_start for x in side.pieces]
         return rows, side.splits, side.header_index.tolist(), starts
 
-    one_piece = {rank: ([((2 * rank, 2 * rank + 2),)], [0, 7], [[0]], [2]) for rank in (0, 1)}
-    both_pieces = ([((0, 2),), ((2, 4),)], [7, 7], [[0], [7]], [2, 16])
-    for rank in (0, 1):
-        assert description(side(rank, "gather", owns=False)) == one_piece[rank]
-        assert description(side(rank, "return", owns=False)) == one_piece[rank]
     for leg in LEGS:
-        assert description(side(1, leg, owns=True)) == both_pieces
-        assert description(side(0, leg, owns=True)) == ([], [0, 0], [], [])
+        for rank, runs in ((0, ((0, 4),)), (1, ((4, 8),))):
+            assert description(rank, leg, owns=False) == ([runs], [13, 0], [[0]], [2])
+        both = ([((0, 4),), ((4, 8),)], [13, 13], [[0], [13]], [2, 28])
+        assert description(0, leg, owns=True) == both
+        assert description(1, leg, owns=True) == ([], [0, 0], [], [])

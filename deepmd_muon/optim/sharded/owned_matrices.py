@@ -154,15 +154,18 @@ class OwnedMatrices:
         state = self._rule_state.assemble(headers[:, 0])
         return OwnedBlocks(list(present), measured, state)
 
-    def pack_updates(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
+    def pack_updates(self, updates: Sequence[Tensor], owned_blocks: OwnedBlocks) -> None:
         """Write the pieces of the updates, one tensor per stack, and their headers to `leaving`.
 
-        `owned` is the result of `assemble`, with the new state.
+        `owned_blocks` is the result of `assemble`, with the new state.
         """
         torch._foreach_copy_(self.matrices, list(updates))
         self._leaving_elements.write_buffer()
         # The words of headers in their order: PRESENCE, then scores from FIRST_STATE on.
-        words = [torch.cat(owned.present), *self._rule_state.pack_updates(owned.state)]
+        words = [
+            torch.cat(owned_blocks.present),
+            *self._rule_state.pack_updates(owned_blocks.state),
+        ]
         headers = torch.stack(words, dim=1)  # (matrices, words of a header)
         self._exchange.leaving.write_headers(headers[self._matrix_of_leaving])
 
