@@ -45,16 +45,10 @@ from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import Input
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.messages import (
-    PRESENCE,
-    Piece,
-    RankJobs,
-    first_sum,
-    header_rows,
-    local_shape,
-    stacks_of,
-)
+from deepmd_muon.optim.sharded.jobs import RankJobs, stacks_of
+from deepmd_muon.optim.sharded.messages import PRESENCE, first_sum, header_rows
 from deepmd_muon.optim.sharded.owned_matrices import OwnedBlocks, OwnedMatrices, workspace_words
+from deepmd_muon.optim.sharded.pieces import Piece, local_shape
 from deepmd_muon.optim.sharded.plan import Plan, rule_values
 from deepmd_muon.optim.sharded.rule_state import HeldRuleState
 from deepmd_muon.optim.sharded.transport import Exchange

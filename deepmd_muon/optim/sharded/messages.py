@@ -1,8 +1,7 @@
-"""The messages of a bucket on one rank: the jobs they serve, the pieces they carry, and their format.
+"""The messages of a bucket on one rank: their format, and the places of pieces in them.
 
-There is no communication here. `transport` sends the messages, `bucket` and `owned_matrices` fill and read
-them, and `rule_state` does so for the state of rules. The three sections follow one chain: the jobs
-of a rank, the pieces of these jobs, and the places of these pieces in the rank's messages.
+There is no communication here. `transport` sends the messages, `bucket` and `owned_matrices` fill
+and read them, and `rule_state` does so for the state of rules.
 
 The format of a message
 -----------------------
@@ -42,230 +41,33 @@ its `packing`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.layout import (
-    MatrixLayout,
-    Overlap,
-    RankSet,
-    Runs,
-    block_bounds,
-    overlap,
-    regions_by_rank,
-)
-from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Job, Leg, Plan, rule_values
+from deepmd_muon.optim.sharded.jobs import RankJobs, staying_jobs, travelling_jobs
+from deepmd_muon.optim.sharded.pieces import Piece, local_shape, part_slices_of, piece_of
+from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Leg, rule_values
 
-_FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
+__all__ = [
+    "FIRST_STATE",
+    "PRESENCE",
+    "CopyList",
+    "MessagePiece",
+    "Side",
+    "first_sum",
+    "header_rows",
+    # Of `jobs` and `pieces`, for `pipeline`.
+    "local_shape",
+    "part_slices_of",
+    "piece_of",
+    "staying_jobs",
+    "travelling_jobs",
+]
+
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-# ----- jobs --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class RankJobs:
-    """The jobs of one bucket, or portion, in which a rank takes part.
-
-    Attributes
-    ----------
-    bucket
-        Its number; None for a portion.
-    jobs
-        In the global order of `Domain.jobs`. A *job number* is a position in this tuple.
-    """
-
-    plan: Plan
-    domain: Domain
-    bucket: int | None
-    jobs: tuple[Job, ...]
-    rank: int
-
-    @property
-    def peers(self) -> RankSet:
-        """The ranks at the other end of its messages, ascending; itself included."""
-        return (self.rank,) if self.bucket is None else self.domain.ranks
-
-    @property
-    def full_dtype(self) -> torch.dtype:
-        """Element type of matrices and updates outside messages."""
-        return _FULL_PRECISION[self.domain.itemsize]
-
-
-def travelling_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
-    """Return a rank's jobs of every bucket of its domain.
-
-    A bucket without jobs is among them: the rank joins its collectives all the same.
-    """
-    jobs_of_bucket: list[list[Job]] = [[] for _ in range(domain.n_buckets)]
-    for job in domain.jobs:
-        takes_part = rank == job.owner or rank in job.sources or rank in job.destinations
-        if job.bucket is not None and takes_part:
-            jobs_of_bucket[job.bucket].append(job)
-    return [
-        RankJobs(plan, domain, number, tuple(jobs), rank)
-        for number, jobs in enumerate(jobs_of_bucket)
-    ]
-
-
-def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
-    """Return the jobs that stay on a rank, in portions of at most a bucket's size or of one job."""
-    portions: list[list[Job]] = []
-    free_bytes = 0  # of the last portion
-    for job in domain.jobs:
-        if job.bucket is None and job.owner == rank:
-            n_bytes = sum(job.sources.values()) * domain.itemsize
-            # A job that is larger than a bucket is a portion by itself.
-            if n_bytes > free_bytes or not portions:
-                portions.append([])
-                free_bytes = plan.settings.bucket_bytes
-            portions[-1].append(job)
-            free_bytes -= n_bytes
-    return [RankJobs(plan, domain, None, tuple(portion), rank) for portion in portions]
-
-
-class Stack(NamedTuple):
-    """Matrices of one parameter group and shape that a rank orthogonalizes together."""
-
-    group: int  # number of the parameter group
-    shape: tuple[int, int]
-    job_numbers: list[int]  # of the jobs, one per matrix
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all matrices."""
-        rows, columns = self.shape
-        return len(self.job_numbers) * rows * columns
-
-
-def stacks_of(rank_jobs: RankJobs, group_numbers: Mapping[int, int]) -> list[Stack]:
-    """Return the stacks of all matrices that a rank owns.
-
-    `group_numbers` has the parameter group of each parameter, by position in the plan.
-    """
-    stacks: dict[tuple[int, tuple[int, int]], Stack] = {}
-    for job_number, job in enumerate(rank_jobs.jobs):
-        if job.owner == rank_jobs.rank:
-            group = group_numbers[job.parameter]
-            shapes = rank_jobs.plan.parameters[job.parameter].view.block_shapes
-            shape = shapes[job.block % len(shapes)]  # the parts of all matrices are alike
-            stack = stacks.setdefault((group, shape), Stack(group, shape, []))
-            stack.job_numbers.append(job_number)
-    return list(stacks.values())
-
-
-class MatrixPlace(NamedTuple):
-    """Where a rank has a matrix that it owns."""
-
-    stack: int  # number of the stack
-    index_in_stack: int
-    number: int  # of the matrix among those of all stacks, counted stack by stack
-
-
-def matrix_places(stacks: Sequence[Stack]) -> dict[int, MatrixPlace]:
-    """Return the place of every owned matrix by job number, in the order of `MatrixPlace.number`."""
-    places: dict[int, MatrixPlace] = {}
-    for stack_number, stack in enumerate(stacks):
-        for index_in_stack, job_number in enumerate(stack.job_numbers):
-            places[job_number] = MatrixPlace(stack_number, index_in_stack, number=len(places))
-    return places
-
-
-# ----- pieces ------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """The part of a block that one rank holds."""
-
-    parameter: int  # position in the plan
-    block: int  # number in the parameter: matrix · (parts of each matrix) + part
-    rank: int  # that holds the piece
-    batch_index: int | None  # of the matrix in the rank's local view; None if it has none of it
-    rows: Overlap  # in the local view, and in the block
-    columns: Overlap
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return 0 if self.batch_index is None else self.rows.size * self.columns.size
-
-    @property
-    def local_index(self) -> tuple[int, slice, slice]:
-        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
-        assert self.batch_index is not None
-        return self.batch_index, self.rows.local_slice, self.columns.local_slice
-
-
-def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block's momentum, for the gather, or of its update."""
-    return piece_in(plan.parameters[parameter].matrices(leg), parameter, block, rank)
-
-
-def piece_in(matrices: MatrixLayout, parameter: int, block: int, rank: int) -> Piece:
-    """Return the piece of a block that a rank has in this layout of the parameter."""
-    region = regions_by_rank(matrices)[rank]
-    bounds_of_parts = block_bounds(matrices.view)
-    matrix, part_number = divmod(block, len(bounds_of_parts))
-    bounds = bounds_of_parts[part_number]
-    in_batch = overlap(region.batch, matrix, matrix + 1)
-    return Piece(
-        parameter=parameter,
-        block=block,
-        rank=rank,
-        batch_index=in_batch.start if in_batch.size else None,
-        rows=overlap(region.rows, bounds.row_start, bounds.row_stop),
-        columns=overlap(region.columns, bounds.column_start, bounds.column_stop),
-    )
-
-
-class Rectangle(NamedTuple):
-    """Adjacent rows and columns of a piece, as indices of the piece and of its block."""
-
-    in_piece: tuple[slice, slice]
-    in_block: tuple[slice, slice]
-
-
-def rectangles(piece: Piece) -> Iterator[Rectangle]:
-    """Yield the rectangles of a piece; strided shards and folded dimensions give several."""
-    if not piece.elements:
-        return
-    for rows_in_piece, rows_in_block in run_slices(piece.rows.runs):
-        for columns_in_piece, columns_in_block in run_slices(piece.columns.runs):
-            yield Rectangle((rows_in_piece, columns_in_piece), (rows_in_block, columns_in_block))
-
-
-def run_slices(runs: Runs) -> Iterator[tuple[slice, slice]]:
-    """Yield each run as a slice of the concatenated runs, and as a slice of the block."""
-    position = 0
-    for start, stop in runs:
-        end = position + stop - start
-        yield slice(position, end), slice(start, stop)
-        position = end
-
-
-def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
-    """Return the shape (batch, rows, columns) of a rank's local tensor.
-
-    In the gather it is the momentum, in the return what the rank updates.
-    """
-    return regions_by_rank(plan.parameters[parameter].matrices(leg))[rank].shape
-
-
-def part_slices_of(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
-    """Return, for each part of a matrix, its rows and columns in the local momentum."""
-    p = plan.parameters[parameter]
-    slices = []
-    # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
-    for block in range(len(p.view.block_shapes)):
-        piece = piece_of(plan, parameter, block, rank, "gather")
-        slices.append((piece.rows.local_slice, piece.columns.local_slice))
-    return slices
-
-
-# ----- places in messages ------------------------------------------------------------------------
 
 # Words of a header.
 # Above 0, in the gather, if the piece has a gradient; in the return, if any piece of its block has.

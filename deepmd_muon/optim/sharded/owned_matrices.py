@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import Input, MatrixRule
-from deepmd_muon.optim.sharded.messages import (
-    PRESENCE,
-    CopyList,
-    RankJobs,
-    Side,
-    Stack,
-    first_sum,
-    matrix_places,
-    rectangles,
-)
+from deepmd_muon.optim.sharded.jobs import RankJobs, Stack, matrix_places
+from deepmd_muon.optim.sharded.messages import PRESENCE, CopyList, Side, first_sum
+from deepmd_muon.optim.sharded.pieces import rectangles
 from deepmd_muon.optim.sharded.plan import WORD_BYTES, rule_values
 from deepmd_muon.optim.sharded.rule_state import OwnedRuleState
 from deepmd_muon.optim.sharded.transport import Exchange

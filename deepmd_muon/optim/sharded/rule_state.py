@@ -24,6 +24,7 @@ from torch import Tensor
 from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.rules.registry import tensors_of
+from deepmd_muon.optim.sharded.jobs import MatrixPlace, RankJobs, Stack
 from deepmd_muon.optim.sharded.layout import (
     Overlap,
     overlap,
@@ -34,16 +35,11 @@ from deepmd_muon.optim.sharded.layout import (
 from deepmd_muon.optim.sharded.messages import (
     FIRST_STATE,
     CopyList,
-    MatrixPlace,
     MessagePiece,
-    Piece,
-    RankJobs,
     Side,
-    Stack,
     header_rows,
-    piece_in,
-    run_slices,
 )
+from deepmd_muon.optim.sharded.pieces import Piece, piece_in, run_slices
 from deepmd_muon.optim.sharded.plan import Plan, rule_values
 from deepmd_muon.optim.sharded.transport import Exchange
 

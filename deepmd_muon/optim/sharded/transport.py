@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.messages import RankJobs, Side
+from deepmd_muon.optim.sharded.jobs import RankJobs
+from deepmd_muon.optim.sharded.messages import Side
 from deepmd_muon.optim.sharded.plan import LEGS, Leg
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 
