@@ -19,8 +19,9 @@ collectives:
     apply                the update to its rows, `update_lists`     the same
 
 A bucket has many such jobs, and a rank may be a holder in some and the owner in others. Each method
-handles all jobs at once, with a few operations on lists of views. `owned_matrices` is the owner's half,
-`rule_state` the state of rules in both halves, `messages` the format of messages.
+handles all jobs at once, with a few operations on lists of views. The owner's half is in
+`owned_matrices`, the state of rules of both halves in `rule_state`, the format of messages in
+`messages`.
 
 When views are created
 ----------------------

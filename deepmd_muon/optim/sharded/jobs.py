@@ -24,8 +24,10 @@ class RankJobs:
 
     Attributes
     ----------
+    plan, domain, rank
+        The plan, the domain of the jobs, and the rank.
     bucket
-        Its number; None for a portion.
+        Number of the bucket in its domain; None for a portion.
     jobs
         In the global order of `Domain.jobs`. A *job number* is a position in this tuple.
     """

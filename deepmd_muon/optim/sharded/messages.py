@@ -5,21 +5,16 @@ and read them, and `rule_state` does so for the state of rules.
 
 The format of a message
 -----------------------
-In each leg of an exchange, each rank has one message to and one from every rank of the domain,
-itself included. Messages of a rank are one behind the other in a float64 buffer. A message is a row
-of 8-byte words:
+In each leg of an exchange a rank has one message to, or from, every rank of the domain, itself
+included. Its messages are one behind the other in a float64 buffer. A message is a row of 8-byte
+words, and a header is a row of words, too:
 
-    header of piece 0 | header of piece 1 | … | lines of piece 0 | … | elements of piece 0 | …
+    message    header of piece 0 | … | lines of piece 0 | … | elements of piece 0 | …
+    header     PRESENCE | scores of rules, from FIRST_STATE on | sums of rules, from `first_sum` on
 
-header
-    Float64 values: whether there is a gradient (`PRESENCE`), then one number of the rules' state
-    for each key of state per block (from `FIRST_STATE` on), then, in the gather only, the rules'
-    sums (`header_words`). All headers of a domain have the same length.
-lines
-    The rules' state per row or column, float64.
-elements
-    In the wire type, one plane of the piece after the other. Each plane is (rows, columns). The end
-    of the message is padded to a whole word.
+Headers and lines are float64. All headers of a leg and domain have the same length; only those of
+the gather have sums. Elements are in the wire type, one plane of a piece after the other, and each
+plane is (rows, columns). The end of the message is padded to a whole word.
 
 Example
 -------
@@ -70,8 +65,9 @@ __all__ = [
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Words of a header.
-# Above 0, in the gather, if the piece has a gradient; in the return, if any piece of its block has.
-PRESENCE = 0
+PRESENCE = (
+    0  # above 0 if the piece has a gradient; in the return, if any piece of its block has one
+)
 FIRST_STATE = 1
 
 

@@ -145,7 +145,7 @@ class OwnedMatrices:
             start += rule.sums
         # All holders of a matrix have the same scores, so the header of its first piece will do.
         state = self._rule_state.assemble(headers[:, 0])
-        return OwnedBlocks(list(present), measured, state)
+        return OwnedBlocks(present=list(present), measured=measured, state=state)
 
     def pack_updates(self, updates: Sequence[Tensor], owned_blocks: OwnedBlocks) -> None:
         """Write the pieces of the updates, one tensor per stack, and their headers to `leaving`.

@@ -138,18 +138,21 @@ class ShardedStep:
         sharded_params: Sequence[ShardedParameter],
         settings: ShardedSettings,
     ) -> None:
-        largest_set([param.layout.sorted_ranks for param in sharded_params])  # raises if none
+        # Raises if no set of ranks contains the others.
+        largest_set([param.layout.sorted_ranks for param in sharded_params])
         self._sharded_params = list(sharded_params)
         self._device = sharded_params[0].device
         self.state_holders = {param.p: param for param in sharded_params}
         self._matrices = [param for param in sharded_params if param.entry.route == "muon"]
         self.plan = _plan_of(self._matrices, groups, settings)
 
-        # Matrices by position in the plan.
-        positions = [
-            i for domain in self.plan.domains if domain.gathers_momenta for i in domain.parameters
-        ]
-        self._repeated = {i: self._matrices[i] for i in positions}
+        # The ways of the module's docstring. Matrices by position in the plan:
+        self._repeated = {
+            i: self._matrices[i]
+            for domain in self.plan.domains
+            if domain.gathers_momenta
+            for i in domain.parameters
+        }
         self._pipelined = {
             i: param for i, param in enumerate(self._matrices) if i not in self._repeated
         }
@@ -267,7 +270,7 @@ class ShardedStep:
         self._has_checked = True
 
     def _compared_parameters(self) -> list[ComparedParameter]:
-        """Return the parameters whose replicas would diverge if only some ranks had the gradient."""
+        """Return the parameters with replicas that would diverge if only some had a gradient."""
         compared = []
         pipelined = {param.p for param in self._pipelined.values()}
         for param in self._sharded_params:
@@ -275,7 +278,7 @@ class ShardedStep:
             if param.p in pipelined and not self._only_agrees:
                 ranks = _ranks_with_shard(param)
             elif len(param.layout.replicas()) == 1:
-                continue
+                continue  # no replica to diverge from
             if len(ranks) > 1:
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))

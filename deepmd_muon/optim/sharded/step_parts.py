@@ -11,7 +11,7 @@ The order of a step hides collectives behind the work of other parts:
     2  pack the first buckets and start their gathers                    `PipelineStep`
     3  step the Adam routes                                              `ElementwiseStep.step`
     4  step the matrices with gathered momenta                           `RepeatedMuon.step`
-    5  orthogonalize and apply these buckets, then pack the next ones    `PipelineStep.finish`
+    5  orthogonalize and apply these buckets, then step all others       `PipelineStep.finish`
     6  wait for the gathers of parts that ranks have updated             `Wait`s of 3 and 5
 
 It is the same on all ranks, which therefore start their collectives in the same order. Offloaded
