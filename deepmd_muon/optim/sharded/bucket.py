@@ -152,6 +152,24 @@ class Bucket:
         The rows of these momenta in the table of statistics.
     """
 
+    # Set by `use_buffers`.
+    matrices: list[Tensor]
+    inputs: dict[Input, list[Tensor]]
+    _owned_matrices: OwnedMatrices
+    # Set by `bind`.
+    update_lists: list[tuple[int, UpdateList]]
+    changed: list[list[Tensor]]
+    _rule_state: HeldRuleState
+    # Item k is for piece k of `exchange.packing`. Source and target of a copy have the same shape.
+    _sources: list[_PackedSource]
+    _targets: list[list[Tensor]]  # by plane, then by piece
+    # Float64 (pieces, words). Every step overwrites the words of state and sums. The others stay:
+    # PRESENCE, which is 1 in a usual step, and 0 for rules that a parameter does not have.
+    _headers: Tensor
+    # Of the headers with sums: which ones they are, and their rows in the table of statistics.
+    _measured_headers: slice | Tensor
+    _measured_rows: Tensor
+
     def __init__(
         self,
         rank_jobs: RankJobs,
@@ -192,8 +210,8 @@ class Bucket:
         self._owned_matrices = OwnedMatrices(
             self._rank_jobs, self.exchange, self.stacks, workspace, self._device
         )
-        self.matrices: list[Tensor] = self._owned_matrices.matrices
-        self.inputs: dict[Input, list[Tensor]] = self._owned_matrices.inputs
+        self.matrices = self._owned_matrices.matrices
+        self.inputs = self._owned_matrices.inputs
 
     def bind(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create all views of this rank's parameters, by position in the plan."""
@@ -206,13 +224,11 @@ class Bucket:
     def _bind_elements(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of directions and inputs that `pack` copies to the buffer."""
         side = self.exchange.packing
-        # Item k of `_sources`, and of each plane of `_targets`, is for piece k of `packing`. The
-        # source and the target of a copy have the same shape.
         self._sources = [
             _PackedSource.of(self._rank_jobs.plan, piece, local_params[piece.parameter].momentum)
             for piece in self._packed_pieces
         ]
-        self._targets: list[list[Tensor]] = []
+        self._targets = []
         for plane in range(side.n_planes):
             views = []
             for source, view in zip(self._sources, side.element_views(plane), strict=True):
@@ -222,10 +238,8 @@ class Bucket:
             self._targets.append(views)
 
     def _bind_headers(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the headers of a usual step, and find the rows of statistics that they carry."""
+        """Create the headers of a usual step, and the indices of the statistics that they carry."""
         plan = self._rank_jobs.plan
-        # Float64 (pieces, words). Every step overwrites the words of state and sums. The others stay:
-        # PRESENCE, which is 1 in a usual step, and 0 for rules that a parameter does not have.
         self._headers = torch.zeros(
             self.exchange.packing.header_index.shape, dtype=torch.float64, device=self._device
         )
@@ -255,7 +269,7 @@ class Bucket:
         # By parameter group and dtype, which decide on masters: all pieces of a list have them, or
         # none.
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        self.changed: list[list[Tensor]] = [[] for _ in self.updated_pieces]
+        self.changed = [[] for _ in self.updated_pieces]
         for k, (piece, update) in enumerate(zip(self.updated_pieces, updates, strict=True)):
             if not piece.elements:
                 continue
@@ -274,7 +288,7 @@ class Bucket:
             (group, update_list) for (group, _dtype), update_list in by_kind.items()
         ]
 
-    # ----- a step --------------------------------------------------------------------------------
+    # ----- a step; each method is in a range of the profiler (`phase`) ---------------------------
 
     @phase("gather")
     def pack(
