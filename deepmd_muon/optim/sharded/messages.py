@@ -140,12 +140,15 @@ class Side:
                 for number, job in enumerate(rank_jobs.jobs)
                 if job.owner == owner and holder in job.holders(leg)
             }
+            # Headers,
             word += len(jobs) * header_words
             header_positions += range(message_start, word)
+            # then lines,
             line_starts = []
             for job in jobs.values():
                 line_starts.append(word)
                 word += job.line_values.get(holder, 0)
+            # then elements.
             element = word * elements_per_word  # next free element
             for (number, job), line_start in zip(jobs.items(), line_starts, strict=True):
                 piece = piece_of(rank_jobs.plan, job.parameter, job.block, holder, leg)
