@@ -65,9 +65,8 @@ __all__ = [
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Words of a header.
-PRESENCE = (
-    0  # above 0 if the piece has a gradient; in the return, if any piece of its block has one
-)
+# Above 0 if the piece has a gradient; in the return, if any piece of its block has one.
+PRESENCE = 0
 FIRST_STATE = 1
 
 
