@@ -2,6 +2,18 @@
 
 A plan says which rank orthogonalizes which matrix; a pipeline executes it.
 
+Files, in reading order
+-----------------------
+    layout, owners, plan             which rank holds, and which rank owns, what
+    jobs, pieces, messages           a rank's jobs in one bucket, their pieces, their messages
+    transport                        the collectives that send these messages
+    rule_state, owned_matrices       the state of rules in messages; an owner's matrices
+    bucket, pipeline                 all of these for one bucket, and the order of all buckets
+    repeated, elements               the other parts of a step: repeated work, the Adam routes
+    process_groups, agreement        what ranks compare before and in a step
+    step_parts, step                 the whole step
+    params, zero                     DTensors and state in parts; torch's Adam with such state
+
 Glossary
 --------
 block
@@ -39,8 +51,9 @@ exchange
 portion
     A bucket of jobs with all pieces on one rank. It stays (`Pipeline.staying`): there is no
     collective. In code both are of class `Bucket`.
-line
-    A row or column of a block, where a rule keeps values for each of them.
+score, line
+    State of rules: a score is one number for a block. A line is a row or column of a block, where a
+    rule keeps values for each of them.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group. In
     a stack, and in the messages of its blocks, a block is called a *matrix*.

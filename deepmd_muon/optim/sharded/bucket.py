@@ -1,12 +1,36 @@
-"""A bucket, or portion, on one rank: what the rank packs, orthogonalizes and updates.
+"""A bucket, or portion, on one rank: directions go to the owners of matrices, updates come back.
 
-The glossary of this package has the words. The plan, and the groups and dtypes of parameters,
-determine the views of buffers, matrices and parameters. They are created once, by
-`Bucket.use_buffers` and `Bucket.bind`, so that in a step each method is a few operations on lists
-of views.
+What happens to one matrix
+--------------------------
+Ranks 0 and 1 have 4 rows each of a matrix (8, 6), of its momentum and of its weights, and rank 0 is
+its owner. Both ranks have a `Bucket` with this job, and the `PipelineStep` of each makes the same
+calls. The bucket moves data between tensors and messages. `PipelineStep` computes, and starts the
+collectives:
 
-The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `pack_updates`,
-the return, `take_state`, and the update of `update_lists` by the caller.
+    `PipelineStep`       rank 0, owner and holder                   rank 1, a holder
+    advance              direction (4, 6) of its rows               direction (4, 6) of its rows
+    `pack`               header and direction → a message           the same
+    gather               has its own message and that of rank 1     sends its message to rank 0
+    `assemble`           both messages → `matrices`, (8, 6)         –
+    orthogonalize        computes the update, (8, 6)                –
+    `pack_updates`       the update → a message for each rank       –
+    return               sends a message to rank 1                  has its message
+    `take_state`         header → state of rules                    the same
+    apply                the update to its rows, `update_lists`     the same
+
+A bucket has many such jobs, and a rank may be a holder in some and the owner in others. Each method
+handles all jobs at once, with a few operations on lists of views. The owner's half is in
+`owned_matrices`, the state of rules of both halves in `rule_state`, the format of messages in
+`messages`.
+
+When views are created
+----------------------
+The plan fixes sizes and places, so views are created once, not in every step:
+
+    __init__       the sizes of messages and workspace. `Pipeline` needs those of all buckets to
+                   allocate the memory that buckets share.
+    use_buffers    views of this memory
+    bind           views of parameters and state; again when these are other tensors
 """
 
 from __future__ import annotations
@@ -20,23 +44,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.rules.interface import Input, MatrixRule
+from deepmd_muon.optim.rules.interface import Input
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.messages import (
-    FIRST_STATE,
-    PRESENCE,
-    MatrixPlace,
-    RankJobs,
-    Side,
-    local_shape,
-    rectangles,
-    rows_index,
-    stacks_of,
-)
-from deepmd_muon.optim.sharded.plan import WORD_BYTES, rule_values
-from deepmd_muon.optim.sharded.rule_state import CopyList, RuleState
+from deepmd_muon.optim.sharded.jobs import RankJobs, stacks_of
+from deepmd_muon.optim.sharded.messages import PRESENCE, first_sum, header_rows
+from deepmd_muon.optim.sharded.owned_matrices import OwnedBlocks, OwnedMatrices, workspace_words
+from deepmd_muon.optim.sharded.pieces import Piece, local_shape
+from deepmd_muon.optim.sharded.plan import Plan, rule_values
+from deepmd_muon.optim.sharded.rule_state import HeldRuleState
 from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.torch_hooks import phase
+
+__all__ = ["Bucket", "LocalParameter", "MomentumBatch", "OwnedBlocks", "UpdateList"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +69,7 @@ class LocalParameter:
     group
         Number of its parameter group.
     first_statistics_row
-        Its first row in the table of statistics.
+        Its first row in the table of statistics, which has a row for each block of each momentum.
     """
 
     p: Tensor
@@ -83,26 +102,6 @@ class MomentumBatch:
     part_slices: list[list[tuple[slice, slice]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnedBlocks:
-    """Properties of an owner's matrices, gathered with their pieces; one tensor per stack.
-
-    Attributes
-    ----------
-    present
-        Positive if any piece had a gradient, float64 (matrices,).
-    measured
-        Statistics of rules, (matrices,).
-    state
-        State of rules by key: (matrices,) per block; per line (matrices, lines), or
-        (matrices, lines, values) if the rule keeps vectors.
-    """
-
-    present: list[Tensor]
-    measured: dict[MatrixRule, list[Tensor]]
-    state: list[dict[str, Tensor]]
-
-
 @dataclasses.dataclass
 class UpdateList:
     """Pieces of one parameter group and dtype that are updated together.
@@ -120,14 +119,6 @@ class UpdateList:
     masters: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-class PackSource(NamedTuple):
-    """Where a piece's elements are on this rank."""
-
-    parameter: int
-    shape: tuple[int, int, int]  # of the local tensor, (batch, rows, columns)
-    local_index: tuple[int, slice, slice] | None  # of the piece in it; None: all of it
-
-
 class Bucket:
     """A bucket, or portion, compiled for this rank.
 
@@ -135,43 +126,48 @@ class Bucket:
 
     Attributes
     ----------
+    exchange
+        The two collectives of the bucket, and the four sides of their messages.
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their
         momenta advance on every replica, even if another replica's momentum is sent.
-    momentum_batches
-        The momenta among these that no earlier bucket has advanced; set by `Pipeline`.
-    statistics_rows
-        The rows of these momenta in the table of statistics; set by `Pipeline`.
-    measuring_rules
-        The rules with statistics in the headers.
-    n_sums
-        Number of values of these statistics.
     input_kinds
         The inputs that rules request besides directions; each is one more plane.
+    measuring_rules, n_sums
+        The rules with statistics in the headers, and the number of values of these statistics.
+    stacks, matrices, inputs
+        The matrices that this rank owns; see `OwnedMatrices`. The last two are set by
+        `use_buffers`.
     updated_pieces
         The pieces that this rank updates, in the order of the messages.
-    stacks
-        The matrices that this rank orthogonalizes.
-    matrices, inputs
-        Each stack as a tensor (matrices, rows, columns), and its inputs by kind; set by
-        `use_buffers`. `matrices` are directions after `assemble`, updates after `pack_updates`.
     update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     changed
         For each of `updated_pieces`: views of the parameter and of the master weight, if any, that
         its update changes; empty for a piece without elements. Set by `bind`.
+    momentum_batches
+        Of the momenta of `parameters`, those that no earlier bucket has advanced. Set by `Pipeline`
+        for its own use, like `statistics_rows`.
+    statistics_rows
+        The rows of these momenta in the table of statistics.
     """
 
     # Set by `use_buffers`.
-    _rule_state: RuleState
-    _arriving_copies: CopyList
-    _leaving_copies: CopyList
-    # Set by `bind`. Item k is for piece k of `_packed_pieces`.
-    _pack_sources: list[PackSource]
-    _pack_targets: list[list[Tensor]]  # by plane, then by piece
-    _headers: Tensor  # float64 (pieces, words of a header)
-    # Set by `bind`, with an item for each piece with sums.
-    _measured_pieces: slice | Tensor
+    matrices: list[Tensor]
+    inputs: dict[Input, list[Tensor]]
+    _owned_matrices: OwnedMatrices
+    # Set by `bind`.
+    update_lists: list[tuple[int, UpdateList]]
+    changed: list[list[Tensor]]
+    _rule_state: HeldRuleState
+    # Item k is for piece k of `exchange.packing`. Source and target of a copy have the same shape.
+    _sources: list[_PackedSource]
+    _targets: list[list[Tensor]]  # by plane, then by piece
+    # Float64 (pieces, words). Every step overwrites the words of state and sums. The others stay:
+    # PRESENCE, which is 1 in a usual step, and 0 for rules that a parameter does not have.
+    _headers: Tensor
+    # Of the headers with sums: which ones they are, and their rows in the table of statistics.
+    _measured_headers: slice | Tensor
     _measured_rows: Tensor
 
     def __init__(
@@ -182,14 +178,15 @@ class Bucket:
         device: torch.device,
     ) -> None:
         rules = rank_jobs.domain.rules
-        self.exchange = Exchange(rank_jobs, process_group, device)
-        self.momentum_batches: list[MomentumBatch] = []
-        self.statistics_rows = slice(0, 0)
-        self.measuring_rules = tuple(rule for rule in rules if rule.sums)
-        self.n_sums = rule_values(rules).sums
-        self.input_kinds = rule_values(rules).inputs
         self._rank_jobs = rank_jobs
         self._device = device
+        self.exchange = Exchange(rank_jobs, process_group, device)
+        self.input_kinds = rule_values(rules).inputs
+        self.measuring_rules = tuple(rule for rule in rules if rule.sums)
+        self.n_sums = rule_values(rules).sums
+        self._first_sum = first_sum(rank_jobs.domain)
+        self.stacks = stacks_of(rank_jobs, group_numbers)
+        self.workspace_words = workspace_words(rank_jobs, self.stacks)
 
         self._packed_pieces = [x.piece for x in self.exchange.packing.pieces]
         self.updated_pieces = [x.piece for x in self.exchange.applying.pieces]
@@ -197,144 +194,82 @@ class Bucket:
         positions = [piece.parameter for piece in (*self._packed_pieces, *self.updated_pieces)]
         self.parameters = tuple(dict.fromkeys(positions))
 
-        self.stacks = stacks_of(rank_jobs, group_numbers)
-        self._place_of_job = {
-            job_number: MatrixPlace(stack_number, index)
-            for stack_number, stack in enumerate(self.stacks)
-            for index, job_number in enumerate(stack.job_numbers)
-        }
-        # Owned matrices are numbered stack by stack.
-        self._pieces_of_matrix = self._index_of_arriving_pieces().to(device)
-        matrix_of_job = {job_number: i for i, job_number in enumerate(self._place_of_job)}
-        leaving = [matrix_of_job[x.job_number] for x in self.exchange.leaving.pieces]
-        self._matrix_of_leaving = torch.tensor(leaving, dtype=torch.int64, device=device)
-
-    def _index_of_arriving_pieces(self) -> Tensor:
-        """Return the index of each owned matrix's arriving pieces, int64 (matrices, most pieces).
-
-        Matrices of fewer pieces are padded with the index after the last, where `assemble` adds
-        zeros.
-        """
-        pieces_of_job: dict[int, list[int]] = {job_number: [] for job_number in self._place_of_job}
-        arriving = self.exchange.arriving.pieces
-        for number, message_piece in enumerate(arriving):
-            pieces_of_job[message_piece.job_number].append(number)
-        most = max(map(len, pieces_of_job.values()), default=0)
-        padded = [
-            numbers + [len(arriving)] * (most - len(numbers)) for numbers in pieces_of_job.values()
-        ]
-        # On the CPU even under a default device: the caller moves it.
-        return torch.tensor(padded, dtype=torch.int64, device="cpu")
+        self.momentum_batches: list[MomentumBatch] = []
+        self.statistics_rows = slice(0, 0)
 
     @property
     def advanced(self) -> list[int]:
         """Positions in the plan of the parameters in `momentum_batches`, in this order."""
         return [i for batch in self.momentum_batches for i in batch.parameters]
 
-    @property
-    def _first_sum(self) -> int:
-        """The first word of the sums in a header of the gather."""
-        return FIRST_STATE + len(self._rule_state.keys)
-
-    @property
-    def workspace_words(self) -> int:
-        """Words that the matrices and their inputs need of the workspace."""
-        elements = (1 + len(self.input_kinds)) * sum(stack.elements for stack in self.stacks)
-        return -(-elements * self._rank_jobs.full_dtype.itemsize // WORD_BYTES)  # rounded up
-
     # ----- views, created once -------------------------------------------------------------------
 
     def use_buffers(self, holder_buffer: Tensor, owner_buffer: Tensor, workspace: Tensor) -> None:
-        """Create the views of these buffers, and matrices and inputs as views of the workspace.
-
-        All three are float64; the matrices are in full precision.
-        """
+        """Create the views of these buffers and of the workspace of matrices, all float64."""
         self.exchange.use_buffers(holder_buffer, owner_buffer)
-        self._rule_state = RuleState(
-            self._rank_jobs,
-            self.exchange,
-            stacks=self.stacks,
-            place_of_job=self._place_of_job,
-            device=self._device,
+        self._owned_matrices = OwnedMatrices(
+            self._rank_jobs, self.exchange, self.stacks, workspace, self._device
         )
-        flat = workspace.view(self._rank_jobs.full_dtype)
-        start = 0
-        # Plane 0 is directions, then `input_kinds`. A tensor is (matrices, rows, columns).
-        stacks_of_planes: list[list[Tensor]] = []
-        for _ in ("direction", *self.input_kinds):
-            tensors_of_stacks = []
-            for stack in self.stacks:
-                tensor = flat[start : start + stack.elements].view(-1, *stack.shape)
-                tensors_of_stacks.append(tensor)
-                start += stack.elements
-            stacks_of_planes.append(tensors_of_stacks)
-        self.matrices, *inputs = stacks_of_planes
-        self.inputs: dict[Input, list[Tensor]] = dict(zip(self.input_kinds, inputs, strict=True))
-        self._arriving_copies = self._copies(self.exchange.arriving, stacks_of_planes)
-        self._leaving_copies = self._copies(self.exchange.leaving, [self.matrices])
-
-    def _copies(self, side: Side, stacks_of_planes: Sequence[Sequence[Tensor]]) -> CopyList:
-        """Return the copies between the elements of pieces and the matrices of each plane."""
-        copies = CopyList()
-        for plane, tensors_of_stacks in enumerate(stacks_of_planes):
-            views = side.element_views(plane)
-            for message_piece, in_buffer in zip(side.pieces, views, strict=True):
-                place = self._place_of_job[message_piece.job_number]
-                matrix = tensors_of_stacks[place.stack][place.matrix]
-                for in_piece, in_block in rectangles(message_piece.piece):
-                    copies.add(in_buffer[in_piece], matrix[in_block])
-        return copies
+        self.matrices = self._owned_matrices.matrices
+        self.inputs = self._owned_matrices.inputs
 
     def bind(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create all views of this rank's parameters, by position in the plan."""
-        self._rule_state.bind({i: param.state for i, param in local_params.items()})
-        self._bind_packing(local_params)
-        self._bind_applying(local_params)
+        state = {i: param.state for i, param in local_params.items()}
+        self._rule_state = HeldRuleState(self._rank_jobs, self.exchange, state, self._device)
+        self._bind_elements(local_params)
+        self._bind_headers(local_params)
+        self._bind_updates(local_params)
 
-    def _bind_packing(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the views into which `pack` writes elements, and the headers of a usual step."""
-        plan = self._rank_jobs.plan
+    def _bind_elements(self, local_params: Mapping[int, LocalParameter]) -> None:
+        """Create the views of directions and inputs that `pack` copies to the buffer."""
         side = self.exchange.packing
-        views_of_planes = [side.element_views(plane) for plane in range(side.n_planes)]
-        self._pack_sources = []
-        self._pack_targets = [[] for _ in views_of_planes]
-        # For headers with sums: positions of their pieces, and rows in the table of statistics.
+        self._sources = [
+            _PackedSource.of(self._rank_jobs.plan, piece, local_params[piece.parameter].momentum)
+            for piece in self._packed_pieces
+        ]
+        self._targets = []
+        for plane in range(side.n_planes):
+            views = []
+            for source, view in zip(self._sources, side.element_views(plane), strict=True):
+                is_whole = source.local_index is None
+                momentum = local_params[source.parameter].momentum
+                views.append(view.view(momentum.shape) if is_whole else view)
+            self._targets.append(views)
+
+    def _bind_headers(self, local_params: Mapping[int, LocalParameter]) -> None:
+        """Create the headers of a usual step, and the indices of the statistics that they carry."""
+        plan = self._rank_jobs.plan
+        self._headers = torch.zeros(
+            self.exchange.packing.header_index.shape, dtype=torch.float64, device=self._device
+        )
+        self._headers[:, PRESENCE] = 1.0
         measured_pieces = []
-        measured_rows = []
+        statistics_rows = []
         for k, piece in enumerate(self._packed_pieces):
             planned = plan.parameters[piece.parameter]
-            param = local_params[piece.parameter]
-            shape = local_shape(plan, piece.parameter, piece.rank, "gather")
-            assert piece.elements  # no source is without (`Job.sources`)
-            # A piece of all elements has their order, too: the local tensor is copied as it is,
-            # without a reshape in every step.
-            is_whole = piece.elements == param.momentum.numel()
-            index = None if is_whole else piece.local_index
-            self._pack_sources.append(PackSource(piece.parameter, shape, index))
-            for targets, views in zip(self._pack_targets, views_of_planes, strict=True):
-                target = views[k]
-                targets.append(target.view(param.momentum.shape) if is_whole else target)
-            if rule_values(planned.rules).sums:
-                # In the order of rows of `Pipeline._lay_out_statistics`.
-                part_number = piece.block % len(planned.view.block_shapes)
-                row = part_number * shape[0] + piece.batch_index
-                measured_pieces.append(k)
-                measured_rows.append(param.first_statistics_row + row)
-        self._headers = torch.zeros(
-            side.header_index.shape, dtype=torch.float64, device=self._device
+            if not rule_values(planned.rules).sums:
+                continue
+            # In the order of rows of `Pipeline._lay_out_statistics`: parts, then matrices.
+            batch, _, _ = local_shape(plan, piece.parameter, piece.rank, "gather")
+            part_number = piece.block % len(planned.view.block_shapes)
+            matrix, _, _ = piece.local_index
+            first_row = local_params[piece.parameter].first_statistics_row
+            measured_pieces.append(k)
+            statistics_rows.append(first_row + part_number * batch + matrix)
+        self._measured_headers = header_rows(
+            measured_pieces, len(self._packed_pieces), self._device
         )
-        self._headers[:, PRESENCE] = 1.0  # `pack` clears it where a gradient is missing
-        self._measured_pieces = rows_index(measured_pieces, len(self._packed_pieces), self._device)
-        self._measured_rows = torch.tensor(measured_rows, dtype=torch.int64, device=self._device)
+        self._measured_rows = torch.tensor(statistics_rows, dtype=torch.int64, device=self._device)
 
-    def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
+    def _bind_updates(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create the views of parameters and master weights, and of their updates."""
         plan = self._rank_jobs.plan
         updates = self.exchange.applying.element_views()
         # By parameter group and dtype, which decide on masters: all pieces of a list have them, or
         # none.
         by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        self.changed: list[list[Tensor]] = [[] for _ in self.updated_pieces]
+        self.changed = [[] for _ in self.updated_pieces]
         for k, (piece, update) in enumerate(zip(self.updated_pieces, updates, strict=True)):
             if not piece.elements:
                 continue
@@ -353,7 +288,7 @@ class Bucket:
             (group, update_list) for (group, _dtype), update_list in by_kind.items()
         ]
 
-    # ----- a step --------------------------------------------------------------------------------
+    # ----- a step; each method is in a range of the profiler (`phase`) ---------------------------
 
     @phase("gather")
     def pack(
@@ -363,7 +298,7 @@ class Bucket:
         statistics: Tensor,
         without_gradient: Collection[int],
     ) -> None:
-        """Write elements and headers into the buffer for the owners.
+        """Write elements, lines and headers of this rank's pieces into the buffer for the owners.
 
         Parameters
         ----------
@@ -371,33 +306,27 @@ class Bucket:
             The directions of this rank by position in the plan, each shaped like the local
             momentum; then, likewise, each input in `input_kinds`.
         statistics
-            The table of statistics of this rank's momenta, float64 (rows, sums).
+            The table of statistics of this rank's momenta, float64 (rows, sums). Further columns
+            belong to buckets with more sums.
         without_gradient
             The parameters without a gradient on this rank, by position in the plan.
         """
-        for targets, values in zip(self._pack_targets, plane_tensors, strict=True):
-            if targets:
-                sources = [
-                    values[source.parameter]
-                    if source.local_index is None
-                    else values[source.parameter].reshape(source.shape)[source.local_index]
-                    for source in self._pack_sources
-                ]
+        if self._sources:
+            for targets, tensors in zip(self._targets, plane_tensors, strict=True):
+                sources = [source.of_tensor(tensors[source.parameter]) for source in self._sources]
                 torch._foreach_copy_(targets, sources)
         headers = self._headers
         absent = [
             k for k, piece in enumerate(self._packed_pieces) if piece.parameter in without_gradient
         ]
         if absent:
-            # Every step overwrites the same fields, and PRESENCE is not one of them: `_headers`
-            # must keep it.
-            headers = headers.clone()
+            headers = headers.clone()  # PRESENCE of `_headers` must stay
             # Views, because a list as an index would be copied from the host.
             torch._foreach_zero_([headers[k, PRESENCE : PRESENCE + 1] for k in absent])
         self._rule_state.pack(headers)
         if self.n_sums:
             sums = statistics[:, : self.n_sums][self._measured_rows]
-            headers[self._measured_pieces, self._first_sum :] = sums
+            headers[self._measured_headers, self._first_sum :] = sums
         self.exchange.packing.write_headers(headers)
 
     @phase("gather")
@@ -405,39 +334,42 @@ class Bucket:
         """Assemble the received pieces in `matrices` and `inputs`."""
         if not self.stacks:
             return OwnedBlocks(present=[], measured={}, state=[])
-        self._arriving_copies.read_buffer()
-        headers = self.exchange.arriving.read_headers()
-        padding = headers.new_zeros(1, headers.shape[1])  # see `_index_of_arriving_pieces`
-        # (matrices, most pieces, words of a header)
-        headers = torch.cat([headers, padding])[self._pieces_of_matrix]
-        stack_sizes = [len(stack.job_numbers) for stack in self.stacks]
-        present = headers[:, :, PRESENCE].amax(dim=1).split(stack_sizes)
-        measured = {}
-        column = self._first_sum
-        for rule in self.measuring_rules:
-            sums = headers[:, :, column : column + rule.sums]
-            measured[rule] = list(rule.combine(sums).split(stack_sizes))
-            column += rule.sums
-        # All holders of a matrix have the same state per block: take the first piece's header.
-        state = self._rule_state.arrive(headers[:, 0])
-        return OwnedBlocks(list(present), measured, state)
+        return self._owned_matrices.assemble()
 
     @phase("return")
-    def pack_updates(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
+    def pack_updates(self, updates: Sequence[Tensor], owned_blocks: OwnedBlocks) -> None:
         """Write every holder's piece of the updates into the buffer for the holders.
 
-        There is one tensor of updates per stack.
+        There is one tensor of updates per stack. `owned_blocks` is the result of `assemble`; the
+        caller has replaced its state by the new one, which returns to the holders.
         """
-        if not self.stacks:
-            return
-        torch._foreach_copy_(self.matrices, list(updates))
-        self._leaving_copies.write_buffer()
-        # In the order of PRESENCE, FIRST_STATE, …
-        columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)]
-        headers = torch.stack(columns, dim=1)[self._matrix_of_leaving]
-        self.exchange.leaving.write_headers(headers)
+        if self.stacks:
+            self._owned_matrices.pack_updates(updates, owned_blocks)
 
     @phase("return")
     def take_state(self) -> None:
         """Write the returned state of rules to the state on this rank."""
         self._rule_state.take()
+
+
+class _PackedSource(NamedTuple):
+    """Where the elements of a packed piece are in a tensor shaped like the local momentum."""
+
+    parameter: int  # position in the plan
+    shape: tuple[int, int, int]  # of the tensor as (batch, rows, columns)
+    local_index: tuple[int, slice, slice] | None  # of the piece in it; None: all of it
+
+    @classmethod
+    def of(cls, plan: Plan, piece: Piece, momentum: Tensor) -> _PackedSource:
+        assert piece.elements  # a source of a job has some (`Job.sources`)
+        shape = local_shape(plan, piece.parameter, piece.rank, "gather")
+        # A piece of all elements has their order, too: the tensor is copied as it is, without a
+        # reshape in every step.
+        is_whole = piece.elements == momentum.numel()
+        return cls(piece.parameter, shape, None if is_whole else piece.local_index)
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the elements of the piece."""
+        if self.local_index is None:
+            return tensor
+        return tensor.reshape(self.shape)[self.local_index]

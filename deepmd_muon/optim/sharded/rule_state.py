@@ -1,239 +1,277 @@
-"""The rules' state in the messages of one bucket.
+"""The state of rules in the messages of one bucket.
 
-Holders pack it, owners advance it, and holders take it back. The headers of pieces contain the
-numbers per block. The numbers per row or column (*lines*) follow the headers, before the elements.
+A rule's state has one number per block (a *score*) or values per row or column (*lines*). Scores
+are in the headers of pieces, lines between the headers and the elements. Both are float64 on the
+way. `Bucket` calls, in this order,
+
+    method         class             from                              to
+    pack           HeldRuleState     state on this rank                headers, buffer of `packing`
+    assemble       OwnedRuleState    headers, buffer of `arriving`     state of owned matrices
+    pack_updates   OwnedRuleState    new state of owned matrices       headers, buffer of `leaving`
+    take           HeldRuleState     headers, buffer of `applying`     state on this rank
+
+All holders of a block have the same score. Of lines, each holder sends the ones that it keeps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.rules.registry import tensors_of
-from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
+from deepmd_muon.optim.sharded.jobs import MatrixPlace, RankJobs, Stack
+from deepmd_muon.optim.sharded.layout import (
+    Overlap,
+    overlap,
+    regions_by_rank,
+    score_runs_by_rank,
+    with_whole_lines,
+)
 from deepmd_muon.optim.sharded.messages import (
     FIRST_STATE,
-    Lines,
-    MatrixPlace,
+    CopyList,
     MessagePiece,
-    RankJobs,
     Side,
-    Stack,
-    lines_of,
-    rows_index,
-    run_slices,
+    header_rows,
 )
-from deepmd_muon.optim.sharded.plan import rule_values
+from deepmd_muon.optim.sharded.pieces import Piece, piece_in, run_slices
+from deepmd_muon.optim.sharded.plan import Plan, rule_values
 from deepmd_muon.optim.sharded.transport import Exchange
 
 LocalState = Mapping[int, Mapping[str, Tensor]]
 """This rank's state tensors, by parameter of the plan and key."""
 
 
-class BlockNumbers(NamedTuple):
-    """Numbers per block of some of this rank's pieces."""
-
-    pieces: slice | Tensor  # the positions of these pieces: an index of rows of headers
-    state: list[Tensor]  # for each of them, its block's number as a view of the state, (1,)
+# ----- the holder's half -------------------------------------------------------------------------
 
 
-class _LinesInBuffer(NamedTuple):
-    """The lines of one state tensor in a message."""
+class _Scores(NamedTuple):
+    """The scores of one key, of those of this rank's pieces whose parameters have them."""
 
-    piece: MessagePiece
-    key: str
-    lines: Lines
-    values: Tensor  # a view of the buffer, (lines, values)
+    rows: slice | Tensor  # index of their headers
+    views: list[Tensor]  # of the state on this rank, (1,) for each of these pieces
 
 
-@dataclasses.dataclass
-class CopyList:
-    """Pairs of views of equal shapes: elements are copied between `buffer` and `local` memory."""
+class HeldRuleState:
+    """The state on this rank of the blocks that it has pieces of."""
 
-    buffer: list[Tensor] = dataclasses.field(default_factory=list)
-    local: list[Tensor] = dataclasses.field(default_factory=list)
+    def __init__(
+        self, rank_jobs: RankJobs, exchange: Exchange, state: LocalState, device: torch.device
+    ) -> None:
+        self._plan = rank_jobs.plan
+        self._device = device
+        self._keys = rule_values(rank_jobs.domain.rules).block_keys  # in the order of the headers
+        self._applying = exchange.applying
+        self._packed_scores = self._scores(exchange.packing, state)
+        self._packed_lines = self._lines(exchange.packing, state)
+        self._returned_scores = self._scores(exchange.applying, state)
+        self._returned_lines = self._lines(exchange.applying, state)
 
-    def add(self, in_buffer: Tensor, local: Tensor) -> None:
-        """Add a pair."""
-        self.buffer.append(in_buffer)
-        self.local.append(local)
+    def _scores(self, side: Side, state: LocalState) -> list[_Scores]:
+        """Return the scores of the pieces of a side, by key."""
+        scores = []
+        for key in self._keys:
+            positions = []
+            views = []
+            for position, message_piece in enumerate(side.pieces):
+                piece = message_piece.piece
+                if key in state[piece.parameter]:
+                    elements = self._plan.parameters[piece.parameter].matrices()
+                    blocks = score_runs_by_rank(elements)[piece.rank]
+                    index = overlap(blocks, piece.block, piece.block + 1).start
+                    positions.append(position)
+                    views.append(state[piece.parameter][key][index : index + 1])
+            rows = header_rows(positions, len(side.pieces), self._device)
+            scores.append(_Scores(rows, views))
+        return scores
 
-    def write_buffer(self) -> None:
-        """Copy from the local memory to the buffer."""
-        if self.buffer:
-            torch._foreach_copy_(self.buffer, self.local)
+    def _lines(self, side: Side, state: LocalState) -> CopyList:
+        """Return the copies between the buffer of a side and the state."""
+        copies = CopyList()
+        for message_piece, key, lines, in_buffer in _lines_in_buffer(self._plan, side):
+            # Vectors of smaller blocks are padded in storage.
+            local = state[message_piece.piece.parameter][key].view(lines.shape)
+            local = local[lines.batch_index, :, lines.part_number, : lines.values_per_line]
+            copies.add(in_buffer, local[lines.overlap.local_slice])
+        return copies
 
-    def read_buffer(self) -> None:
-        """Copy from the buffer to the local memory."""
-        if self.buffer:
-            torch._foreach_copy_(self.local, self.buffer)
+    def pack(self, headers: Tensor) -> None:
+        """Write the state to `headers` of `packing`, (pieces, words), and to its buffer."""
+        for column, scores in enumerate(self._packed_scores, start=FIRST_STATE):
+            if scores.views:
+                headers[scores.rows, column] = torch.cat(scores.views).double()
+        self._packed_lines.write_buffer()
+
+    def take(self) -> None:
+        """Take the state from the headers and the buffer of `applying`."""
+        if any(scores.views for scores in self._returned_scores):
+            headers = self._applying.read_headers()  # costs a kernel on a GPU
+            for column, scores in enumerate(self._returned_scores, start=FIRST_STATE):
+                if scores.views:
+                    values = headers[scores.rows, column].to(scores.views[0].dtype)
+                    torch._foreach_copy_(scores.views, list(values.split(1)))
+        self._returned_lines.read_buffer()
 
 
-class RuleState:
-    """State of rules in one bucket on this rank, after the exchange has its buffers.
+# ----- the owner's half --------------------------------------------------------------------------
 
-    `stacks` are the matrices that this rank owns, and `place_of_job` the matrix of each job.
 
-    Attributes
-    ----------
-    keys
-        Keys of the state tensors with one number per block, in the order of their columns in the
-        headers.
+class OwnedRuleState:
+    """The state of the matrices that this rank owns, from their arrival until they have left.
+
+    `places` has the place of each matrix by job number. The exchange has its buffers.
     """
 
     def __init__(
         self,
         rank_jobs: RankJobs,
         exchange: Exchange,
+        *,
         stacks: Sequence[Stack],
-        place_of_job: Mapping[int, MatrixPlace],
+        places: Mapping[int, MatrixPlace],
         device: torch.device,
     ) -> None:
-        self._rank_jobs = rank_jobs
-        self._exchange = exchange
-        self._device = device
         rules = rank_jobs.domain.rules
         self._tensors = tensors_of(rules)
-        self.keys = rule_values(rules).block_keys
-        self._place_of_job = place_of_job
+        self._keys = rule_values(rules).block_keys  # in the order of the headers
+        self._full_dtype = rank_jobs.full_dtype
         self._stack_sizes = [len(stack.job_numbers) for stack in stacks]
-        # The lines of owned matrices, (matrices, lines, values), from their arrival until they
-        # have left.
-        self._owned: list[dict[str, Tensor]] = []
+        # By stack and key, (matrices, lines, values). Whole lines: the pieces' lines fill them.
+        self._lines: list[dict[str, Tensor]] = []
         for stack in stacks:
             rows, columns = stack.shape
             lines = {}
+            # The parameters of a stack are in one group, so they have the same rules.
             parameter = rank_jobs.jobs[stack.job_numbers[0]].parameter
-            for key, tensor in self._line_tensors(parameter):
+            for key, tensor in rule_values(rank_jobs.plan.parameters[parameter].rules).line_tensors:
                 n_lines = rows if tensor.extent == "rows" else columns
                 size = (len(stack.job_numbers), n_lines, tensor.length(rows, columns))
                 lines[key] = torch.zeros(size, dtype=torch.float64, device=device)
-            self._owned.append(lines)
-        self._arriving_lines = self._owned_lines(exchange.arriving)
-        self._leaving_lines = self._owned_lines(exchange.leaving)
+            self._lines.append(lines)
+        self._arriving_lines = self._line_copies(rank_jobs.plan, exchange.arriving, places)
+        self._leaving_lines = self._line_copies(rank_jobs.plan, exchange.leaving, places)
 
-    def _line_tensors(self, parameter: int) -> tuple[tuple[str, StateTensor], ...]:
-        """Return key and description of a parameter's state per row or column."""
-        return rule_values(self._rank_jobs.plan.parameters[parameter].rules).line_tensors
-
-    # ----- views, created once -------------------------------------------------------------------
-
-    def bind(self, state: LocalState) -> None:
-        """Create all views of the state on this rank."""
-        exchange = self._exchange
-        self._packed_numbers = self._block_numbers(exchange.packing, state)
-        self._packed_lines = self._local_lines(exchange.packing, state)
-        self._returned_numbers = self._block_numbers(exchange.applying, state)
-        self._returned_lines = self._local_lines(exchange.applying, state)
-
-    def _block_numbers(self, side: Side, state: LocalState) -> list[BlockNumbers]:
-        """Return, in the order of `keys`, the numbers of the blocks of this rank's pieces."""
-        plan = self._rank_jobs.plan
-        numbers = []
-        for key in self.keys:
-            positions = []
-            views = []
-            for position, message_piece in enumerate(side.pieces):
-                piece = message_piece.piece
-                if key in state[piece.parameter]:
-                    elements = plan.parameters[piece.parameter].matrices()
-                    blocks = score_runs_by_rank(elements)[piece.rank]
-                    index = overlap(blocks, piece.block, piece.block + 1).start
-                    positions.append(position)
-                    views.append(state[piece.parameter][key][index : index + 1])
-            numbers.append(
-                BlockNumbers(rows_index(positions, len(side.pieces), self._device), views)
-            )
-        return numbers
-
-    def _lines_in(self, side: Side) -> Iterator[_LinesInBuffer]:
-        """Yield the lines in the messages of one side."""
-        for message_piece in side.pieces:
-            piece = message_piece.piece
-            start = message_piece.line_start
-            for key, tensor in self._line_tensors(piece.parameter):
-                lines = lines_of(self._rank_jobs.plan, piece, tensor)
-                if lines.n_values:
-                    stop = start + lines.n_values
-                    values = side.buffer[start:stop].view(-1, lines.values_per_line)
-                    yield _LinesInBuffer(message_piece, key, lines, values)
-                    start = stop
-
-    def _local_lines(self, side: Side, state: LocalState) -> CopyList:
-        """Return the copies between a buffer of this rank's pieces and its state."""
+    def _line_copies(self, plan: Plan, side: Side, places: Mapping[int, MatrixPlace]) -> CopyList:
+        """Return the copies between the buffer of a side and `_lines`."""
         copies = CopyList()
-        for message_piece, key, lines, values in self._lines_in(side):
-            # Vectors of smaller blocks are padded in storage.
-            local = state[message_piece.piece.parameter][key].view(lines.shape)
-            local = local[lines.batch_index, :, lines.part_number, : lines.values_per_line]
-            copies.add(values, local[lines.overlap.local_slice])
+        for message_piece, key, lines, in_buffer in _lines_in_buffer(plan, side):
+            place = places[message_piece.job_number]
+            of_matrix = self._lines[place.stack][key][place.index_in_stack]
+            for in_piece, in_block in run_slices(lines.overlap.runs):
+                copies.add(in_buffer[in_piece], of_matrix[in_block])
         return copies
 
-    def _owned_lines(self, side: Side) -> CopyList:
-        """Return the copies between a buffer of holders' pieces and the lines of owned matrices."""
-        copies = CopyList()
-        for message_piece, key, lines, values in self._lines_in(side):
-            place = self._place_of_job[message_piece.job_number]
-            owned = self._owned[place.stack][key][place.matrix]
-            for in_values, in_block in run_slices(lines.overlap.runs):
-                copies.add(values[in_values], owned[in_block])
-        return copies
+    def assemble(self, headers: Tensor) -> list[dict[str, Tensor]]:
+        """Return the state of all matrices, by stack and key; see `OwnedBlocks.state`.
 
-    # ----- a step --------------------------------------------------------------------------------
-
-    def pack(self, headers: Tensor) -> None:
-        """Write this rank's state to its pieces' headers, (pieces, fields), and to the buffer."""
-        for column, numbers in enumerate(self._packed_numbers, start=FIRST_STATE):
-            if numbers.state:
-                headers[numbers.pieces, column] = torch.cat(numbers.state).double()
-        self._packed_lines.write_buffer()
-
-    def arrive(self, headers: Tensor) -> list[dict[str, Tensor]]:
-        """Return the state of the owned matrices by stack.
-
-        `headers` has a header of each matrix, (matrices, fields).
+        `headers` has one header per matrix, (matrices, words); lines come from the buffer.
         """
         self._arriving_lines.read_buffer()
-        full_dtype = self._rank_jobs.full_dtype
         state: list[dict[str, Tensor]] = []
-        for lines in self._owned:
+        for lines in self._lines:
             stack_state = {}
             for key, x in lines.items():
                 tensor = self._tensors[key]
                 if tensor.along is None:
                     x = x[:, :, 0]
-                # A copy: `leave` writes the new state to `_owned`.
-                stack_state[key] = x.to(tensor.dtype_for(full_dtype), copy=True)
+                # A copy: `pack_updates` writes the new state to `_lines`.
+                stack_state[key] = x.to(tensor.dtype_for(self._full_dtype), copy=True)
             state.append(stack_state)
-        for column, key in enumerate(self.keys, start=FIRST_STATE):
-            numbers = headers[:, column].to(self._tensors[key].dtype_for(full_dtype))
-            for stack_state, x in zip(state, numbers.split(self._stack_sizes), strict=True):
+        for column, key in enumerate(self._keys, start=FIRST_STATE):
+            scores = headers[:, column].to(self._tensors[key].dtype_for(self._full_dtype))
+            for stack_state, x in zip(state, scores.split(self._stack_sizes), strict=True):
                 stack_state[key] = x
         return state
 
-    def leave(self, state: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
-        """Write the state of the owned matrices to the buffer; yield the columns of their headers.
-
-        Each column is float64 (matrices,).
-        """
-        for lines, stack_state in zip(self._owned, state, strict=True):
+    def pack_updates(self, state: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Write the lines to the buffer; return the scores by key, float64 (matrices,)."""
+        for lines, stack_state in zip(self._lines, state, strict=True):
             for key, x in lines.items():
                 x.copy_(stack_state[key].view(x.shape))
         self._leaving_lines.write_buffer()
-        for key in self.keys:
-            yield torch.cat([stack_state[key] for stack_state in state]).double()
+        return [
+            torch.cat([stack_state[key] for stack_state in state]).double() for key in self._keys
+        ]
 
-    def take(self) -> None:
-        """Take the state back from the headers of this rank's pieces and from the buffer."""
-        if any(numbers.state for numbers in self._returned_numbers):
-            headers = self._exchange.applying.read_headers()  # costs a kernel on a GPU
-            for column, numbers in enumerate(self._returned_numbers, start=FIRST_STATE):
-                if numbers.state:
-                    values = headers[numbers.pieces, column].to(numbers.state[0].dtype)
-                    torch._foreach_copy_(numbers.state, list(values.split(1)))
-        self._returned_lines.read_buffer()
+
+# ----- lines in messages -------------------------------------------------------------------------
+
+
+class Lines(NamedTuple):
+    """The part of a rule's state per row or column of a block that one rank keeps.
+
+    Attributes
+    ----------
+    shape
+        Of the rank's local state tensor: (batch, lines, blocks that a line crosses, values).
+    batch_index, overlap, part_number
+        The block's lines in this tensor, as indices of its first three dimensions. `overlap` also
+        has their indices in the block. `batch_index` is None if the rank has none of the matrix.
+    values_per_line
+        Fewer than the last dimension if other blocks of the matrix have longer vectors.
+
+    Examples
+    --------
+    Take the third block of a fused weight of 64 rows and 64 + 64 + 32 columns, on a rank with the
+    first 32 rows. If rows have vectors along the columns, each row crosses three blocks: `shape` is
+    (1, 32, 3, 64), `overlap` 0 … 32, `part_number` 2, `values_per_line` 32. If columns have
+    numbers, each column crosses one block: (1, 160, 1, 1), 128 … 160, 0 and 1.
+    """
+
+    shape: tuple[int, int, int, int]
+    batch_index: int | None
+    overlap: Overlap
+    part_number: int
+    values_per_line: int
+
+    @property
+    def n_values(self) -> int:
+        """Number of values of all lines."""
+        return 0 if self.batch_index is None else self.overlap.size * self.values_per_line
+
+
+def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
+    """Return the rows or columns of a piece's block that its rank keeps the values of."""
+    axis = cast("Axis", tensor.extent)
+    matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), axis)
+    line_piece = piece_in(matrices, piece.parameter, piece.block, piece.rank)
+    batch, rows, columns = regions_by_rank(matrices)[piece.rank].shape
+    blocks_per_line = matrices.view.repeats(axis)
+    lengths = tensor.lengths(matrices.view)
+    part_number = piece.block % len(lengths)
+    return Lines(
+        shape=(batch, rows if axis == "rows" else columns, blocks_per_line, max(lengths)),
+        batch_index=line_piece.batch_index,
+        overlap=line_piece.rows if axis == "rows" else line_piece.columns,
+        # Lines of one block each: `overlap` alone selects the block.
+        part_number=part_number if blocks_per_line > 1 else 0,
+        values_per_line=lengths[part_number],
+    )
+
+
+class _LinesInBuffer(NamedTuple):
+    """The lines of one state tensor in a message."""
+
+    message_piece: MessagePiece
+    key: str
+    lines: Lines
+    in_buffer: Tensor  # a view of the buffer, (lines, values)
+
+
+def _lines_in_buffer(plan: Plan, side: Side) -> Iterator[_LinesInBuffer]:
+    """Yield the lines in the messages of one side, piece by piece and tensor by tensor."""
+    for message_piece in side.pieces:
+        piece = message_piece.piece
+        start = message_piece.line_start
+        for key, tensor in rule_values(plan.parameters[piece.parameter].rules).line_tensors:
+            lines = lines_of(plan, piece, tensor)
+            if lines.n_values:
+                stop = start + lines.n_values
+                in_buffer = side.buffer[start:stop].view(-1, lines.values_per_line)
+                yield _LinesInBuffer(message_piece, key, lines, in_buffer)
+                start = stop

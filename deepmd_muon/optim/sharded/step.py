@@ -1,26 +1,48 @@
-"""The optimizer's step for parameters that live on several ranks.
+"""The optimizer's step for parameters that live on several ranks: agreement, then the step.
 
-`ShardedStep.prepare` checks this rank. `agree` compares it with the others and raises the errors;
-its docstring says when, and on which ranks. `run` takes the step. The matrices of a domain take one
-of two ways:
+The protocol
+------------
+`HybridMuon` makes a `ShardedStep` with `sharded_step` whenever parameters or routes have changed.
+In each step `CompiledStep` makes these calls, on all ranks:
 
-- a `Pipeline` exchanges pieces of matrices with their owners;
-- replicas that keep momenta in parts gather them, and each repeats the work (`RepeatedMuon`).
+    call       when                                 what                             communication
+    prepare    gradients, settings, parameters      checks this rank, and keeps      none
+               or state have changed                its error
+    agree      every step                           compares ranks, raises errors    small all-reduce
+    run        every step                           takes the step                   the exchanges
 
-If all parameters are plain tensors with whole state and no job travels, the optimizer only agrees
-here: each process then takes the step of a single process.
+Between steps `HybridMuon` makes these:
+
+    start             optional: starts the gathers of momenta for the next step
+    raise_deferred    before state is read or replaced: raises what `agree` learns one step late
+    reset             when state is replaced or moves to other memory: releases it
+
+The ways of a step
+------------------
+The plan chooses a way for each domain of matrices:
+
+    layout of parameters                              Muon route                Adam routes
+    DTensors (FSDP, tensor parallelism)               `Pipeline`                `ElementwiseStep`
+    replicas, the plan shares the work                `Pipeline`                `ElementwiseStep`
+    replicas, state in parts, the work repeated       `RepeatedMuon`            `ElementwiseStep`
+    replicas, whole state, the work repeated          single process            single process
+
+If the last row holds for all parameters, a `ShardedStep` only agrees, and each process takes the
+step of a single process with all its fast paths. Otherwise `run` steps all parameters
+(`StepParts`), those of the last row by the `Pipeline`, in which their jobs stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
-from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream, is_capturing
+from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import is_local
@@ -31,7 +53,7 @@ from deepmd_muon.optim.sharded.agreement import (
     check_routes_and_settings,
     shared_groups,
 )
-from deepmd_muon.optim.sharded.elements import ElementwiseStep
+from deepmd_muon.optim.sharded.layout import RankSet
 from deepmd_muon.optim.sharded.params import (
     DTYPES,
     Replicas,
@@ -40,8 +62,7 @@ from deepmd_muon.optim.sharded.params import (
     layout_of,
     state_sharding,
 )
-from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
-from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
+from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.process_groups import (
     RankGroup,
     Statement,
@@ -49,9 +70,8 @@ from deepmd_muon.optim.sharded.process_groups import (
     group_of,
     largest_set,
 )
-from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
-from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.state.host_memory import TransferBatch
+from deepmd_muon.optim.sharded.repeated import StepMatrices
+from deepmd_muon.optim.sharded.step_parts import StepParts
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import RoutedParams, StepContext
@@ -96,25 +116,16 @@ def sharded_step(
 
 
 class ShardedStep:
-    """Steps the parameters that live on several ranks, given in the optimizer's order.
+    """The step of the parameters that live on several ranks, given in the optimizer's order.
 
-    They are on one device. The order of calls:
-
-        method     called                   requires   sets
-        prepare    if gradients, settings   –          `_error` of this rank; `_compiled` False;
-                   or state have changed               `_bound` False unless tensors and structure
-                                                       are the same
-        agree      in every step            prepare    in the first: `_agreed`, `_comparison`
-        run        in every step            agree      `_bound` and `_compiled` True; in the first
-                                                       the parts (`_elements`, …)
-        reset      between steps            –          `_bound` and `_compiled` False
+    They are on one device.
 
     Attributes
     ----------
     plan
         The plan of the Muon route; plain values, made without communication.
     params
-        The parameters that `run` steps; empty if each replica takes the step of a single process.
+        The parameters that `run` steps; empty if this object only agrees.
     state_holders
         By parameter, the object that creates and lays out its state.
     gathers_momenta
@@ -127,104 +138,56 @@ class ShardedStep:
         sharded_params: Sequence[ShardedParameter],
         settings: ShardedSettings,
     ) -> None:
-        largest_set([param.layout.sorted_ranks for param in sharded_params])  # it must exist
-        self._settings = settings
+        # Raises if no set of ranks contains the others.
+        largest_set([param.layout.sorted_ranks for param in sharded_params])
         self._sharded_params = list(sharded_params)
-        self.state_holders = {param.p: param for param in sharded_params}
         self._device = sharded_params[0].device
+        self.state_holders = {param.p: param for param in sharded_params}
         self._matrices = [param for param in sharded_params if param.entry.route == "muon"]
-        self.plan = make_plan(
-            [
-                PlannedParameter.of(
-                    param.entry,
-                    param.p.dtype,
-                    groups[param.group].settings,
-                    layout=param.layout,
-                    state_layout=param.sharding.layout if param.sharding else None,
-                )
-                for param in self._matrices
-            ],
-            settings,
-        )
-        # Replicas with whole state that exchange nothing take the single-process step, with all
-        # its fast paths, once their plans agree.
-        self._single_process = not (
-            any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
-            or any(domain.n_buckets for domain in self.plan.domains)
-        )
-        # By position in the plan: matrices of `RepeatedMuon`, and matrices of the `Pipeline`.
-        self._repeated_matrices = {
+        self.plan = _plan_of(self._matrices, groups, settings)
+
+        # The ways of the module's docstring. Matrices by position in the plan:
+        self._repeated = {
             i: self._matrices[i]
             for domain in self.plan.domains
             if domain.gathers_momenta
             for i in domain.parameters
         }
         self._pipelined = {
-            i: x for i, x in enumerate(self._matrices) if i not in self._repeated_matrices
+            i: param for i, param in enumerate(self._matrices) if i not in self._repeated
         }
-        self.gathers_momenta = bool(self._repeated_matrices)
+        self.gathers_momenta = bool(self._repeated)
+        self._only_agrees = not (
+            any(isinstance(param.p, DTensor) or param.sharding for param in sharded_params)
+            or any(domain.n_buckets for domain in self.plan.domains)
+        )
         self.params: list[Tensor] = []
-        if not self._single_process:
+        if not self._only_agrees:
             self.params = [param.p for param in sharded_params]
 
-        # Set by `prepare`; `agree` reads `_groups`, `_state` and `_error`.
+        # Set by `prepare` for the following steps.
         self._groups: Sequence[Group] = ()
         self._state: State = {}
-        self._structures: list[HybridMuonConfig] = []  # settings of groups, for `run` to bind
-        self._error: ShardingError | None = None
+        self._structures: list[HybridMuonConfig] = []  # settings that are bound, by group
+        self._error: ShardingError | None = None  # of this rank; `agree` raises it
         self._ever_with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
-        # Set by `agree`.
-        self._agreed = False  # whether the checks of the first step have passed
-        self._comparison: StepComparison | None = None
-
-        # The parts of the step, made before the first one.
+        # Set by the first `agree`.
+        self._has_checked = False  # whether all checks of the first step have passed
         self._process_groups: list[dist.ProcessGroup | None] = []  # of the plan's domains
-        self._pipeline: Pipeline | None = None
-        self._repeated: RepeatedMuon | None = None
-        self._elements: ElementwiseStep | None = None
-        self._side_stream: SideStream | None = None  # of small Adam routes, on a GPU
-        self._bound = False  # to parameters and state
-        self._compiled = False  # for the present gradients
+        self._comparison: StepComparison | None = None
+        # Made by the first `run`.
+        self._parts: StepParts | None = None
+        # What has changed since `_parts` took a step. "tensors": parameters, their state or
+        # settings, and possibly gradients; "gradients": only which ones exist; None: neither.
+        self._changed: Literal["tensors", "gradients"] | None = "tensors"
 
-    def reset(self) -> None:
-        """Release the state; the next step binds parameters and state again.
-
-        Until then buckets keep their views of both. References to parameters stay.
-        """
-        self._bound = False
-        self._compiled = False
-        self._groups = ()
-        self._state = {}
-        if self._elements is not None:
-            self._elements.waves = []
-        if self._pipeline is not None:
-            self._pipeline.momenta = {}
-        if self._repeated is not None:
-            self._repeated.release()
-
-    def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step; without communication."""
-        if self._repeated is not None:
-            self._repeated.wait()
-        if self._comparison is not None:
-            self._comparison.raise_deferred()
-
-    def params_of_one_process(self, routed: RoutedParams) -> RoutedParams:
-        """Return the parameters among these that each process steps by itself."""
-        if self._single_process:
-            return routed
-        return [(p, entry) for p, entry in routed if p not in self.state_holders]
-
-    def n_never_with_gradient(self) -> int:
-        """Return the number of matrices with state that never had a gradient on this rank."""
-        if self._single_process:
-            return 0
-        return sum(param.p not in self._ever_with_gradient for param in self._matrices)
-
-    # ----- agreement -----------------------------------------------------------------------------
+    # ----- before a step -------------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state; `agree` raises the errors."""
+        """Check parameters, gradients and state; `agree` raises the errors.
+
+        `same_tensors` says that parameters and state are the same tensors as in the last step.
+        """
         self._ever_with_gradient.update(
             param.p for param in self._matrices if param.p.grad is not None
         )
@@ -232,8 +195,10 @@ class ShardedStep:
         # The parts of the step read numbers that schedulers change (lr, …) when they run; other
         # settings are bound.
         structures = [group.settings.structure for group in groups]
-        self._bound = self._bound and same_tensors and structures == self._structures
-        self._compiled = False
+        if not same_tensors or structures != self._structures:
+            self._changed = "tensors"
+        elif self._changed is None:
+            self._changed = "gradients"
         self._structures = structures
         self._groups = groups
         self._state = state
@@ -262,31 +227,34 @@ class ShardedStep:
             During the capture of a CUDA graph, if no step was taken before or `run` has to bind
             again.
         """
-        ready = self._single_process or (self._bound and self._elements is not None)
-        if is_capturing() and not (self._agreed and ready):
+        is_bound = self._only_agrees or self._changed != "tensors"
+        if is_capturing() and not (self._has_checked and is_bound):
             raise CaptureError(
                 "parameters or state have changed since the last step, or there was none; "
                 "take a step before the capture"
             )
-        params = self._sharded_params
-        if not self._agreed:
-            self._compare_plans()
-            check_routes_and_settings(
-                self._state, self._groups, params, self._device, error=self._error
-            )
-        if self._error is not None:
+        if not self._has_checked:
+            self._check_first_step()
+        elif self._error is not None:
             raise self._error
-        if not self._agreed:
-            check_replicas(self._state, params, self._device)
-        self._agreed = True
         if self._comparison is None:
-            self._comparison = self._make_comparison()
+            self._comparison = StepComparison(
+                self._compared_parameters(),
+                [param.layout.sorted_ranks for param in self._sharded_params],
+                self._device,
+                groups=shared_groups(self._sharded_params),
+            )
         if flags is not None:
             flags = flags.to(self._device).reshape(-1)
         return self._comparison.compare(flags, self._groups, only_flags=same_gradients)
 
-    def _compare_plans(self) -> None:
-        """Make the process groups of the plan, compare plans, and raise the errors of all ranks."""
+    def _check_first_step(self) -> None:
+        """Make the process groups of the plan, and check that all ranks take the same step.
+
+        Each check is a collective that shares the errors of all ranks, so all ranks raise together
+        in the same check. A check returns if all ranks have the same error.
+        """
+        params = self._sharded_params
         device = self._device
         self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
         for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
@@ -295,130 +263,111 @@ class ShardedStep:
                 texts = self.plan.statements(domain)
                 statements = [Statement(domain.ranks, text) for text in texts]
                 check_statements(statements, rank_group, self._error)
+        check_routes_and_settings(self._state, self._groups, params, device, error=self._error)
+        if self._error is not None:
+            raise self._error
+        check_replicas(self._state, params, device)
+        self._has_checked = True
 
-    def _make_comparison(self) -> StepComparison:
-        """Return the comparison of every step.
-
-        It has the gradients of parameters whose replicas would diverge. In the pipeline, headers
-        tell which gradients exist, but only within one replica of the momentum: there the ranks
-        with the same shard are compared.
-        """
-        pipelined: set[Tensor] = set()
-        if not self._single_process:
-            pipelined = {param.p for param in self._pipelined.values()}
-        rank = dist.get_rank()
+    def _compared_parameters(self) -> list[ComparedParameter]:
+        """Return the parameters with replicas that would diverge if only some had a gradient."""
         compared = []
+        pipelined = {param.p for param in self._pipelined.values()}
         for param in self._sharded_params:
             ranks = param.layout.sorted_ranks
-            if param.p in pipelined:
-                momentum = param.sharding.layout if param.sharding else param.layout
-                shards = zip(*momentum.replicas(), strict=True)  # ranks with one shard, by shard
-                ranks = next(tuple(sorted(shard)) for shard in shards if rank in shard)
+            if param.p in pipelined and not self._only_agrees:
+                ranks = _ranks_with_shard(param)
             elif len(param.layout.replicas()) == 1:
-                continue
+                continue  # no replica to diverge from
             if len(ranks) > 1:
                 name = f"{param} (route {param.entry.route})"
                 compared.append(ComparedParameter(param.p, name, ranks))
-        return StepComparison(
-            compared,
-            [param.layout.sorted_ranks for param in self._sharded_params],
-            self._device,
-            groups=shared_groups(self._sharded_params),
-        )
-
-    # ----- the step ------------------------------------------------------------------------------
+        return compared
 
     def start(self) -> None:
         """Start the gathers of momenta for the next step, which need no gradient, if possible."""
-        if self._repeated is not None and self._bound and self._compiled:
-            self._repeated.start()
+        if self._parts is not None and self._parts.repeated is not None and self._changed is None:
+            self._parts.repeated.start()
+
+    # ----- the step ------------------------------------------------------------------------------
 
     def run(self, context: StepContext, control: StepControl, step_matrices: StepMatrices) -> None:
-        """Take the step; `step_matrices` steps a wave of matrices as a single process does.
-
-        The Adam routes run while momenta are gathered and the first pieces are exchanged. If all
-        matrices have gathered momenta, and moments are not offloaded, small Adam routes run on
-        another stream of the GPU.
-        """
-        if self._single_process:
+        """Take the step; `step_matrices` steps a wave of matrices as a single process does."""
+        if self._only_agrees:
             return
-        elements = self._elements or self._build()
-        self._bind(elements, context)
-        # Every part takes its batches with `next`, in the order of `_transfer_batches`: first
-        # buckets, waves, gathered momenta, other buckets.
-        moments = None
-        if context.memory is not None:
-            moments = context.memory.fetch_in_turn(self._transfer_batches(elements, context))
-        repeated = self._repeated
-        if repeated is not None:
-            repeated.start()  # unless `start` has, before the step
-        pipeline_step = None
-        if self._pipeline is not None:  # starts the first gathers
-            pipeline_step = PipelineStep(self._pipeline, context, control, moments)
-        if repeated is not None and self._side_stream is not None and moments is None:
-            # There is no `pipeline_step`: `_build` makes a side stream only without a pipeline.
-            control = control.on(self._device)  # before the fork: both streams read it
-            self._side_stream.fork()
-            repeated.step(control, None, step_matrices)
-            with self._side_stream:
-                for wait in elements.step(control, None):
-                    wait()
-        else:
-            waits = elements.step(control, moments)
-            if repeated is not None:
-                repeated.step(control, moments, step_matrices)
-            if pipeline_step is not None:
-                waits += pipeline_step.finish()  # exhausts `moments`
-            elif moments is not None:
-                for _ in moments:  # exhausting it copies the last batch back to the host
-                    pass
-            for wait in waits:
-                wait()
-        if repeated is not None and self._settings.free_gradients:
-            repeated.free_gradients()
+        if self._parts is None:
+            self._parts = StepParts(
+                self.plan,
+                self._process_groups,
+                pipelined=self._pipelined,
+                repeated=self._repeated,
+                elementwise=[x for x in self._sharded_params if x.entry.route != "muon"],
+                device=self._device,
+            )
+        if self._changed == "tensors":
+            self._parts.bind(context)
+        if self._changed is not None:
+            self._parts.choose_with_gradient(context)
+            self._changed = None
+        self._parts.step(context, control, step_matrices)
 
-    def _build(self) -> ElementwiseStep:
-        """Make the parts of the step, before the first one."""
-        collectives = CollectiveStream(self._device)
-        elementwise = [param for param in self._sharded_params if param.entry.route != "muon"]
-        if self._pipelined:
-            self._pipeline = Pipeline(self.plan, self._pipelined, self._process_groups, collectives)
-        if self._repeated_matrices:
-            self._repeated = RepeatedMuon(list(self._repeated_matrices.values()), collectives)
-            n_elements = sum(param.p.numel() for param in elementwise)
-            is_small = n_elements <= MOST_BESIDE
-            if self._device.type == "cuda" and is_small and self._pipeline is None:
-                self._side_stream = SideStream(self._device)
-        self._elements = ElementwiseStep(elementwise, collectives)
-        return self._elements
+    # ----- between steps -------------------------------------------------------------------------
 
-    def _bind(self, elements: ElementwiseStep, context: StepContext) -> None:
-        """Create what depends on parameters, gradients and state, if these have changed."""
-        if not self._bound:
-            if self._pipeline is not None:
-                self._pipeline.bind(context)
-            if self._repeated is not None:
-                self._repeated.bind(context)
-        if not (self._bound and self._compiled):
-            elements.compile(context)
-            if self._repeated is not None:
-                self._repeated.choose_with_gradient()
-        self._bound = True
-        self._compiled = True
+    def raise_deferred(self) -> None:
+        """Raise deferred errors from the previous step; without communication."""
+        if self._parts is not None and self._parts.repeated is not None:
+            self._parts.repeated.wait()
+        if self._comparison is not None:
+            self._comparison.raise_deferred()
 
-    def _transfer_batches(
-        self, elements: ElementwiseStep, context: StepContext
-    ) -> list[TransferBatch]:
-        """Return the batches of offloaded moments, in the order in which `run` must take them."""
-        batches = [
-            wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
-        ]
-        if self._repeated is not None:
-            batches += self._repeated.transfer_batches()
-        if self._pipeline is None:
-            return batches
-        # The constructor of `PipelineStep` packs the first buckets.
-        n_first = self._pipeline.n_first
-        first = self._pipeline.transfer_batches(context, self._pipeline.packing_order[:n_first])
-        others = self._pipeline.transfer_batches(context, self._pipeline.packing_order[n_first:])
-        return [*first, *batches, *others]
+    def reset(self) -> None:
+        """Release the state; the next step binds parameters and state again.
+
+        Until then buckets keep their views of both. References to parameters stay.
+        """
+        self._changed = "tensors"
+        self._groups = ()
+        self._state = {}
+        if self._parts is not None:
+            self._parts.release()
+
+    def params_of_one_process(self, routed: RoutedParams) -> RoutedParams:
+        """Return the parameters among these that each process steps by itself."""
+        if self._only_agrees:
+            return routed
+        return [(p, entry) for p, entry in routed if p not in self.state_holders]
+
+    def n_never_with_gradient(self) -> int:
+        """Return the number of matrices with state that never had a gradient on this rank."""
+        if self._only_agrees:
+            return 0
+        return sum(param.p not in self._ever_with_gradient for param in self._matrices)
+
+
+def _plan_of(
+    matrices: Sequence[ShardedParameter], groups: Sequence[Group], settings: ShardedSettings
+) -> Plan:
+    """Return the plan of these parameters of the Muon route, in this order."""
+    planned = [
+        PlannedParameter.of(
+            param.entry,
+            param.p.dtype,
+            groups[param.group].settings,
+            layout=param.layout,
+            state_layout=param.sharding.layout if param.sharding else None,
+        )
+        for param in matrices
+    ]
+    return make_plan(planned, settings)
+
+
+def _ranks_with_shard(param: ShardedParameter) -> RankSet:
+    """Return the ranks that hold the same shard of a momentum as this rank, one in each replica.
+
+    In the pipeline, headers tell which gradients exist, but only within one replica of the
+    momentum. Different replicas must therefore agree, shard by shard.
+    """
+    layout = param.sharding.layout if param.sharding else param.layout
+    rank = dist.get_rank()
+    shards = zip(*layout.replicas(), strict=True)
+    return next(tuple(sorted(ranks)) for ranks in shards if rank in ranks)

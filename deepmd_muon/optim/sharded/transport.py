@@ -12,9 +12,9 @@ copied into the buffer. Directions are widened when they are copied to matrices;
 buffer, and `apply_updates` widens them.
 
 Buckets take turns with a fixed number of pairs of buffers (the setting `slots`), so that views of
-them are created once. On GPUs collectives run on a high-priority stream and overlap with the work that the
-caller launches before it waits. Buffers need no further synchronization: each is reused only after
-waiting for the collective that read it.
+them are created once. On GPUs collectives run on a high-priority stream and overlap with the work
+that the caller launches before it waits. Buffers need no further synchronization: each is reused
+only after waiting for the collective that read it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.messages import RankJobs, Side
+from deepmd_muon.optim.sharded.jobs import RankJobs
+from deepmd_muon.optim.sharded.messages import Side
 from deepmd_muon.optim.sharded.plan import LEGS, Leg
 from deepmd_muon.optim.torch_hooks import in_phase, phase
 

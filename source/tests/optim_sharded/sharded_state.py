@@ -440,8 +440,10 @@ def order_of_a_step():
         twins = Twins(shapes, mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded)
         twins.step()
         optimizer = twins.optimizers[1]
-        number = {id(b.exchange): k for k, b in enumerate(optimizer._sharded._pipeline.travelling)}
-        number |= {id(b): k for k, b in enumerate(optimizer._sharded._pipeline.travelling)}
+        number = {
+            id(b.exchange): k for k, b in enumerate(optimizer._sharded._parts.pipeline.travelling)
+        }
+        number |= {id(b): k for k, b in enumerate(optimizer._sharded._parts.pipeline.travelling)}
         buckets = len(number) // 2
         log.clear()
         with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,9 @@ from deepmd_muon.optim.sharded import (
     ShardPlacement,
     make_plan,
 )
+from deepmd_muon.optim.sharded.jobs import travelling_jobs
 from deepmd_muon.optim.sharded.layout import (
+    Overlap,
     block_bounds,
     held_runs,
     overlap,
@@ -32,6 +34,8 @@ from deepmd_muon.optim.sharded.layout import (
     score_layout,
     state_layout,
 )
+from deepmd_muon.optim.sharded.messages import Side
+from deepmd_muon.optim.sharded.pieces import Rectangle, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
 from deepmd_muon.optim.sharded.process_groups import largest_set
 
@@ -479,3 +483,41 @@ def test_sets_of_ranks_that_only_overlap_are_refused():
     assert largest_set([(0, 1), (0, 1, 2)]) == (0, 1, 2)
     with pytest.raises(ShardingError, match=r"on ranks \(1, 2\) and on ranks \(0, 1\)"):
         largest_set([(0, 1), (1, 2)])  # vectors, too: rank 0 would not skip for a NaN of rank 2
+
+
+def test_messages_of_the_example():
+    """The table in the docstring of `messages`: (8, 6) in two halves of rows, owned by rank 0."""
+    # Of two equal matrices each rank owns one.
+    plan = make_plan([parameter("v", (8, 6), fsdp(2)), parameter("w", (8, 6), fsdp(2))])
+    (domain,) = plan.domains
+    (job,) = (job for job in domain.jobs if job.owner == 0)
+    domain = dataclasses.replace(domain, jobs=(job,))
+
+    def description(rank, leg, *, owns):
+        (rank_jobs,) = travelling_jobs(plan, domain, rank)
+        side = Side(rank_jobs, leg, torch.device("cpu"), owns=owns)
+        rows = [x.piece.rows.runs for x in side.pieces]
+        starts = [x.element_start for x in side.pieces]
+        return rows, side.splits, side.header_index.tolist(), starts
+
+    for leg in LEGS:
+        for rank, runs in ((0, ((0, 4),)), (1, ((4, 8),))):
+            assert description(rank, leg, owns=False) == ([runs], [13, 0], [[0]], [2])
+        both = ([((0, 4),), ((4, 8),)], [13, 13], [[0], [13]], [2, 28])
+        assert description(0, leg, owns=True) == both
+        assert description(1, leg, owns=True) == ([], [0, 0], [], [])
+
+
+def test_piece_of_the_example():
+    """The example in the docstring of `pieces`: rank 1 of a strided shard of the rows of (8, 6)."""
+    layout = Layout((2,), (0, 1), (ShardPlacement(0, stride=2),))
+    plan = make_plan([parameter("w", (8, 6), layout)])
+    piece = piece_of(plan, 0, 0, 1, "gather")
+    assert piece.batch_index == 0
+    assert piece.rows == Overlap(0, 4, ((2, 4), (6, 8)))
+    assert piece.columns == Overlap(0, 6, ((0, 6),))
+    columns = slice(0, 6)
+    assert list(rectangles(piece)) == [
+        Rectangle((slice(0, 2), columns), (slice(2, 4), columns)),
+        Rectangle((slice(2, 4), columns), (slice(6, 8), columns)),
+    ]
