@@ -102,31 +102,45 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     ReplicaMismatchError
         On all ranks, with the names of the first parameters that differ (`_LISTED_NAMES`).
     """
+    rank_group = largest_group([param.layout.sorted_ranks for param in params], device)
+    if rank_group is None:
+        return
     fresh = [
         param
         for param in params
         if not isinstance(param.p, DTensor) and not state.get(param.p) and param.p.numel()
     ]
-    if not fresh:
-        return
-    ranks = fresh[0].layout.sorted_ranks  # plain tensors all live on `replicas`
+    error = _replica_error(fresh, device) if fresh else None
+    check_statements([], rank_group, error)  # `replicas` may be some of its ranks
+    if error is not None:
+        raise error
+
+
+def _replica_error(
+    params: Sequence[ShardedParameter], device: torch.device
+) -> ReplicaMismatchError | None:
+    """Compare plain parameters with their replicas; return the error."""
+    ranks = params[0].layout.sorted_ranks  # plain tensors all live on `replicas`
     process_group = group_of(ranks, device)
     if process_group is None:
-        return
-    checksums = torch.stack([_checksum(param.p.detach()).to(device) for param in fresh])
+        return None
+    checksums = torch.stack([_checksum(param.p.detach()).to(device) for param in params])
     extremes = torch.stack([checksums, -checksums])  # maximum and −minimum, (2, parameters)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
     is_same = (extremes[0] == -extremes[1]).tolist()
-    names = [repr(param.entry.name) for param, same in zip(fresh, is_same, strict=True) if not same]
-    if names:
-        listed = ", ".join(names[:_LISTED_NAMES])
-        if len(names) > _LISTED_NAMES:
-            listed += ", …"
-        raise ReplicaMismatchError(
-            f"the values of {listed} differ between ranks {ranks}, where `replicas` declares "
-            "copies; broadcast them before the first step (DistributedDataParallel does). List "
-            "parameters that differ between ranks on purpose, such as experts, in local_patterns."
-        )
+    names = [
+        repr(param.entry.name) for param, same in zip(params, is_same, strict=True) if not same
+    ]
+    if not names:
+        return None
+    listed = ", ".join(names[:_LISTED_NAMES])
+    if len(names) > _LISTED_NAMES:
+        listed += ", …"
+    return ReplicaMismatchError(
+        f"the values of {listed} differ between ranks {ranks}, where `replicas` declares "
+        "copies; broadcast them before the first step (DistributedDataParallel does). List "
+        "parameters that differ between ranks on purpose, such as experts, in local_patterns."
+    )
 
 
 def _checksum(x: Tensor) -> Tensor:
