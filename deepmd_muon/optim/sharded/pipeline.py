@@ -11,15 +11,18 @@ is one step. The words are in the glossary of this package.
 
 The five stages of a bucket
 ---------------------------
-1. **advance**: m ← β m + (1 − β) g, and the directions, of the parameters that the bucket is the
-   first one to use.
-2. **pack** the pieces of directions, and start the gather: they travel to the owners of blocks.
+`_pack` advances momenta, packs directions and starts the gather; `_orthogonalize` also starts the
+return; `_apply` is the last stage.
+
+1. **advance**: m ← β m + (1 − β) g, and the directions, of parameters that no earlier bucket has
+   advanced.
+2. **pack** pieces of directions, and start the gather: they travel to the owners of their blocks.
 3. **orthogonalize**: the owner assembles whole matrices, and computes their updates with the rules
    of their parameter group.
 4. **return**: pack the pieces of the updates, and start their way back.
 5. **apply**: p ← p (1 − lr λ) − lr · update.
 
-For example, ranks 0 and 1 have 4 rows each of a matrix (8, 6), and rank 0 is its owner:
+For example, ranks 0 and 1 have 4 rows each of a matrix (8, 6), and rank 0 owns it:
 
     stage            rank 0                               rank 1
     advance          its momentum (4, 6)                  its momentum (4, 6)
@@ -28,7 +31,8 @@ For example, ranks 0 and 1 have 4 rows each of a matrix (8, 6), and rank 0 is it
     return           a piece to itself, one to rank 1     nothing to send, but it takes part
     apply            to its rows 0 … 3                    to its rows 4 … 7
 
-Portions, whose jobs stay on this rank, take the same stages without collectives.
+Portions, which are buckets of jobs that stay on this rank, take the same stages without
+collectives. `missing_gradients` says what differs without a gradient.
 
 The order of a step
 -------------------
@@ -46,8 +50,8 @@ Bars run from the start of a collective to its wait. On a GPU collectives run on
 
 All ranks of a domain must start its collectives in the same order, or they wait for each other for
 ever. They do, because a bucket has the same number k on all of them: sets of ranks are nested or
-disjoint (the plan refuses others), larger domains come first, and the order within a domain follows
-from the plan alone. So nothing in the order may depend on this rank's messages or gradients.
+disjoint (the plan refuses others), domains of more ranks come first, and the order within a domain
+follows from the plan alone. The order must never depend on this rank's messages or gradients.
 """
 
 from __future__ import annotations
@@ -117,7 +121,7 @@ class Pipeline:
         Number of travelling buckets that the constructor of `PipelineStep` packs.
     packing_order
         All buckets in the order in which they are packed: the first ones, the portions, the others.
-    last_reader
+    last_bucket
         By position in the plan: the last bucket that packs or updates a piece of the parameter.
     idle
         Parameters of which this rank packs and updates no piece.
@@ -164,18 +168,18 @@ class Pipeline:
 
         # A parameter's blocks may be in several buckets. The first one to use it advances its
         # momentum for all of them; the last one releases what is packed.
-        first_reader: dict[int, Bucket] = {}
-        self.last_reader: dict[int, Bucket] = {}
+        first_bucket: dict[int, Bucket] = {}
+        self.last_bucket: dict[int, Bucket] = {}
         for bucket in self.packing_order:
             for i in bucket.parameters:
-                first_reader.setdefault(i, bucket)
-                self.last_reader[i] = bucket
+                first_bucket.setdefault(i, bucket)
+                self.last_bucket[i] = bucket
         for bucket in self.packing_order:
-            first_used = [i for i in bucket.parameters if first_reader[i] is bucket]
-            bucket.momentum_batches = self._momentum_batches(first_used)
-        self.idle = [param for i, param in sharded_params.items() if i not in self.last_reader]
+            positions = [i for i in bucket.parameters if first_bucket[i] is bucket]
+            bucket.momentum_batches = self._momentum_batches(positions)
+        self.idle = [param for i, param in sharded_params.items() if i not in self.last_bucket]
 
-        # By position in the plan: a parameter's first row in the table of statistics.
+        # By position in the plan: the first row of a parameter in the table of statistics.
         self._first_row: dict[int, int] = {}
         self._n_rows = self._number_statistics_rows()
         with_masters = [
@@ -205,6 +209,10 @@ class Pipeline:
     def _number_statistics_rows(self) -> int:
         """Give momenta their rows of the table of statistics; return the number of rows.
 
+        Rules such as Magma need sums over whole blocks. In the table, (rows, sums), each piece of a
+        momentum on this rank has a row, the sums over the piece. `Bucket.pack` sends them to the
+        owner, which combines those of a block.
+
         Rows are in the order in which `_momenta_and_gradients` lists pieces: by bucket, momentum
         batch, parameter, part of the matrix, and last by index of the matrix in this rank's batch.
         """
@@ -217,7 +225,8 @@ class Pipeline:
                 ):
                     self._first_row[i] = n_rows
                     if rule_values(self.plan.parameters[i].rules).sums:
-                        n_rows += shape[0] * len(slices)
+                        n_matrices = shape[0]
+                        n_rows += n_matrices * len(slices)
             bucket.statistics_rows = slice(first_row, n_rows)
         return n_rows
 
@@ -336,8 +345,9 @@ class PipelineStep:
         self._groups = context.groups
         self._control = control.on(pipeline.device)
         self._moments = moments
-        # The tensors that buckets pack, by kind and position in the plan, until the last reader has
-        # packed them. Weights are views of the parameters: an earlier bucket changes other blocks.
+        # The tensors that buckets pack, by kind and position in the plan, until the last bucket of
+        # a parameter has packed them. Weights are views of the parameters, which `_apply` changes
+        # meanwhile: but only blocks that have been packed.
         self._plane_tensors: dict[str, dict[int, Tensor]] = {
             "direction": {},
             "gradient": {},
@@ -365,14 +375,13 @@ class PipelineStep:
             self._apply(portion)
         n_travelling = len(pipeline.travelling)
         # A bucket's updates return while the next bucket is orthogonalized. With one slot the next
-        # bucket needs its buffers.
+        # bucket needs its buffers first.
         delay = 1 if pipeline.n_slots > 1 else 0
-        for k in range(n_travelling):
-            self._orthogonalize(pipeline.travelling[k])
+        for k in range(n_travelling + delay):
+            if k < n_travelling:
+                self._orthogonalize(pipeline.travelling[k])
             if k >= delay:
                 self._apply_and_refill(k - delay)
-        for k in range(max(n_travelling - delay, 0), n_travelling):
-            self._apply_and_refill(k)
 
         waits = [gather.start() for gather in pipeline.part_gathers]
         if self._moments is not None:
@@ -403,7 +412,7 @@ class PipelineStep:
             plane_tensors, statistics=self._statistics, without_gradient=self._missing.momenta
         )
         for i in bucket.parameters:
-            if self._pipeline.last_reader[i] is bucket:
+            if self._pipeline.last_bucket[i] is bucket:
                 for tensors in self._plane_tensors.values():
                     tensors.pop(i, None)  # frees the memory
         self._waits[bucket] = bucket.exchange.start("gather", self._pipeline.collectives)
