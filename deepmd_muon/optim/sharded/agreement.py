@@ -62,13 +62,13 @@ def check_routes_and_settings(
 ) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them.
 
-    Replicas must all have state of a plain parameter or none, as `check_replicas` assumes. Tensors
-    of `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
+    Whether a plain parameter has state is compared, too: `check_replicas` relies on it. Tensors of
+    `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
 
     Raises
     ------
     ShardingError
-        On all ranks, when a rank has an `error`. The caller raises one that all ranks have.
+        On all ranks, when some have an `error`. If all have the same one, the caller raises it.
     PlanMismatchError
         On all ranks, with the first parameter or setting that differs, and its value on two ranks.
     """
@@ -221,19 +221,21 @@ class ComparedParameter(NamedTuple):
 
 
 class StepComparison:
-    """Compares gradients and settings in steps, by one small all-reduce of the largest set of ranks.
+    """Compares gradients and settings in every step, by one small all-reduce.
+
+    A parameter must have a gradient on all of its ranks or on none. The all-reduce also carries
+    flags of the caller, such as whether a gradient of this rank is not finite.
 
         step                                               compared
         with `only_flags`, or in a capture                 nothing
         without flags, and without parameters to compare   settings, in 1 step of 100
         any other                                          gradients and settings
 
-    The collective also carries flags of the caller. A learning rate on a GPU is compared by
-    `check_routes_and_settings` only.
+    A learning rate on a GPU is compared by `check_routes_and_settings` only.
 
-    A parameter must have a gradient on all of its ranks or on none. On a CPU the result is read at
-    once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so that the
-    host does not wait for the device: all ranks then raise together, one step late.
+    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by
+    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together,
+    one step late.
 
     Parameters
     ----------
