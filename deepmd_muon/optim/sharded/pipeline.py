@@ -77,7 +77,8 @@ from deepmd_muon.optim.sharded.messages import (
 )
 from deepmd_muon.optim.sharded.missing_gradients import MissingGradients
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Plan, rule_values
+from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.rule_statistics import StatisticsTable, pieces_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Wait
 from deepmd_muon.optim.state.host_memory import TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
@@ -128,6 +129,8 @@ class Pipeline:
     part_gathers
         All-gathers after the step of 16-bit parameters of which each rank updates the part that it
         has master weights of.
+    statistics
+        The rows of statistics of rules.
     momenta
         By position in the plan: the local momentum; set by `bind`.
     """
@@ -179,9 +182,8 @@ class Pipeline:
             bucket.momentum_batches = self._momentum_batches(positions)
         self.idle = [param for i, param in sharded_params.items() if i not in self.last_bucket]
 
-        # By position in the plan: the first row of a parameter in the table of statistics.
-        self._first_row: dict[int, int] = {}
-        self._n_rows = self._number_statistics_rows()
+        self.statistics = StatisticsTable(plan, self.packing_order, self.device)
+
         with_masters = [
             (param.p, param.sharding)
             for i, param in sharded_params.items()
@@ -206,30 +208,6 @@ class Pipeline:
             for (group, _dtype), members in by_kind.items()
         ]
 
-    def _number_statistics_rows(self) -> int:
-        """Give momenta their rows of the table of statistics; return the number of rows.
-
-        Rules such as Magma need sums over whole blocks. In the table, (rows, sums), each piece of a
-        momentum on this rank has a row, the sums over the piece. `Bucket.pack` sends them to the
-        owner, which combines those of a block.
-
-        Rows are in the order in which `_momenta_and_gradients` lists pieces: by bucket, momentum
-        batch, parameter, part of the matrix, and last by index of the matrix in this rank's batch.
-        """
-        n_rows = 0
-        for bucket in self.packing_order:
-            first_row = n_rows
-            for batch in bucket.momentum_batches:
-                for i, shape, slices in zip(
-                    batch.parameters, batch.shapes, batch.part_slices, strict=True
-                ):
-                    self._first_row[i] = n_rows
-                    if rule_values(self.plan.parameters[i].rules).sums:
-                        n_matrices = shape[0]
-                        n_rows += n_matrices * len(slices)
-            bucket.statistics_rows = slice(first_row, n_rows)
-        return n_rows
-
     def _allocate(self) -> None:
         """Allocate, as float64, the buffers and the workspace of matrices, which buckets share.
 
@@ -248,11 +226,6 @@ class Pipeline:
             owner_buffer = memory(bucket.exchange.owner_words for bucket in buckets)
             for bucket in buckets:
                 bucket.use_buffers(holder_buffer, owner_buffer, workspace)
-
-    def new_statistics_table(self) -> Tensor:
-        """Return memory for the rules' statistics of this rank's momenta, (rows, sums)."""
-        n_sums = max((bucket.n_sums for bucket in self.packing_order), default=0)
-        return torch.empty(self._n_rows, n_sums, dtype=torch.float64, device=self.device)
 
     def bind(self, context: StepContext) -> None:
         """Create missing state, and all views of parameters and state."""
@@ -302,7 +275,7 @@ class Pipeline:
                 momentum=self.momenta[i],
                 state={key: local_of(param_state[key]) for key in rule_keys},
                 group=param.group,
-                first_statistics_row=self._first_row.get(i, 0),
+                first_statistics_row=self.statistics.first_row.get(i, 0),
             )
         return local_params
 
@@ -353,7 +326,7 @@ class PipelineStep:
             "gradient": {},
             "weight": {},
         }
-        self._statistics = pipeline.new_statistics_table()
+        self._statistics = pipeline.statistics.new()
         self._missing = MissingGradients(pipeline.plan, pipeline.rank)
         # For each bucket on its way: waits for its gather, then for its return.
         self._waits: dict[Bucket, Wait] = {}
@@ -429,14 +402,11 @@ class PipelineStep:
             momenta, grads = self._advance_batch(batch, [next(remaining) for _ in batch.parameters])
             self._set_plane_tensors(bucket, batch, momenta, grads)
             if any(rule.sums for rule in matrix_rules(self._groups[batch.group].settings)):
-                to_measure += _momenta_and_gradients(momenta, grads, batch)
+                to_measure += pieces_of(batch, momenta, grads)
             if self._pipeline.plan.settings.free_gradients:
                 for i in batch.parameters:
                     self._pipeline.sharded_params[i].p.grad = None
-        sums = [rule.measure(to_measure, self._pipeline.device) for rule in bucket.measuring_rules]
-        if sums:
-            rows = self._statistics[bucket.statistics_rows, : bucket.n_sums]
-            torch.cat(sums, dim=1, out=rows)
+        self._pipeline.statistics.measure(bucket, to_measure, self._statistics)
 
     def _advance_batch(
         self, batch: MomentumBatch, momenta: list[Tensor]
@@ -565,25 +535,3 @@ class PipelineStep:
             p = self._pipeline.sharded_params[i].p
             momenta[i] = local_of(self._context.state[p]["momentum_buffer"])
         self._missing.write_momenta(momenta)
-
-
-def _momenta_and_gradients(
-    momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_batch: MomentumBatch
-) -> list[Pieces]:
-    """Return momentum and gradient of every part of every parameter.
-
-    Parts are (batch, elements); a matrix of one part keeps its shape, without a copy.
-    """
-    pieces = []
-    for momentum, grad, shape, slices in zip(
-        momenta, grads, momentum_batch.shapes, momentum_batch.part_slices, strict=True
-    ):
-        batch, n_rows, n_columns = shape
-        if len(slices) == 1:
-            pieces.append(Pieces(momentum, grad, (batch, n_rows * n_columns)))
-            continue
-        for rows, columns in slices:
-            momentum_part = momentum.reshape(shape)[:, rows, columns].flatten(1)
-            grad_part = grad.reshape(shape)[:, rows, columns].flatten(1)
-            pieces.append(Pieces(momentum_part, grad_part, (batch, momentum_part.shape[1])))
-    return pieces

@@ -4,10 +4,10 @@ A plan consists of plain values, and every rank makes its own, without communica
 levels: a `Plan` has domains, a `Domain` has jobs, and a `Job` is what moves for one matrix. The
 glossary of `optim.sharded` has the words.
 
-    file                           content
-    `domain`                       parameters, jobs and domains; the sizes of messages
-    `whole`                        the plan: what ranks compare, and its description
-    `making`                       how a plan is made (`make_plan`)
+    file         content
+    `domain`     parameters, jobs and domains; the sizes of messages
+    `plan`       the plan: what ranks compare, and its description
+    `planner`    how a plan is made (`make_plan`)
 
 Ranks 0 and 1 have the rows of four parameters (`Shard(0)`); `experts` is a batch of two matrices, a
 bucket takes 200 bytes of matrices from each owner:
@@ -38,8 +38,8 @@ from deepmd_muon.optim.sharded.plan.domain import (
     newton_schulz_flops,
     rule_values,
 )
-from deepmd_muon.optim.sharded.plan.making import make_plan, plan_from_routes, plan_of_one_process
-from deepmd_muon.optim.sharded.plan.whole import Plan
+from deepmd_muon.optim.sharded.plan.plan import Plan
+from deepmd_muon.optim.sharded.plan.planner import make_plan, plan_from_routes, plan_of_one_process
 
 __all__ = [
     "LEGS",

@@ -37,7 +37,7 @@ from deepmd_muon.optim.routing.views import Shape
 from deepmd_muon.optim.sharded.layout import Layout, RankSet, held_interval, replicated
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.sharded.plan.domain import Domain, Job, PlannedParameter, rule_values
-from deepmd_muon.optim.sharded.plan.whole import Plan
+from deepmd_muon.optim.sharded.plan.plan import Plan
 
 # Rates from which `replication` 'auto' predicts times.
 FLOPS_PER_SECOND = 1e14  # of one rank's orthogonalizations
