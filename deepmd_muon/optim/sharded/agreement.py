@@ -1,15 +1,22 @@
-"""Agreement of ranks on routes, settings, gradients and the values of replicas.
+"""What ranks compare before they step together, and in every step.
 
-Before the first common step, `check_routes_and_settings` and `check_replicas` compare routes,
-settings and values. In steps, `StepComparison` compares which gradients exist, and the settings of
-parameter groups; its collective also carries flags of the caller.
+    when          function                       compares                       error
+    first step    `check_routes_and_settings`    names, routes and settings     PlanMismatchError
+    first step    `check_replicas`               values of plain parameters     ReplicaMismatchError
+    every step    `StepComparison.compare`       which gradients exist          MissingGradientError
+                                                 settings of parameter groups   PlanMismatchError
+
+`ShardedStep` calls them in this order, on all ranks; `shard_state` uses `StepComparison` alone.
+Parameters may live on different sets of ranks, and a set compares only what concerns all of it. An
+error is raised on all ranks of this rank's largest set, which contains its other sets. So no rank
+waits for one that has given up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,27 +45,10 @@ from deepmd_muon.optim.sharded.process_groups import (
 )
 from deepmd_muon.optim.state.schema import State
 
-# Without `OF_ALL_GROUPS`, which are settings of the optimizer, and without `LISTS`. Routes are
-# compared instead of patterns, which may differ for parameters of one rank. The plan states the
-# rules of each matrix.
-_CONFIG_KEYS = tuple(
-    field.name
-    for field in dataclasses.fields(HybridMuonConfig)
-    if field.name not in OF_ALL_GROUPS.union(LISTS)
-)
-# The settings of a group that must be the same on all ranks that hold its parameters.
-_KEYS = ("lr", "maximize", *_CONFIG_KEYS)
+# ----- the first step ----------------------------------------------------------------------------
 
-_NUMERIC_KEYS = {"lr", "maximize"}.union(
-    field.name
-    for field in dataclasses.fields(HybridMuonConfig)
-    if isinstance(field.default, (int, float))
-)
-# If steps have no collective that can carry the settings, one step in this many has one for them.
-_STEPS_PER_COMPARISON = 100
-_DIGEST_BITS = 24  # whole numbers that float32 holds exactly
-_CHECKSUM_BITS = 62  # so that checksums and their negatives are int64
 _LISTED_NAMES = 10  # in an error
+_CHECKSUM_BITS = 62  # so that checksums and their negatives are int64
 # By bytes of an element.
 _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,13 +62,13 @@ def check_routes_and_settings(
 ) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them.
 
-    Replicas must all have state of a plain parameter or none, as `check_replicas` assumes. Tensors
-    of `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
+    Whether a plain parameter has state is compared, too: `check_replicas` relies on it. Tensors of
+    `device` are exchanged. Reading a learning rate on a GPU synchronizes with it.
 
     Raises
     ------
     ShardingError
-        On all ranks, when a rank has an `error`. The caller raises one that all ranks have.
+        On all ranks, when some have an `error`. If all have the same one, the caller raises it.
     PlanMismatchError
         On all ranks, with the first parameter or setting that differs, and its value on two ranks.
     """
@@ -94,11 +84,8 @@ def check_routes_and_settings(
     settings = []
     for shared in shared_groups(params):
         group = groups[shared.group]
-        values = _settings_of(group, lr=float(group.values["lr"]))
-        settings += [
-            Statement(shared.ranks, f"{key} of {shared.label} is {value!r}")
-            for key, value in zip(_KEYS, values, strict=True)
-        ]
+        for key, value in _settings_of(group, lr=float(group.values["lr"])).items():
+            settings.append(Statement(shared.ranks, f"{key} of {shared.label} is {value!r}"))
     check_statements(routes, rank_group, error)
     check_statements(settings, rank_group)
 
@@ -115,31 +102,45 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     ReplicaMismatchError
         On all ranks, with the names of the first parameters that differ (`_LISTED_NAMES`).
     """
+    rank_group = largest_group([param.layout.sorted_ranks for param in params], device)
+    if rank_group is None:
+        return
     fresh = [
         param
         for param in params
         if not isinstance(param.p, DTensor) and not state.get(param.p) and param.p.numel()
     ]
-    if not fresh:
-        return
-    ranks = fresh[0].layout.sorted_ranks  # plain tensors all live on `replicas`
+    error = _replica_error(fresh, device) if fresh else None
+    check_statements([], rank_group, error)  # `replicas` may be some of its ranks
+    if error is not None:
+        raise error
+
+
+def _replica_error(
+    params: Sequence[ShardedParameter], device: torch.device
+) -> ReplicaMismatchError | None:
+    """Compare plain parameters with their replicas; return the error."""
+    ranks = params[0].layout.sorted_ranks  # plain tensors all live on `replicas`
     process_group = group_of(ranks, device)
     if process_group is None:
-        return
-    checksums = torch.stack([_checksum(param.p.detach()).to(device) for param in fresh])
+        return None
+    checksums = torch.stack([_checksum(param.p.detach()).to(device) for param in params])
     extremes = torch.stack([checksums, -checksums])  # maximum and −minimum, (2, parameters)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
     is_same = (extremes[0] == -extremes[1]).tolist()
-    names = [repr(param.entry.name) for param, same in zip(fresh, is_same, strict=True) if not same]
-    if names:
-        listed = ", ".join(names[:_LISTED_NAMES])
-        if len(names) > _LISTED_NAMES:
-            listed += ", …"
-        raise ReplicaMismatchError(
-            f"the values of {listed} differ between ranks {ranks}, where `replicas` declares "
-            "copies; broadcast them before the first step (DistributedDataParallel does). List "
-            "parameters that differ between ranks on purpose, such as experts, in local_patterns."
-        )
+    names = [
+        repr(param.entry.name) for param, same in zip(params, is_same, strict=True) if not same
+    ]
+    if not names:
+        return None
+    listed = ", ".join(names[:_LISTED_NAMES])
+    if len(names) > _LISTED_NAMES:
+        listed += ", …"
+    return ReplicaMismatchError(
+        f"the values of {listed} differ between ranks {ranks}, where `replicas` declares "
+        "copies; broadcast them before the first step (DistributedDataParallel does). List "
+        "parameters that differ between ranks on purpose, such as experts, in local_patterns."
+    )
 
 
 def _checksum(x: Tensor) -> Tensor:
@@ -154,8 +155,29 @@ def _checksum(x: Tensor) -> Tensor:
     return checksum
 
 
+# ----- parameter groups and their settings -------------------------------------------------------
+
+# Not `OF_ALL_GROUPS`: these are settings of the optimizer. Not `LISTS`: patterns may differ for
+# parameters of one rank, so their results, the routes, are compared; the plan states the rules.
+_CONFIG_FIELDS = [
+    field
+    for field in dataclasses.fields(HybridMuonConfig)
+    if field.name not in OF_ALL_GROUPS and field.name not in LISTS
+]
+# The settings of a group that must be the same on all ranks that share parameters of it.
+_KEYS = ("lr", "maximize", *(field.name for field in _CONFIG_FIELDS))
+_NUMERIC_KEYS = {
+    "lr",
+    "maximize",
+    *(field.name for field in _CONFIG_FIELDS if isinstance(field.default, (int, float))),
+}
+
+
 class SharedGroup(NamedTuple):
-    """A parameter group, on the ranks that share some of its parameters."""
+    """A parameter group, on the ranks that share some of its parameters.
+
+    Other ranks may number it otherwise, so its first parameter there names it.
+    """
 
     ranks: RankSet
     label: str  # with the name of the first such parameter
@@ -172,24 +194,19 @@ def shared_groups(params: Sequence[ShardedParameter]) -> list[SharedGroup]:
     return list(shared.values())
 
 
-def _settings_of(group: Group, lr: float) -> list[object]:
-    """Return the values of `_KEYS`."""
-    return [lr, group.values["maximize"], *(getattr(group.settings, key) for key in _CONFIG_KEYS)]
+def _settings_of(group: Group, lr: float) -> dict[str, object]:
+    """Return the settings of a group in the order of `_KEYS`."""
+    settings: dict[str, object] = {"lr": lr, "maximize": group.values["maximize"]}
+    for field in _CONFIG_FIELDS:
+        settings[field.name] = getattr(group.settings, field.name)
+    return settings
 
 
-def _lr_on_host(group: Group) -> float:
-    """Return the learning rate; 0 for one on a GPU, which is compared in the first step only."""
-    lr = group.values["lr"]
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        return 0.0
-    return float(lr)
+# ----- every step --------------------------------------------------------------------------------
 
-
-def _as_number(setting: object) -> float:
-    """Return a number, or a digest of another setting."""
-    if isinstance(setting, (bool, int, float)):
-        return float(setting)
-    return float(zlib.crc32(repr(setting).encode()) % 2**_DIGEST_BITS)
+# If steps have no collective that can carry the settings, one step in this many has one for them.
+_STEPS_PER_COMPARISON = 100
+_DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 
 
 class ComparedParameter(NamedTuple):
@@ -203,89 +220,11 @@ class ComparedParameter(NamedTuple):
     ranks: RankSet
 
 
-class _ComparisonTable:
-    """The values that one group of ranks compares in a step, float32 (2, columns), reduced by MAX.
-
-    A column has a value that must be the same on all ranks that have it: 1 for a parameter with a
-    gradient and 0 without, or a setting as a number. The second row has the negative values, so the
-    maxima over ranks give the largest and the smallest value. The constructor compares names.
-
-    Attributes
-    ----------
-    process_group
-        Of the ranks.
-    names
-        Names of the parameters of all ranks, one for each of the first columns.
-    labels
-        Labels of the groups of all ranks; each has `len(_KEYS)` of the columns that follow.
-    reduced
-        The last reduced table, in host memory.
-    """
-
-    def __init__(
-        self,
-        rank_group: RankGroup,
-        params: Sequence[ComparedParameter],
-        groups: Sequence[SharedGroup],
-    ) -> None:
-        names = [Statement(param.ranks, param.name) for param in params]
-        labels = [Statement(shared.ranks, shared.label) for shared in groups]
-        place_of_name = check_statements(names, rank_group)
-        place_of_label = check_statements(labels, rank_group)
-        self.process_group = rank_group.process_group
-        self.names = [statement.text for statement in place_of_name]
-        self.labels = [statement.text for statement in place_of_label]
-        self._params = [param.p for param in params]
-        self._group_numbers = [shared.group for shared in groups]
-        self._device = rank_group.device
-        columns = [place_of_name[name] for name in names]
-        for label in labels:
-            start = len(self.names) + len(_KEYS) * place_of_label[label]
-            columns += range(start, start + len(_KEYS))
-        # This rank's values (n,), their columns (n,), and its flat table on the device,
-        # (2 · columns,).
-        self._values: list[float] | None = None
-        self._columns = torch.tensor(columns, dtype=torch.int64, device="cpu")
-        self._local = torch.empty(0, device="cpu")
-        n_columns = len(self.names) + len(_KEYS) * len(self.labels)
-        # Pinned, so that copies from a GPU are asynchronous.
-        on_gpu = rank_group.device.type == "cuda"
-        self.reduced = torch.zeros(2, n_columns, device="cpu", pin_memory=on_gpu)
-
-    def local(self, groups: Sequence[Group]) -> Tensor:
-        """Return this rank's table; it is made again if gradients or settings have changed."""
-        values = [float(p.grad is not None) for p in self._params]
-        for number in self._group_numbers:
-            settings = _settings_of(groups[number], lr=_lr_on_host(groups[number]))
-            values += map(_as_number, settings)
-        if values != self._values:
-            self._values = values
-            # A column that this rank does not have must not change the maximum.
-            table = torch.full(self.reduced.shape, -torch.inf, device="cpu")
-            row = torch.tensor(values, device="cpu")
-            table[:, self._columns] = torch.stack([row, -row])
-            self._local = table.view(-1).to(self._device)
-        return self._local
-
-    def differing(self) -> list[int]:
-        """Return the columns that differed between ranks in the last comparison."""
-        largest, negated_smallest = self.reduced.tolist()
-        pairs = zip(largest, negated_smallest, strict=True)
-        return [column for column, (high, negated_low) in enumerate(pairs) if high != -negated_low]
-
-    def describe_setting(self, column: int) -> str:
-        """Return the setting of a column, and its values."""
-        label_number, key_number = divmod(column - len(self.names), len(_KEYS))
-        key = _KEYS[key_number]
-        difference = "not the same on all ranks"  # digests say nothing to a user
-        if key in _NUMERIC_KEYS:
-            high, negated_low = self.reduced[:, column].tolist()
-            difference = f"{-negated_low:.7g} on one rank and {high:.7g} on another"
-        return f"{key} of {self.labels[label_number]} is {difference}"
-
-
 class StepComparison:
-    """Compares gradients and settings in steps, by one small all-reduce of the largest group.
+    """Compares gradients and settings in every step, by one small all-reduce.
+
+    A parameter must have a gradient on all of its ranks or on none. The all-reduce also carries
+    flags of the caller, such as whether a gradient of this rank is not finite.
 
         step                                               compared
         with `only_flags`, or in a capture                 nothing
@@ -294,9 +233,9 @@ class StepComparison:
 
     A learning rate on a GPU is compared by `check_routes_and_settings` only.
 
-    A parameter must have a gradient on all of its ranks or on none. On a CPU the result is read at
-    once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so that the
-    host does not wait for the device: all ranks then raise together, one step late.
+    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by
+    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together,
+    one step late.
 
     Parameters
     ----------
@@ -314,7 +253,7 @@ class StepComparison:
     Raises
     ------
     PlanMismatchError
-        On all ranks of the group when their parameters differ.
+        On all ranks of the largest set when their parameters differ.
     """
 
     def __init__(
@@ -329,17 +268,17 @@ class StepComparison:
         on_gpu = device.type == "cuda"
         self._device = device
         self._late = on_gpu if late is None else late
-        # On a GPU: recorded when the copy of the reduced table to the host has been enqueued.
-        self._copy_done = torch.cuda.Event() if on_gpu else None
         self._n_steps = 0
+        self._table: _ComparisonTable | None = None  # None on a single rank
         rank_group = largest_group(sets_of_ranks, device)
-        self._table: _ComparisonTable | None = None
         if rank_group is not None:
             # Replicas on one rank cannot differ.
             compared = [param for param in compared if len(param.ranks) > 1]
             groups = [shared for shared in groups if len(shared.ranks) > 1]
             self._table = _ComparisonTable(rank_group, compared, groups)
-        self._pending = False  # whether a result has not been read yet
+        self._pending = False  # whether the table has a result that has not been read yet
+        # On a GPU: recorded when the copy of the result to the host has been enqueued.
+        self._copy_done = torch.cuda.Event() if on_gpu else None
 
     def compare(
         self,
@@ -352,16 +291,27 @@ class StepComparison:
 
         If results are not read late, the error of this step is raised, too.
 
-        `flags`, float32 (n,), are reduced in the same collective; the result is their maximum over
-        the largest group. `groups` are the present parameter groups. With `only_flags`, and during
-        the capture of a CUDA graph, only flags are reduced: replays use the same gradients.
+        Parameters
+        ----------
+        flags
+            Numbers to reduce in the same collective, float32 (n,).
+        groups
+            The present parameter groups of this rank.
+        only_flags
+            Whether to compare nothing. The capture of a CUDA graph never does: replays use the same
+            gradients.
+
+        Returns
+        -------
+        Tensor or None
+            The maximum of the flags over the largest set of ranks, (n,).
 
         Raises
         ------
         MissingGradientError
-            On all ranks of the group, including those that do not hold the parameter.
+            On all ranks of the largest set, including those that do not hold the parameter.
         PlanMismatchError
-            On all ranks of the group, when settings differ.
+            On all ranks of the largest set, when settings differ.
         """
         table = self._table
         if table is None:
@@ -369,14 +319,14 @@ class StepComparison:
         capturing = is_capturing()
         if not capturing:
             self.raise_deferred()
-        # Settings travel with gradients and with flags. In steps without either, one step in
-        # `_STEPS_PER_COMPARISON` has a collective for them. With names `settings_due` is not used:
-        # the table always has both.
-        settings_due = flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
+        # Gradients are compared in every step, and settings travel with them or with flags. Only
+        # for settings there is not a collective in every step.
+        is_due = (
+            table.has_gradients or flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
+        )
         self._n_steps += 1
         local = None
-        has_columns = table.names or (settings_due and table.labels)
-        if has_columns and not (only_flags or capturing):
+        if is_due and table.n_columns and not (only_flags or capturing):
             local = table.local(groups)
         operands = [x for x in (local, flags) if x is not None]
         if not operands:
@@ -384,9 +334,8 @@ class StepComparison:
         reduced = torch.cat(operands)
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=table.process_group)
         if local is not None:
-            table.reduced.copy_(reduced[: len(local)].view(2, -1), non_blocking=True)
+            table.store(reduced[: len(local)])
             self._pending = True
-        if self._pending and not capturing:
             if self._copy_done is not None:
                 self._copy_done.record(torch.cuda.current_stream(self._device))
             if not self._late:
@@ -396,26 +345,146 @@ class StepComparison:
     def raise_deferred(self) -> None:
         """Raise the error of the last comparison, once.
 
-        It is identical on all ranks of the group, and there is no communication.
+        It is identical on all ranks of the largest set, and there is no communication.
         """
-        table = self._table
-        if table is None or not self._pending:
+        if self._table is None or not self._pending:
             return
-        self._pending = False  # so that an error is raised once
+        self._pending = False
         if self._copy_done is not None:
             self._copy_done.synchronize()  # recorded in the last step; in this one if not late
         prefix = "the last step differed between ranks; " if self._late else ""
-        names = []
-        settings = []
-        for column in table.differing():
-            if column < len(table.names):
-                names.append(table.names[column])
-            else:
-                settings.append(table.describe_setting(column))
-        if names:
+        missing, settings = self._table.differences()
+        if missing:
             raise MissingGradientError(
-                f"{prefix}some ranks have a gradient of {', '.join(names)} and others have none; "
+                f"{prefix}some ranks have a gradient of {', '.join(missing)} and others have none; "
                 "provide one on every rank (zeros suffice) or on none"
             )
         if settings:
             raise PlanMismatchError(f"{prefix}{settings[0]}; give all ranks the same settings")
+
+
+class _Column(NamedTuple):
+    """One value that must be the same on some ranks.
+
+    Attributes
+    ----------
+    subject
+        The name of a parameter, or the label of a parameter group, and the ranks that share it.
+    key
+        The setting of the group. None: 1 if the parameter has a gradient, and 0 otherwise.
+    """
+
+    subject: Statement
+    key: str | None
+
+
+def _columns_of(names: Iterable[Statement], labels: Iterable[Statement]) -> list[_Column]:
+    """Return a column for each parameter, and then one for each setting of each group."""
+    gradients = [_Column(name, None) for name in names]
+    settings = [_Column(label, key) for label in labels for key in _KEYS]
+    return gradients + settings
+
+
+class _ComparisonTable:
+    """The values that some ranks compare in a step, float32 (2, columns), reduced by MAX.
+
+    The first row has values, the second their negatives, so the maxima over ranks give the largest
+    and the smallest value of each column. Where a rank does not have a column, its table has −∞.
+    For example, rank 0 has no gradient of 'b', and rank 1 has another learning rate:
+
+        column                'a'          'b'          lr of the group of 'a'    maximize …
+        rank 0                 1, −1        0,  0       0.1, −0.1                 0, 0
+        rank 1                 1, −1        1, −1       0.2, −0.2                 0, 0
+        maximum                1, −1        1,  0       0.2, −0.1                 0, 0
+        largest, smallest      1,  1        1,  0       0.2,  0.1                 0, 0
+                              the same     differs      differs                   the same
+
+    The constructor compares the columns of all ranks, which is a collective.
+    """
+
+    def __init__(
+        self,
+        rank_group: RankGroup,
+        params: Sequence[ComparedParameter],
+        groups: Sequence[SharedGroup],
+    ) -> None:
+        names = [Statement(param.ranks, param.name) for param in params]
+        labels = [Statement(shared.ranks, shared.label) for shared in groups]
+        # Of all ranks, in one order.
+        all_names = check_statements(names, rank_group)
+        all_labels = check_statements(labels, rank_group)
+        self._columns = _columns_of(all_names, all_labels)
+        self.n_columns = len(self._columns)
+        self.has_gradients = bool(all_names)
+        self.process_group = rank_group.process_group
+        self._device = rank_group.device
+        self._params = [param.p for param in params]
+        self._group_numbers = [shared.group for shared in groups]
+
+        # Of this rank: values (n,), their numbers of columns (n,), and the flat table of `local`.
+        self._values: list[float] | None = None
+        position = {column: number for number, column in enumerate(self._columns)}
+        local_columns = [position[column] for column in _columns_of(names, labels)]
+        self._local_columns = torch.tensor(local_columns, dtype=torch.int64, device="cpu")
+        self._local = torch.empty(0, device="cpu")
+        # The last result. Pinned, so that copies from a GPU are asynchronous.
+        on_gpu = rank_group.device.type == "cuda"
+        self._reduced = torch.zeros(2, self.n_columns, device="cpu", pin_memory=on_gpu)
+
+    def local(self, groups: Sequence[Group]) -> Tensor:
+        """Return this rank's table on the device, (2 · columns,).
+
+        It is made again only if gradients or settings have changed.
+        """
+        values = [float(p.grad is not None) for p in self._params]
+        for number in self._group_numbers:
+            settings = _settings_of(groups[number], lr=_lr_on_host(groups[number]))
+            values += map(_as_number, settings.values())
+        if values != self._values:
+            self._values = values
+            table = torch.full(self._reduced.shape, -torch.inf, device="cpu")
+            row = torch.tensor(values, device="cpu")
+            table[:, self._local_columns] = torch.stack([row, -row])
+            self._local = table.view(-1).to(self._device)
+        return self._local
+
+    def store(self, reduced: Tensor) -> None:
+        """Copy a reduced table to the host, (2 · columns,); on a GPU asynchronously."""
+        self._reduced.copy_(reduced.view(2, -1), non_blocking=True)
+
+    def differences(self) -> tuple[list[str], list[str]]:
+        """Return what differs in the stored table.
+
+        These are the names of parameters without a gradient on some ranks, and descriptions of
+        settings.
+        """
+        missing = []
+        settings = []
+        rows = self._reduced.tolist()
+        for column, high, negated_low in zip(self._columns, *rows, strict=True):
+            low = -negated_low
+            if high == low:
+                continue
+            if column.key is None:
+                missing.append(column.subject.text)
+                continue
+            difference = "not the same on all ranks"  # digests say nothing to a user
+            if column.key in _NUMERIC_KEYS:
+                difference = f"{low:.7g} on one rank and {high:.7g} on another"
+            settings.append(f"{column.key} of {column.subject.text} is {difference}")
+        return missing, settings
+
+
+def _lr_on_host(group: Group) -> float:
+    """Return the learning rate; 0 for one on a GPU, which is compared in the first step only."""
+    lr = group.values["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        return 0.0
+    return float(lr)
+
+
+def _as_number(setting: object) -> float:
+    """Return a number, or a digest of another setting."""
+    if isinstance(setting, (bool, int, float)):
+        return float(setting)
+    return float(zlib.crc32(repr(setting).encode()) % 2**_DIGEST_BITS)

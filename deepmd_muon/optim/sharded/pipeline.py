@@ -1,20 +1,43 @@
 """The Muon route on several ranks: momenta, exchanges and updates, in one order on all ranks.
 
-The story of a step
--------------------
-A bucket passes through five stages. `PipelineStep` runs them; the words are in the glossary of this
-package.
+A `Pipeline` is what all steps share: this rank's buckets, their buffers and views. A `PipelineStep`
+is one step. The words are in the glossary of this package.
 
-1. **advance**: m ← β m + (1 − β) g for the parameters of which this rank packs or updates a piece,
-   and their directions.
-2. **pack** and start the gather: the pieces of all directions travel to the owners of their blocks.
-3. **orthogonalize**: the owner assembles whole matrices and computes their updates with the rules
-   of their group.
-4. **return**: the pieces of the updates travel to the ranks that hold the parameters.
+    call by `ShardedStep`       when                                        communication
+    `Pipeline(…)`               before the first step                       none
+    `Pipeline.bind(…)`          before a step, if state has been replaced   none
+    `PipelineStep(…)`           in a step, before the Adam routes           first gathers start
+    `PipelineStep.finish()`     in a step, after the Adam routes            all the others
+
+The five stages of a bucket
+---------------------------
+`_pack` advances momenta, packs directions and starts the gather; `_orthogonalize` also starts the
+return; `_apply` is the last stage.
+
+1. **advance**: m ← β m + (1 − β) g, and the directions, of parameters that no earlier bucket has
+   advanced.
+2. **pack** pieces of directions, and start the gather: they travel to the owners of their blocks.
+3. **orthogonalize**: the owner assembles whole matrices, and computes their updates with the rules
+   of their parameter group.
+4. **return**: pack the pieces of the updates, and start their way back.
 5. **apply**: p ← p (1 − lr λ) − lr · update.
 
-Both collectives are asynchronous. The setting `slots` is the largest number of buckets in flight;
-each slot has two buffers, and the portions share two more. With three slots:
+For example, ranks 0 and 1 have 4 rows each of a matrix (8, 6), and rank 0 owns it:
+
+    stage            rank 0                               rank 1
+    advance          its momentum (4, 6)                  its momentum (4, 6)
+    pack             a piece (4, 6) to itself             a piece (4, 6) to rank 0
+    orthogonalize    assembles (8, 6), updates it         nothing: it owns no matrix
+    return           a piece to itself, one to rank 1     nothing to send, but it takes part
+    apply            to its rows 0 … 3                    to its rows 4 … 7
+
+Portions, which are buckets of jobs that stay on this rank, take the same stages without
+collectives. `missing_gradients` says what differs without a gradient.
+
+The order of a step
+-------------------
+The setting `slots` is the number of buckets that may be on their way. Bucket k + `slots` is packed
+as soon as bucket k has been applied, into the same buffers. With three slots:
 
     work    pack 0│pack 1│pack 2│portions│orth 0│orth 1│apply 0│pack 3│orth 2│apply 1│…
     gather        ├───────── 0 ──────────┤                            ├─ 3 …
@@ -25,28 +48,16 @@ each slot has two buffers, and the portions share two more. With three slots:
 
 Bars run from the start of a collective to its wait. On a GPU collectives run one after the other.
 
-Portions (jobs that stay on this rank) need no collective. They are computed while the first gathers
-are on their way.
-
-All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or
-disjoint (the plan refuses others), larger domains come first, and the order within a domain follows
-from the plan alone. Whether the next gather may start must therefore never depend on this rank's
-own messages, which have other lengths on other ranks.
-
-A parameter without a gradient
-------------------------------
-A rank may have no gradient where another one has, as in a mixture of experts. The owner learns that
-from the headers of the gather, the other ranks from the headers of the return. Until then such a
-rank works on a copy of the momentum (`tentative`), and undoes its updates of blocks that turn out
-to have no gradient on any source. The sources of a job are ranks of one replica of the momentum, so
-replicas must agree on gradients: `StepComparison` compares them.
+All ranks of a domain must start its collectives in the same order, or they wait for each other for
+ever. They do, because a bucket has the same number k on all of them: sets of ranks are nested or
+disjoint (the plan refuses others), domains of more ranks come first, and the order within a domain
+follows from the plan alone. The order must never depend on this rank's messages or gradients.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,15 +70,15 @@ from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, MomentumBatch, OwnedBlocks
 from deepmd_muon.optim.sharded.elements import gathered_parts
 from deepmd_muon.optim.sharded.messages import (
-    PRESENCE,
     local_shape,
     part_slices_of,
-    piece_of,
     staying_jobs,
     travelling_jobs,
 )
+from deepmd_muon.optim.sharded.missing_gradients import MissingGradients
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Plan, rule_values
+from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.rule_statistics import StatisticsTable, pieces_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Wait
 from deepmd_muon.optim.state.host_memory import TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
@@ -81,32 +92,45 @@ from deepmd_muon.optim.update.muon import (
 )
 from deepmd_muon.optim.waves import StepContext
 
-# ----- what is compiled once from the plan -------------------------------------------------------
+# ----- what all steps share ----------------------------------------------------------------------
 
 
 class Pipeline:
-    """The domains of a plan that exchange pieces, compiled for this rank.
+    """The buckets of one rank, of all domains that do not gather momenta (`RepeatedMuon` does).
 
-    Their parameters are `sharded_params`, at least one, by position in the plan. `process_groups`
-    has the process group of each domain of the plan.
+    Parameters
+    ----------
+    plan
+        The plan of the Muon route.
+    sharded_params
+        The parameters of these domains, at least one, by position in the plan.
+    process_groups
+        The process group of each domain of the plan.
+    collectives
+        Launches all collectives.
 
     Attributes
     ----------
-    travelling, staying
-        The buckets exchanged between ranks, and the portions of jobs that stay on this rank.
+    travelling
+        The buckets exchanged between ranks. A bucket has the same number on all ranks of its
+        domain.
+    staying
+        The portions: jobs that stay on this rank.
     n_slots
-        Number of buckets that may be in flight.
+        Number of buckets that may be on their way.
     n_first
         Number of travelling buckets that the constructor of `PipelineStep` packs.
     packing_order
         All buckets in the order in which they are packed: the first ones, the portions, the others.
-    last_reader
+    last_bucket
         By position in the plan: the last bucket that packs or updates a piece of the parameter.
     idle
         Parameters of which this rank packs and updates no piece.
     part_gathers
         All-gathers after the step of 16-bit parameters of which each rank updates the part that it
         has master weights of.
+    statistics
+        The rows of statistics of rules.
     momenta
         By position in the plan: the local momentum; set by `bind`.
     """
@@ -130,14 +154,13 @@ class Pipeline:
         group_numbers = {i: param.group for i, param in sharded_params.items()}
         for domain, process_group in zip(plan.domains, process_groups, strict=True):
             if domain.gathers_momenta:
-                continue  # `RepeatedMuon` steps it
+                continue
             for jobs in travelling_jobs(plan, domain, self.rank):
                 self.travelling.append(Bucket(jobs, group_numbers, process_group, self.device))
             for jobs in staying_jobs(plan, domain, self.rank):
                 self.staying.append(Bucket(jobs, group_numbers, None, self.device))
 
-        # The first gathers start before the portions, to overlap with them: as many as there are
-        # slots.
+        # Portions are computed while the first gathers, one in each slot, are on their way.
         self.n_slots = plan.settings.slots
         self.n_first = min(self.n_slots, len(self.travelling))
         self.packing_order = [
@@ -145,11 +168,22 @@ class Pipeline:
             *self.staying,
             *self.travelling[self.n_first :],
         ]
-        # A later bucket replaces an earlier one.
-        self.last_reader = {i: bucket for bucket in self.packing_order for i in bucket.parameters}
-        self._assign_momenta()
-        self._lay_out_statistics()
-        self.idle = [param for i, param in sharded_params.items() if i not in self.last_reader]
+
+        # A parameter's blocks may be in several buckets. The first one to use it advances its
+        # momentum for all of them; the last one releases what is packed.
+        first_bucket: dict[int, Bucket] = {}
+        self.last_bucket: dict[int, Bucket] = {}
+        for bucket in self.packing_order:
+            for i in bucket.parameters:
+                first_bucket.setdefault(i, bucket)
+                self.last_bucket[i] = bucket
+        for bucket in self.packing_order:
+            positions = [i for i in bucket.parameters if first_bucket[i] is bucket]
+            bucket.momentum_batches = self._momentum_batches(positions)
+        self.idle = [param for i, param in sharded_params.items() if i not in self.last_bucket]
+
+        self.statistics = StatisticsTable(plan, self.packing_order, self.device)
+
         with_masters = [
             (param.p, param.sharding)
             for i, param in sharded_params.items()
@@ -158,52 +192,27 @@ class Pipeline:
         self.part_gathers = gathered_parts(with_masters, collectives, keep=False)
         self._allocate()
 
-    def _assign_momenta(self) -> None:
-        """Let the first bucket that packs or updates a parameter advance its momentum."""
-        assigned: set[int] = set()
-        for bucket in self.packing_order:
-            by_kind: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
-            for i in bucket.parameters:
-                if i not in assigned:
-                    param = self.sharded_params[i]
-                    by_kind[param.group, param.p.dtype].append(i)
-            assigned.update(bucket.parameters)
-            bucket.momentum_batches = [
-                MomentumBatch(
-                    group=group,
-                    parameters=positions,
-                    shapes=[local_shape(self.plan, i, self.rank, "gather") for i in positions],
-                    part_slices=[part_slices_of(self.plan, i, self.rank) for i in positions],
-                )
-                for (group, _dtype), positions in by_kind.items()
-            ]
-
-    def _lay_out_statistics(self) -> None:
-        """Give momenta their rows of the table of statistics.
-
-        Rows are in the order in which `_momenta_and_gradients` lists pieces: by bucket, momentum
-        batch, parameter, part of the matrix, and last by index of the matrix in this rank's batch.
-        """
-        self._first_row: dict[int, int] = {}
-        n_rows = 0
-        for bucket in self.packing_order:
-            first_row = n_rows
-            for batch in bucket.momentum_batches:
-                for i, shape, slices in zip(
-                    batch.parameters, batch.shapes, batch.part_slices, strict=True
-                ):
-                    self._first_row[i] = n_rows
-                    if rule_values(self.plan.parameters[i].rules).sums:
-                        n_rows += shape[0] * len(slices)
-            bucket.statistics_rows = slice(first_row, n_rows)
-        self._n_rows = n_rows
+    def _momentum_batches(self, positions: Sequence[int]) -> list[MomentumBatch]:
+        """Return these parameters in batches of one parameter group and dtype."""
+        by_kind: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+        for i in positions:
+            param = self.sharded_params[i]
+            by_kind[param.group, param.p.dtype].append(i)
+        return [
+            MomentumBatch(
+                group=group,
+                parameters=members,
+                shapes=[local_shape(self.plan, i, self.rank, "gather") for i in members],
+                part_slices=[part_slices_of(self.plan, i, self.rank) for i in members],
+            )
+            for (group, _dtype), members in by_kind.items()
+        ]
 
     def _allocate(self) -> None:
         """Allocate, as float64, the buffers and the workspace of matrices, which buckets share.
 
-        Bucket k has the buffers of bucket k − `n_slots`. Buckets start and end in one order, so
-        they are free when fewer than `n_slots` buckets are in flight. Portions share further
-        buffers, and all buckets the workspace: only one is orthogonalized at a time.
+        Bucket k + `n_slots` has the buffers of bucket k. Portions share further buffers, and all
+        buckets the workspace: only one is orthogonalized at a time.
         """
 
         def memory(words: Iterator[int]) -> Tensor:
@@ -211,23 +220,15 @@ class Pipeline:
             return torch.empty(size, dtype=torch.float64, device=self.device)
 
         workspace = memory(bucket.workspace_words for bucket in self.packing_order)
-        sharing = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
-        for buckets in (*sharing, self.staying):
+        slots = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
+        for buckets in (*slots, self.staying):
             holder_buffer = memory(bucket.exchange.holder_words for bucket in buckets)
             owner_buffer = memory(bucket.exchange.owner_words for bucket in buckets)
             for bucket in buckets:
                 bucket.use_buffers(holder_buffer, owner_buffer, workspace)
 
-    def statistics(self) -> Tensor:
-        """Return a new table of the rules' statistics of this rank's momenta, (rows, sums)."""
-        n_sums = max((bucket.n_sums for bucket in self.packing_order), default=0)
-        return torch.empty(self._n_rows, n_sums, dtype=torch.float64, device=self.device)
-
     def bind(self, context: StepContext) -> None:
-        """Create missing state, and all views of buffers, parameters and state.
-
-        There is no communication.
-        """
+        """Create missing state, and all views of parameters and state."""
         self._complete_state(context)
         state = context.state
         self.momenta = {
@@ -274,7 +275,7 @@ class Pipeline:
                 momentum=self.momenta[i],
                 state={key: local_of(param_state[key]) for key in rule_keys},
                 group=param.group,
-                first_statistics_row=self._first_row.get(i, 0),
+                first_statistics_row=self.statistics.first_row.get(i, 0),
             )
         return local_params
 
@@ -294,22 +295,15 @@ class Pipeline:
 # ----- one step ----------------------------------------------------------------------------------
 
 
-class InFlight(NamedTuple):
-    """A bucket with a collective on its way."""
-
-    bucket: Bucket
-    wait: Wait
-
-
 class PipelineStep:
     """One step in progress: the constructor starts the first gathers, `finish` does the rest.
 
     Parameters
     ----------
     moments
-        Yields offloaded moments on the device in the order of `packing_order`; nothing for a bucket
-        that advances no momentum. After the first `n_first` buckets `ShardedStep` takes those of
-        the Adam routes and of `RepeatedMuon`. None without offload.
+        None without offload. Otherwise it yields the offloaded momenta of each bucket that advances
+        some, on the device, in the order of `packing_order`. Between the buckets of the constructor
+        and those of `finish`, `ShardedStep` takes the moments of other routes from it.
     """
 
     def __init__(
@@ -324,162 +318,158 @@ class PipelineStep:
         self._groups = context.groups
         self._control = control.on(pipeline.device)
         self._moments = moments
-        # The tensors that buckets pack, by kind and position in the plan, until the last reader has
-        # packed them. Weights are views of the parameters: an earlier bucket changes other blocks.
+        # The tensors that buckets pack, by kind and position in the plan, until the last bucket of
+        # a parameter has packed them. Weights are views of the parameters, which `_apply` changes
+        # meanwhile: but only blocks that have been packed.
         self._plane_tensors: dict[str, dict[int, Tensor]] = {
             "direction": {},
             "gradient": {},
             "weight": {},
         }
-        self._statistics = pipeline.statistics()
-        # Advanced copies of the momenta of parameters without a gradient on this rank, by position
-        # in the plan; and by (position, block), for their blocks, whether any rank has a gradient.
-        self._tentative: dict[int, Tensor] = {}
-        self._has_gradient: dict[tuple[int, int], Tensor] = {}
-        self._expected_order = iter(pipeline.packing_order)
-        self._not_started = deque(pipeline.travelling)
-        self._gathering: deque[InFlight] = deque()
-        self._returning: deque[InFlight] = deque()
+        self._statistics = pipeline.statistics.new()
+        self._missing = MissingGradients(pipeline.plan, pipeline.rank)
+        # For each bucket on its way: waits for its gather, then for its return.
+        self._waits: dict[Bucket, Wait] = {}
         # Buckets update parts with master weights in the buffers that these gathers send.
         for gather in pipeline.part_gathers:
             gather.read_parts()
-        self._start_gathers()
+        for bucket in pipeline.travelling[: pipeline.n_first]:
+            self._pack(bucket)
 
     def finish(self) -> list[Wait]:
-        """Take the step of the portions and of all buckets.
+        """Take all other stages, in the order of the module's diagram.
 
         Return functions that wait for the parts that all ranks have updated, and write them.
         """
-        for bucket in self._pipeline.staying:
-            self._apply(self._orthogonalize(InFlight(bucket, self._pack(bucket))))
-        while self._gathering:
-            returning = self._orthogonalize(self._gathering.popleft())
-            # The previous bucket's updates have had the time of this orthogonalization to return.
-            if self._returning:
-                self._apply(self._returning.popleft())
-            self._returning.append(returning)
-            self._start_gathers()
-            if not self._gathering and self._not_started:
-                # With one slot, its buffers are free only after its updates have been applied.
-                self._apply(self._returning.popleft())
-                self._start_gathers()
-        for returning in self._returning:
-            self._apply(returning)
-        waits = [gather.start() for gather in self._pipeline.part_gathers]
+        pipeline = self._pipeline
+        for portion in pipeline.staying:
+            self._pack(portion)
+            self._orthogonalize(portion)
+            self._apply(portion)
+        n_travelling = len(pipeline.travelling)
+        # A bucket's updates return while the next bucket is orthogonalized. With one slot the next
+        # bucket needs its buffers first.
+        delay = 1 if pipeline.n_slots > 1 else 0
+        for k in range(n_travelling + delay):
+            if k < n_travelling:
+                self._orthogonalize(pipeline.travelling[k])
+            if k >= delay:
+                self._apply_and_refill(k - delay)
+
+        waits = [gather.start() for gather in pipeline.part_gathers]
         if self._moments is not None:
             # All routes have taken theirs. Exhausting it copies the last batch back to the host.
             batch = next(self._moments, None)
             assert batch is None
-        self._settle_tentative_momenta()
-        if self._pipeline.plan.settings.free_gradients:
-            for param in self._pipeline.idle:
+        self._write_momenta_of_missing_gradients()
+        if pipeline.plan.settings.free_gradients:
+            for param in pipeline.idle:
                 param.p.grad = None
         return waits
 
-    def _start_gathers(self) -> None:
-        """Pack further buckets and start their gathers while slots are free.
-
-        Only the number of buckets in flight decides. When a bucket's turn comes, this number is the
-        same on all ranks of its domain, because larger domains come first.
-        """
-        n_slots = self._pipeline.n_slots
-        while self._not_started and len(self._gathering) + len(self._returning) < n_slots:
-            bucket = self._not_started.popleft()
-            self._gathering.append(InFlight(bucket, self._pack(bucket)))
+    def _apply_and_refill(self, number: int) -> None:
+        """Apply a travelling bucket, and pack the next one of its slot."""
+        travelling = self._pipeline.travelling
+        self._apply(travelling[number])
+        next_number = number + self._pipeline.n_slots
+        if next_number < len(travelling):
+            self._pack(travelling[next_number])
 
     # ----- stages 1 and 2: advance and pack ------------------------------------------------------
 
-    def _pack(self, bucket: Bucket) -> Wait:
+    def _pack(self, bucket: Bucket) -> None:
         """Advance the bucket's momenta, pack its pieces, and start its gather."""
-        pipeline = self._pipeline
-        # Another order would take another bucket's offloaded momenta, and start collectives that
-        # other ranks do not start.
-        expected_bucket = next(self._expected_order)
-        assert expected_bucket is bucket
-        if self._moments is not None and bucket.momentum_batches:
-            local_momenta = next(self._moments)
-        else:
-            local_momenta = [pipeline.momenta[i] for i in bucket.advanced]
-        self._advance(bucket, local_momenta)
+        self._advance(bucket)
         plane_tensors = [self._plane_tensors[kind] for kind in ("direction", *bucket.input_kinds)]
-        bucket.pack(plane_tensors, statistics=self._statistics, without_gradient=self._tentative)
+        bucket.pack(
+            plane_tensors, statistics=self._statistics, without_gradient=self._missing.momenta
+        )
         for i in bucket.parameters:
-            if pipeline.last_reader[i] is bucket:
+            if self._pipeline.last_bucket[i] is bucket:
                 for tensors in self._plane_tensors.values():
                     tensors.pop(i, None)  # frees the memory
-        return bucket.exchange.start("gather", pipeline.collectives)
+        self._waits[bucket] = bucket.exchange.start("gather", self._pipeline.collectives)
 
-    def _advance(self, bucket: Bucket, local_momenta: Sequence[Tensor]) -> None:
-        """Advance the bucket's momenta, and write their statistics.
-
-        Write the tensors to pack to `_plane_tensors`, and the copies of momenta without a gradient
-        to `_tentative`. Set `p.grad` to None with `free_gradients`.
-        """
-        remaining = iter(local_momenta)
+    def _advance(self, bucket: Bucket) -> None:
+        """Advance the bucket's momenta, and write its rows of the table of statistics."""
+        if self._moments is not None and bucket.momentum_batches:
+            bucket_momenta = next(self._moments)
+        else:
+            bucket_momenta = [self._pipeline.momenta[i] for i in bucket.advanced]
+        remaining = iter(bucket_momenta)
         to_measure: list[Pieces] = []
-        for momentum_batch in bucket.momentum_batches:
-            positions = momentum_batch.parameters
-            params = [self._pipeline.sharded_params[i] for i in positions]
-            settings = self._groups[momentum_batch.group].settings
-            momenta = [next(remaining) for _ in params]
-            grads = []
-            for k, (i, param) in enumerate(zip(positions, params, strict=True)):
-                grad = param.gradient()
-                if grad is None:
-                    momenta[k] = momenta[k].clone()  # it advances in place
-                    self._tentative[i] = momenta[k]
-                    grad = torch.zeros_like(momenta[k])
-                grads.append(grad)
-            # From here momenta and gradients are in the wider of float32 and the dtype of the local
-            # momenta.
-            momenta, grads = advance_momenta(
-                grads,
-                momenta,
-                settings,
-                self._control,
-                maximize=self._groups[momentum_batch.group].values["maximize"],
-            )
-            directions = directions_of(momenta, grads, settings)
-            if self._moments is not None and not settings.nesterov:
-                # Here directions are the momenta themselves, and a later transfer batch overwrites
-                # their memory.
-                directions = [direction.clone() for direction in directions]
-            self._plane_tensors["direction"].update(zip(positions, directions, strict=True))
-            if bucket.input_kinds:
-                weights = [param.elements() for param in params]
-                self._plane_tensors["gradient"].update(zip(positions, grads, strict=True))
-                self._plane_tensors["weight"].update(zip(positions, weights, strict=True))
-            if any(rule.sums for rule in matrix_rules(settings)):
-                to_measure += _momenta_and_gradients(momenta, grads, momentum_batch)
+        for batch in bucket.momentum_batches:
+            momenta, grads = self._advance_batch(batch, [next(remaining) for _ in batch.parameters])
+            self._set_plane_tensors(bucket, batch, momenta, grads)
+            if any(rule.sums for rule in matrix_rules(self._groups[batch.group].settings)):
+                to_measure += pieces_of(batch, momenta, grads)
             if self._pipeline.plan.settings.free_gradients:
-                for param in params:
-                    param.p.grad = None
-        sums = [rule.measure(to_measure, self._pipeline.device) for rule in bucket.measuring_rules]
-        if sums:
-            rows = self._statistics[bucket.statistics_rows, : bucket.n_sums]
-            torch.cat(sums, dim=1, out=rows)
+                for i in batch.parameters:
+                    self._pipeline.sharded_params[i].p.grad = None
+        self._pipeline.statistics.measure(bucket, to_measure, self._statistics)
+
+    def _advance_batch(
+        self, batch: MomentumBatch, momenta: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Advance momenta in place, or their copies without a gradient.
+
+        Return momenta and gradients in the wider of float32 and the dtype of the momenta.
+        """
+        grads = []
+        for k, i in enumerate(batch.parameters):
+            grad = self._pipeline.sharded_params[i].gradient()
+            if grad is None:
+                momenta[k] = self._missing.copy_momentum(i, momenta[k])
+                grad = torch.zeros_like(momenta[k])
+            grads.append(grad)
+        group = self._groups[batch.group]
+        return advance_momenta(
+            grads, momenta, group.settings, self._control, maximize=group.values["maximize"]
+        )
+
+    def _set_plane_tensors(
+        self, bucket: Bucket, batch: MomentumBatch, momenta: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Compute the directions of a batch; note them, and the inputs of rules, for packing."""
+        settings = self._groups[batch.group].settings
+        directions = directions_of(momenta, grads, settings)
+        if self._moments is not None and not settings.nesterov:
+            # Here directions are the momenta themselves, and a later transfer batch overwrites
+            # their memory.
+            directions = [direction.clone() for direction in directions]
+        self._plane_tensors["direction"].update(zip(batch.parameters, directions, strict=True))
+        if bucket.input_kinds:
+            weights = [self._pipeline.sharded_params[i].elements() for i in batch.parameters]
+            self._plane_tensors["gradient"].update(zip(batch.parameters, grads, strict=True))
+            self._plane_tensors["weight"].update(zip(batch.parameters, weights, strict=True))
 
     # ----- stages 3 and 4: orthogonalize and return ----------------------------------------------
 
-    def _orthogonalize(self, gathering: InFlight) -> InFlight:
+    def _orthogonalize(self, bucket: Bucket) -> None:
         """Wait for a bucket's pieces, orthogonalize its matrices, and start the return."""
-        bucket = gathering.bucket
-        gathering.wait()
+        self._wait(bucket)
         owned = bucket.assemble()
-        updates: dict[int, Tensor] = {}  # by position in `stacks`
-        for group_number in dict.fromkeys(stack.group for stack in bucket.stacks):
-            stack_numbers = [
-                number for number, stack in enumerate(bucket.stacks) if stack.group == group_number
-            ]
-            scaled, rule_state = self._update_stacks(bucket, owned, group_number, stack_numbers)
-            updates.update(zip(stack_numbers, scaled, strict=True))
+        stacks_of_group: dict[int, list[int]] = defaultdict(list)
+        for number, stack in enumerate(bucket.stacks):
+            stacks_of_group[stack.group].append(number)
+        updates: dict[int, Tensor] = {}  # by number of the stack
+        for group_number, stack_numbers in stacks_of_group.items():
+            group_updates, rule_state = self._update_stacks(
+                bucket, owned, group_number, stack_numbers
+            )
+            updates.update(zip(stack_numbers, group_updates, strict=True))
             # `pack_updates` sends the new state back, so it replaces the gathered one.
             for key, values in rule_state.items():
                 for number, value in zip(stack_numbers, values, strict=True):
                     state = owned.state[number]
                     state[key] = self._keep_or_replace(state[key], value, owned.present[number])
         bucket.pack_updates([updates[k] for k in range(len(bucket.stacks))], owned)
-        return InFlight(bucket, bucket.exchange.start("return", self._pipeline.collectives))
+        self._waits[bucket] = bucket.exchange.start("return", self._pipeline.collectives)
+
+    def _wait(self, bucket: Bucket) -> None:
+        """Wait for the collective of a bucket."""
+        wait = self._waits.pop(bucket)
+        wait()
 
     def _update_stacks(
         self, bucket: Bucket, owned: OwnedBlocks, group_number: int, stack_numbers: Sequence[int]
@@ -517,24 +507,11 @@ class PipelineStep:
 
     # ----- stage 5: apply ------------------------------------------------------------------------
 
-    def _apply(self, returning: InFlight) -> None:
+    def _apply(self, bucket: Bucket) -> None:
         """Wait for a bucket's updates and apply them."""
-        bucket = returning.bucket
-        returning.wait()
+        self._wait(bucket)
         bucket.take_state()
-        # Pieces without a local gradient: whether any rank has one is known only now, on the
-        # device. Keep the old values, and choose with `where`: only an offloaded master weight
-        # makes the host wait.
-        undecided = [
-            k for k, piece in enumerate(bucket.updated_pieces) if piece.parameter in self._tentative
-        ]
-        old_values: dict[int, list[Tensor]] = {}
-        if undecided:
-            present = bucket.exchange.applying.read_headers()[:, PRESENCE] > 0
-            for k in undecided:
-                piece = bucket.updated_pieces[k]
-                self._has_gradient[piece.parameter, piece.block] = present[k]
-                old_values[k] = [x.clone() for x in bucket.changed[k]]
+        undecided = self._missing.undecided_pieces(bucket)  # copies of what the updates change
         for group_number, update_list in bucket.update_lists:
             group = self._groups[group_number]
             apply_updates(
@@ -545,52 +522,16 @@ class PipelineStep:
                 rules=matrix_rules(group.settings),
                 masters=update_list.masters or None,
             )
-        for k, old_tensors in old_values.items():
-            piece = bucket.updated_pieces[k]
-            has_gradient = self._has_gradient[piece.parameter, piece.block]
-            for x, old in zip(bucket.changed[k], old_tensors, strict=True):
-                # A master weight may be in host memory.
-                x.copy_(torch.where(has_gradient.to(x.device), x, old))
+        for piece in undecided:
+            piece.settle()
 
-    def _settle_tentative_momenta(self) -> None:
-        """Write the advanced copies of blocks back if another rank has a gradient."""
-        pipeline = self._pipeline
-        plan = pipeline.plan
-        if self._tentative and self._context.memory is not None:
+    def _write_momenta_of_missing_gradients(self) -> None:
+        if not self._missing.momenta:
+            return
+        if self._context.memory is not None:
             self._context.memory.wait()  # copies to the host may still write these momenta
-        for i, advanced in self._tentative.items():
-            param = pipeline.sharded_params[i]
-            momentum = local_of(self._context.state[param.p]["momentum_buffer"])
-            shape = local_shape(plan, i, pipeline.rank, "gather")
-            for block in range(plan.parameters[i].view.blocks):
-                piece = piece_of(plan, i, block, pipeline.rank, "gather")
-                if piece.elements:
-                    old = momentum.view(shape)[piece.local_index]
-                    new = advanced.view(shape)[piece.local_index]
-                    # A rank with a piece of a block's momentum also updates a piece of the block,
-                    # so `_apply` has set this.
-                    has_gradient = self._has_gradient[i, block]
-                    # An offloaded momentum is in host memory.
-                    old.copy_(torch.where(has_gradient, new, old.to(new.device)))
-
-
-def _momenta_and_gradients(
-    momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_batch: MomentumBatch
-) -> list[Pieces]:
-    """Return momentum and gradient of every part of every parameter.
-
-    Parts are (batch, elements); a matrix of one part keeps its shape, without a copy.
-    """
-    pieces = []
-    for momentum, grad, shape, slices in zip(
-        momenta, grads, momentum_batch.shapes, momentum_batch.part_slices, strict=True
-    ):
-        batch, n_rows, n_columns = shape
-        if len(slices) == 1:
-            pieces.append(Pieces(momentum, grad, (batch, n_rows * n_columns)))
-            continue
-        for rows, columns in slices:
-            momentum_part = momentum.reshape(shape)[:, rows, columns].flatten(1)
-            grad_part = grad.reshape(shape)[:, rows, columns].flatten(1)
-            pieces.append(Pieces(momentum_part, grad_part, (batch, momentum_part.shape[1])))
-    return pieces
+        momenta = {}
+        for i in self._missing.momenta:
+            p = self._pipeline.sharded_params[i].p
+            momenta[i] = local_of(self._context.state[p]["momentum_buffer"])
+        self._missing.write_momenta(momenta)

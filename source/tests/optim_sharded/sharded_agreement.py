@@ -271,6 +271,24 @@ def replicas_that_differ():
     refused(optimizer, [w, v], ReplicaMismatchError, "values of 'u' differ")
 
 
+@on_ranks(4, 8)
+def replicas_on_some_ranks():
+    """Copies that differ on two ranks end the step of all ranks that share another parameter."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = named_mesh((world // 2, 2), ("dp", "ep"))
+    w = nn.Parameter(place(random(8, 6), mesh, [Replicate(), Shard(0)]))
+    b = nn.Parameter(random(6, 6) + (rank == 1))
+    optimizer = HybridMuon([("w", w), ("b", b)], replicas=mesh["ep"])
+    gradients([w, b])
+    match = "values of 'b' differ between ranks \\(0, 1\\)"
+    refused(
+        optimizer,
+        [w, b],
+        ReplicaMismatchError,
+        match if rank < 2 else f"rank 0 cannot step: the {match}",
+    )
+
+
 @on_ranks(2, 8)
 def state_on_some_ranks():
     """Only rank 1 loads a state: all ranks name the parameter instead of waiting for each other."""
