@@ -519,12 +519,14 @@ CORNERS_OF_VARIANTS = ("no neighbours", "excluded types and parameters")
 
 
 def corner_cases():
-    """Yield descriptor, corner and precision; float64 and what variants share are slow."""
+    """Return descriptor, corner and precision; float64 and what variants share are slow."""
+    cases = []
     for name, corner, precision in itertools.product(DESCRIPTORS, CORNERS, ("float64", "float32")):
         shared = name in VARIANTS and corner not in CORNERS_OF_VARIANTS
         shared |= name == "dpa3" and corner == "one type"  # its kernels read no types
         slow = (pytest.mark.slow,) if shared or precision == "float64" else ()
-        yield pytest.param(name, corner, precision, marks=slow)
+        cases.append(pytest.param(name, corner, precision, marks=slow))
+    return cases
 
 
 @on_each_backend
