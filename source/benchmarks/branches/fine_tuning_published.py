@@ -5,7 +5,8 @@
 SETS has the folders bpa/{train,300K,600K} (systems of race/make_bpa.py) and water/{train,test} (frames of DeePMD's
 water example). The checkpoint is fine-tuned at several first learning rates, which decay to a hundredth. "crystals" is
 how far the forces on rattled crystals have moved from those of the checkpoint: what was forgotten. `--until` (seconds
-since 1970) and `--claims` let several processes, one for each GPU, share the runs. The table is in doc/fine-tuning.md.
+since 1970) and `--claims` let several processes, one for each GPU, share the runs. The table is in
+doc/benchmarks/fine_tuning.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The first potentials learn the sets `small` and `six` of ../molecules.py, one with AdamW, as published checkpoints, and
 one with HybridMuon. They are fine-tuned on 50 frames of race/make_bpa.py at 300 K, at several first learning rates that
 decay to a hundredth. The test frames have 300 and 600 K; the old ones are validation frames of the twenty molecules.
-`dp init` writes the model. The table is in doc/fine-tuning.md.
+`dp init` writes the model. The table is in doc/benchmarks/fine_tuning.md.
 """
 
 from __future__ import annotations
