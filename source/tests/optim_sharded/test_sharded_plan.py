@@ -359,6 +359,30 @@ def test_whole_matrices_stay_where_they_are():
     assert domain.bytes_sent(plan.settings) == dict.fromkeys(range(4), 0)
 
 
+def test_the_example_of_the_package():
+    """The docstring of `optim.sharded.plan` shows this plan."""
+    shapes = {"a": (8, 6), "b": (7, 6), "c": (4, 4), "experts": (2, 4, 4)}
+    plan = make_plan(
+        [parameter(name, shape, fsdp(2)) for name, shape in shapes.items()],
+        ShardedSettings(bucket_bytes=200),
+    )
+    (domain,) = plan.domains
+    jobs = [
+        (plan.parameters[job.parameter].name, job.block, job.sources, job.owner, job.bucket)
+        for job in domain.jobs
+    ]
+    assert jobs == [
+        ("a", 0, {0: 24, 1: 24}, 0, 0),
+        ("b", 0, {0: 24, 1: 18}, 1, 0),
+        ("c", 0, {0: 8, 1: 8}, 1, 1),
+        ("experts", 0, {0: 16}, 0, None),
+        ("experts", 1, {1: 16}, 1, None),
+    ]
+    for leg in LEGS:
+        sizes = domain.bytes_of_messages(leg, plan.settings)
+        assert {size for key, size in sizes.items() if key.bucket == 0} == {104}
+
+
 def test_experts_split_inside_their_group_are_owned_there():
     """Expert parallelism over 4, each expert's rows over 2 ranks more: owners hold a part of what they own."""
     mesh = Layout((2, 4), tuple(range(8)), (ShardPlacement(1), ShardPlacement(0)))

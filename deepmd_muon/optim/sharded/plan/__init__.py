@@ -9,8 +9,8 @@ glossary of `optim.sharded` has the words.
     `plan`       the plan: what ranks compare, and its description
     `planner`    how a plan is made (`make_plan`)
 
-Ranks 0 and 1 have the rows of four parameters (`Shard(0)`); `experts` is a batch of two matrices, a
-bucket takes 200 bytes of matrices from each owner:
+For example, ranks 0 and 1 share the rows of four parameters (`Shard(0)`), and each owner takes 200
+bytes of matrices into a bucket. `experts` is a batch of two matrices, one on each rank:
 
     parameter    shape        block    elements by rank    owner    bucket
     a            (8, 6)       0        {0: 24, 1: 24}      0        0
@@ -19,11 +19,11 @@ bucket takes 200 bytes of matrices from each owner:
     experts      (2, 4, 4)    0        {0: 16}             0        stays
     experts      (2, 4, 4)    1        {1: 16}             1        stays
 
-These are one domain with five jobs, the most expensive first: a has most work and goes to rank 0, b
-to rank 1, which has less to do, and so does c. In bucket 0 the directions of 24 elements of a go
-from rank 1 to rank 0 and of 24 of b from rank 0 to rank 1, and the updates return. A message there
-has 104 bytes: a header of 8, and 24 elements of 4. c does not fit: 168 bytes of b and 64 of c are
-more than 200. The experts do not move.
+This is one domain with five jobs, in decreasing order of work. Rank 0 owns a. Rank 1 owns b, and c
+as well, because it still has less work. In bucket 0, rank 1 sends its 4 rows of a to rank 0, and
+rank 0 sends its 4 rows of b to rank 1; their updates go back. Each of these messages has 104 bytes:
+a header of 8, and 24 elements of 4. c does not fit into bucket 0, because b takes 168 bytes of
+rank 1 and c takes 64.
 """
 
 from deepmd_muon.optim.sharded.plan.domain import (

@@ -149,6 +149,9 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     return steps * (4 * m * m * n + 2 * m**3)
 
 
+# ----- what messages carry for rules -------------------------------------------------------------
+
+
 class RuleValues(NamedTuple):
     """The values that messages carry for some rules, besides directions and updates.
 
