@@ -8,7 +8,8 @@ Files, in reading order
     jobs, pieces, messages           a rank's jobs in one bucket, their pieces, their messages
     transport                        the collectives that send these messages
     rule_state, owned_matrices       the state of rules in messages; an owner's matrices
-    bucket, pipeline                 all of these for one bucket, and the order of all buckets
+    bucket, missing_gradients        all of these for one bucket; gradients on other ranks only
+    pipeline                         the order of all buckets
     repeated, elements               the other parts of a step: repeated work, the Adam routes
     process_groups, agreement        what ranks compare before and in a step
     step_parts, step                 the whole step

@@ -42,25 +42,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepmd_muon.optim.sharded.jobs import RankJobs, staying_jobs, travelling_jobs
-from deepmd_muon.optim.sharded.pieces import Piece, local_shape, part_slices_of, piece_of
+from deepmd_muon.optim.sharded.jobs import RankJobs
+from deepmd_muon.optim.sharded.pieces import Piece, piece_of
 from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Leg, rule_values
-
-__all__ = [
-    "FIRST_STATE",
-    "PRESENCE",
-    "CopyList",
-    "MessagePiece",
-    "Side",
-    "first_sum",
-    "header_rows",
-    # Of `jobs` and `pieces`, for `pipeline`.
-    "local_shape",
-    "part_slices_of",
-    "piece_of",
-    "staying_jobs",
-    "travelling_jobs",
-]
 
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.sharded.bucket import Bucket
-from deepmd_muon.optim.sharded.messages import PRESENCE, local_shape, piece_of
+from deepmd_muon.optim.sharded.messages import PRESENCE
+from deepmd_muon.optim.sharded.pieces import local_shape, piece_of
 from deepmd_muon.optim.sharded.plan import Plan
 
 

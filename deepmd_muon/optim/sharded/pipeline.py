@@ -69,14 +69,10 @@ from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, MomentumBatch, OwnedBlocks
 from deepmd_muon.optim.sharded.elements import gathered_parts
-from deepmd_muon.optim.sharded.messages import (
-    local_shape,
-    part_slices_of,
-    staying_jobs,
-    travelling_jobs,
-)
+from deepmd_muon.optim.sharded.jobs import staying_jobs, travelling_jobs
 from deepmd_muon.optim.sharded.missing_gradients import MissingGradients
 from deepmd_muon.optim.sharded.params import ShardedParameter
+from deepmd_muon.optim.sharded.pieces import local_shape, part_slices_of
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.sharded.rule_statistics import StatisticsTable, pieces_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Wait
