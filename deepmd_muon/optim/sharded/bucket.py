@@ -250,7 +250,7 @@ class Bucket:
             planned = plan.parameters[piece.parameter]
             if not rule_values(planned.rules).sums:
                 continue
-            # In the order of rows of `Pipeline._lay_out_statistics`: parts, then matrices.
+            # In the order of rows of the table in `rule_statistics`: parts, then matrices.
             batch, _, _ = local_shape(plan, piece.parameter, piece.rank, "gather")
             part_number = piece.block % len(planned.view.block_shapes)
             matrix, _, _ = piece.local_index
