@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from deepmd_kit_program import needs_deepmd_kit, python
 
-from deepmd_muon.argcheck import DeepmdKitOnlyError, InputError, normalize
+from deepmd_muon.argcheck import DeepmdKitOnlyError, InputError, load, normalize
 from deepmd_muon.argcheck.elsewhere import TYPES
 
 
@@ -104,53 +104,29 @@ print(json.dumps({
     }
 
 
-def _inputs():
-    """Return the training inputs among deepmd-kit's examples."""
-    found = []
-    for path in sorted(Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "")).rglob("*.json")):
-        content = json.loads(path.read_text())
-        # Their data have no names either: they are trained nowhere.
-        nameless = path.name in ("input_aparam.json", "input_v2_compat.json")
-        if isinstance(content, dict) and "training" in content and not nameless:
-            found.append(path)
-    return found
-
-
 @pytest.mark.deepmd_kit
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     "DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples"
 )
-def test_every_example_of_deepmd_kit_trains_here_or_is_handed_over(tmp_path, monkeypatch, capsys):
+def test_examples_for_the_trainer_of_deepmd_kit_are_handed_over(monkeypatch):
+    """`source/tests/examples` trains the others."""
     from deepmd_muon.cli import main as cli
 
     handed_over = []
     monkeypatch.setattr(
         cli, "hand_over", lambda what, words, advice="": handed_over.append((what, words)) or 0
     )
-    trained = 0
-    for path in (inputs := _inputs()):
+    expected = []
+    for path in sorted(Path(os.environ["DEEPMD_KIT_EXAMPLES"]).rglob("*.json")):
         content = json.loads(path.read_text())
-        left_out = ("stat_file", "stop_batch")
-        given = content["training"]
-        training = {key: x for key, x in given.items() if "epoch" not in key}
-        training = {key: x for key, x in training.items() if key not in left_out}
-        outputs = {"save_ckpt": str(tmp_path / "model"), "disp_file": str(tmp_path / "lcurve")}
-        content["training"] = training | outputs | {"numb_steps": 1}
-        content["learning_rate"].pop("warmup_steps", None)  # thousands
-        changed = tmp_path / "input.json"
-        changed.write_text(json.dumps(content))
-        monkeypatch.chdir(path.parent)  # its systems are told relative to it
-        before = len(handed_over)
-        words = ["--pt", "train", str(changed), "-o", str(tmp_path / "out.json"), "-v", "ERROR"]
-        assert cli.main(words) == 0, (path, capsys.readouterr().err)
-        if len(handed_over) > before:
-            what, given = handed_over[-1]
-            assert given == words
-            assert what
-        else:
-            trained += 1
-            assert (tmp_path / "model-1.pt").exists()
-            (tmp_path / "model-1.pt").unlink()
-    assert len(inputs) >= 60
-    assert trained >= 4
+        if not (isinstance(content, dict) and "training" in content):
+            continue
+        try:
+            load(path)
+        except DeepmdKitOnlyError:
+            words = ["--pt", "train", str(path), "-o", os.devnull, "-v", "ERROR"]
+            assert cli.main(words) == 0, path
+            expected.append(words)
+    assert len(expected) >= 20
+    assert [words for _, words in handed_over] == expected
+    assert all(what for what, _ in handed_over)
