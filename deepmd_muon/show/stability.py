@@ -74,7 +74,9 @@ def draw_temperature(axes: Any, run: Trajectories) -> None:
     """Draw the temperature of every copy of the dynamics."""
     axes.plot(run.times, np.array(run.heat), color=SERIES[2], linewidth=0.6)
     axes.axhline(run.temperature, color=GRAY, linestyle=":", linewidth=0.8)
-    axes.set_title(f"Dynamics of {run.copies} copies")
+    axes.set_title(
+        "Dynamics of one copy" if run.copies == 1 else f"Dynamics of {run.copies} copies"
+    )
     axes.set_ylabel("temperature [K]")
     _mark_blow_ups(axes, run)
 
