@@ -27,6 +27,7 @@ from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.settings import HostedSettings
 from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.groups.group_settings import current_spelling
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch
@@ -135,10 +136,12 @@ def _with_saved_models(run_input: Input, sources: Mapping[str, Source]) -> Input
     if run_input.scales is not None and is_hosted:
         # As for inputs that name the model themselves: the scales were measured on our models.
         run_input = run_input.with_default_scales()
+        optimizer = run_input.settings.optimizer
+        assert isinstance(optimizer, HybridMuonConfig)  # no other one has scales
         log.info(
             "optimizer/lr_adjust_coeff is not given and takes %g, deepmd-kit's default for models "
             "that deepmd-kit computes (doc/learning-rate.md)",
-            run_input.settings.optimizer.lr_adjust_coeff,
+            optimizer.lr_adjust_coeff,
         )
     return run_input
 
