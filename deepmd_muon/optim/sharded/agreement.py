@@ -6,7 +6,10 @@
     every step    `StepComparison.compare`       which gradients exist          MissingGradientError
                                                  settings of parameter groups   PlanMismatchError
 
-`ShardedStep` calls them in this order, on all ranks; `shard_state` uses `StepComparison` alone.
+`ShardedStep` calls them in this order, on all ranks. Before the first one it compares the plans
+(`Plan.statements`). `shard_state` uses `StepComparison` alone. *Plain* parameters are no DTensors:
+each of their ranks has a complete copy.
+
 Parameters may live on different sets of ranks, and a set compares only what concerns all of it. An
 error is raised on all ranks of this rank's largest set, which contains its other sets. So no rank
 waits for one that has given up.
@@ -94,13 +97,13 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     """Compare the values of plain parameters that have not been stepped yet with their replicas.
 
     Later, replicas may differ by rounding if ranks repeat the work on different hardware.
-    Parameters with state were compared before, or their values come from a checkpoint;
-    `check_routes_and_settings` has checked that they are the same on all replicas.
+    Parameters with state were compared before, or their values come from a checkpoint.
+    `check_routes_and_settings` has checked that the same parameters have state on all replicas.
 
     Raises
     ------
     ReplicaMismatchError
-        On all ranks, with the names of the first parameters that differ (`_LISTED_NAMES`).
+        On all ranks, with the names of at most `_LISTED_NAMES` parameters that differ.
     """
     rank_group = largest_group([param.layout.sorted_ranks for param in params], device)
     if rank_group is None:
@@ -111,7 +114,8 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
         if not isinstance(param.p, DTensor) and not state.get(param.p) and param.p.numel()
     ]
     error = _replica_error(fresh, device) if fresh else None
-    check_statements([], rank_group, error)  # `replicas` may be some of its ranks
+    # `replicas` may be some of the ranks of `rank_group`; the others raise the error here.
+    check_statements([], rank_group, error)
     if error is not None:
         raise error
 
@@ -119,10 +123,10 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
 def _replica_error(
     params: Sequence[ShardedParameter], device: torch.device
 ) -> ReplicaMismatchError | None:
-    """Compare plain parameters with their replicas; return the error."""
+    """Compare plain parameters with their replicas; return the error, None if they agree."""
     ranks = params[0].layout.sorted_ranks  # plain tensors all live on `replicas`
     process_group = group_of(ranks, device)
-    if process_group is None:
+    if process_group is None:  # a single rank
         return None
     checksums = torch.stack([_checksum(param.p.detach()).to(device) for param in params])
     extremes = torch.stack([checksums, -checksums])  # maximum and −minimum, (2, parameters)
@@ -144,12 +148,16 @@ def _replica_error(
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """Return a non-negative int64 scalar: the bits of all elements, weighted by row."""
-    # Without a copy of a contiguous tensor.
+    """Return a non-negative int64 scalar: the sum of the bits of all elements, weighted by row.
+
+    It does not depend on the order of elements in a row. Of 8-byte elements it ignores the two
+    highest bits: of a float64, the sign and whether the absolute value is at least 2.
+    """
+    # The bits as integers, without a copy of a contiguous tensor.
     elements = x.contiguous().view(-1).view(_SAME_SIZE_INTEGERS[x.itemsize])
     n_rows = x.shape[0] if x.ndim else 1
     row_sums = elements.view(n_rows, -1).sum(1, dtype=torch.int64)  # wraps around
-    # Odd, so that a change of a row sum never vanishes modulo a power of two.
+    # Odd, so that a change of a row sum vanishes in the checksum only if 2**_CHECKSUM_BITS divides it.
     weights = 2 * torch.arange(n_rows, device=x.device) + 1
     checksum: Tensor = (row_sums * weights).sum() & (2**_CHECKSUM_BITS - 1)
     return checksum
@@ -176,12 +184,13 @@ _NUMERIC_KEYS = {
 class SharedGroup(NamedTuple):
     """A parameter group, on the ranks that share some of its parameters.
 
-    Other ranks may number it otherwise, so its first parameter there names it.
+    Each of these ranks may have another number for it, so the first parameter that they share
+    names it.
     """
 
     ranks: RankSet
-    label: str  # with the name of the first such parameter
-    group: int  # its number on this rank
+    label: str  # with the name of that parameter
+    group: int  # number of the group on this rank
 
 
 def shared_groups(params: Sequence[ShardedParameter]) -> list[SharedGroup]:
@@ -195,7 +204,10 @@ def shared_groups(params: Sequence[ShardedParameter]) -> list[SharedGroup]:
 
 
 def _settings_of(group: Group, lr: float) -> dict[str, object]:
-    """Return the settings of a group in the order of `_KEYS`."""
+    """Return the settings of a group in the order of `_KEYS`.
+
+    The callers read the learning rate `lr` in different ways, see `_lr_on_host`.
+    """
     settings: dict[str, object] = {"lr": lr, "maximize": group.values["maximize"]}
     for field in _CONFIG_FIELDS:
         settings[field.name] = getattr(group.settings, field.name)
@@ -212,7 +224,8 @@ _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 class ComparedParameter(NamedTuple):
     """A parameter with replicas that would diverge if only some ranks had its gradient.
 
-    `ranks` ascend. Names and their order must be the same on all of them.
+    `name` is its name in errors, which may include shape and route. `ranks` ascend. Names and their
+    order must be the same on all of them.
     """
 
     p: Tensor
@@ -237,6 +250,8 @@ class StepComparison:
     `raise_deferred`, so that the host does not wait for the device: all ranks then raise together,
     one step late.
 
+    The constructor is a collective of the largest set of ranks.
+
     Parameters
     ----------
     compared
@@ -246,14 +261,18 @@ class StepComparison:
     device
         The device of the tables that are reduced.
     late
-        Whether to read results late; None: on a GPU.
+        Whether to read results late. None: late on a GPU, at once on a CPU.
     groups
         The parameter groups that have their settings compared.
 
     Raises
     ------
     PlanMismatchError
-        On all ranks of the largest set when their parameters differ.
+        On all ranks of the largest set, when the names of their parameters or groups differ.
+    ShardingError
+        When no set of ranks contains all others.
+    UnsupportedTransportError
+        When the process group has no backend for the device.
     """
 
     def __init__(
@@ -298,18 +317,19 @@ class StepComparison:
         groups
             The present parameter groups of this rank.
         only_flags
-            Whether to compare nothing. The capture of a CUDA graph never does: replays use the same
-            gradients.
+            Reduce the flags and compare nothing. The capture of a CUDA graph compares nothing
+            either: replays use the same gradients.
 
         Returns
         -------
         Tensor or None
-            The maximum of the flags over the largest set of ranks, (n,).
+            The maximum of the flags over the largest set of ranks, (n,); None without flags.
 
         Raises
         ------
         MissingGradientError
-            On all ranks of the largest set, including those that do not hold the parameter.
+            On all ranks of the largest set, including those that do not hold the parameter, when
+            only some ranks have its gradient.
         PlanMismatchError
             On all ranks of the largest set, when settings differ.
         """
@@ -319,8 +339,8 @@ class StepComparison:
         capturing = is_capturing()
         if not capturing:
             self.raise_deferred()
-        # Gradients are compared in every step, and settings travel with them or with flags. Only
-        # for settings there is not a collective in every step.
+        # Gradients are compared in every step, and settings travel with them or with flags. A
+        # collective for the settings alone runs in one of `_STEPS_PER_COMPARISON` steps.
         is_due = (
             table.has_gradients or flags is not None or self._n_steps % _STEPS_PER_COMPARISON == 0
         )
@@ -371,7 +391,8 @@ class _Column(NamedTuple):
     subject
         The name of a parameter, or the label of a parameter group, and the ranks that share it.
     key
-        The setting of the group. None: 1 if the parameter has a gradient, and 0 otherwise.
+        The setting of the group. None for a parameter: its value is 1 if it has a gradient, and 0
+        otherwise.
     """
 
     subject: Statement
@@ -421,7 +442,8 @@ class _ComparisonTable:
         self._params = [param.p for param in params]
         self._group_numbers = [shared.group for shared in groups]
 
-        # Of this rank: values (n,), their numbers of columns (n,), and the flat table of `local`.
+        # Of this rank: values (n,), the number of the column of each (n,), and the table that
+        # `local` returns.
         self._values: list[float] | None = None
         position = {column: number for number, column in enumerate(self._columns)}
         local_columns = [position[column] for column in _columns_of(names, labels)]
