@@ -3,16 +3,22 @@
 In a mixture of experts, for example, a rank may have received no token for an expert. If another
 rank has a gradient of some block, the block steps, and this rank's gradient counts as zeros. If no
 rank has one, neither the block nor its momentum may change. This rank learns which case it is only
-from the headers of the return, so it works on copies until then:
+from the headers of the return. Until then it advances a copy of the momentum, and keeps a copy of
+what the update changes:
 
-    stage      this rank                                                       here
+    stage      this rank                                                       member
     advance    advances a copy of the momentum, with zeros as the gradient     `copy_momentum`
-    pack       sends the copy's pieces; their headers say "no gradient"        `momenta`
+    pack       sends directions from the copy; headers say "no gradient"       `momenta`
     apply      reads from headers whether any rank has a gradient of a         `undecided_pieces`
-               block; updates it, and undoes the update if no rank has one
+               block; updates it, and undoes the update if no rank has one     `settle`
     end        writes the copy to the momentum for blocks with a gradient      `write_momenta`
+               on any rank
 
-The answer stays on the device: tensors are chosen with `torch.where`, and the host does not wait.
+The answer stays on the device: tensors are chosen with `torch.where`. The host waits only for momenta
+or master weights that are offloaded to host memory.
+
+Headers come from the ranks of one replica of the momentum. `StepComparison` checks that the other
+replicas have gradients of the same parameters, so these headers hold for all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from deepmd_muon.optim.sharded.plan import Plan
 
 
 class UndecidedPiece(NamedTuple):
-    """A piece of which this rank has no gradient, before its update.
+    """A piece of a parameter without a gradient on this rank, with copies from before its update.
 
     Attributes
     ----------
@@ -59,7 +65,7 @@ class MissingGradients:
     Attributes
     ----------
     momenta
-        By position in the plan, the copies of their momenta that advance instead of these.
+        By position in the plan, the copies that advance instead of the momenta, in local shapes.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -70,12 +76,18 @@ class MissingGradients:
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
 
     def copy_momentum(self, parameter: int, momentum: Tensor) -> Tensor:
-        """Note a parameter without a gradient; return the copy of its momentum to advance."""
+        """Note a parameter without a gradient; return the copy of its momentum to advance.
+
+        `parameter` is its position in the plan.
+        """
         self.momenta[parameter] = momentum.clone()
         return self.momenta[parameter]
 
     def undecided_pieces(self, bucket: Bucket) -> list[UndecidedPiece]:
-        """Return the bucket's pieces to settle after their update."""
+        """Return the bucket's pieces to settle after their update.
+
+        Call it when the updates have arrived, before they are applied.
+        """
         numbers = [
             k for k, piece in enumerate(bucket.updated_pieces) if piece.parameter in self.momenta
         ]

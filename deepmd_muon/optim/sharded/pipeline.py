@@ -3,11 +3,11 @@
 A `Pipeline` is what all steps share: this rank's buckets, their buffers and views. A `PipelineStep`
 is one step. The words are in the glossary of this package.
 
-    call by `ShardedStep`       when                                        communication
-    `Pipeline(…)`               before the first step                       none
-    `Pipeline.bind(…)`          before a step, if state has been replaced   none
-    `PipelineStep(…)`           in a step, before the Adam routes           first gathers start
-    `PipelineStep.finish()`     in a step, after the Adam routes            all the others
+    call by `StepParts`         when                                             communication
+    `Pipeline(…)`               in the first step, at its start                  none
+    `Pipeline.bind(…)`          before a step, if tensors or settings are new    none
+    `PipelineStep(…)`           in a step, before the Adam routes                first gathers start
+    `PipelineStep.finish()`     in a step, after the Adam routes                 all the others
 
 The five stages of a bucket
 ---------------------------
@@ -21,6 +21,8 @@ return; `_apply` is the last stage.
    of their parameter group.
 4. **return**: pack the pieces of the updates, and start their way back.
 5. **apply**: p ← p (1 − lr λ) − lr · update.
+
+m is the momentum, g the gradient and p the parameter; β is the setting `momentum`, λ `weight_decay`.
 
 For example, ranks 0 and 1 have 4 rows each of a matrix (8, 6), and rank 0 owns it:
 
@@ -37,7 +39,8 @@ collectives. `missing_gradients` says what differs without a gradient.
 The order of a step
 -------------------
 The setting `slots` is the number of buckets that may be on their way. Bucket k + `slots` is packed
-as soon as bucket k has been applied, into the same buffers. With three slots:
+as soon as bucket k has been applied, into the same buffers. With three slots (`StepParts` steps the
+Adam routes after pack 2):
 
     work    pack 0│pack 1│pack 2│portions│orth 0│orth 1│apply 0│pack 3│orth 2│apply 1│…
     gather        ├───────── 0 ──────────┤                            ├─ 3 …
@@ -123,12 +126,12 @@ class Pipeline:
     idle
         Parameters of which this rank packs and updates no piece.
     part_gathers
-        All-gathers after the step of 16-bit parameters of which each rank updates the part that it
-        has master weights of.
+        All-gathers of 16-bit parameters with sharded master weights, after their update. Each rank
+        updates the part of a parameter of which it has the master weights, and sends it to all.
     statistics
         The rows of statistics of rules.
     momenta
-        By position in the plan: the local momentum; set by `bind`.
+        By position in the plan: the local momentum; set by `bind`, emptied by `StepParts.release`.
     """
 
     def __init__(
@@ -299,7 +302,7 @@ class PipelineStep:
     moments
         None without offload. Otherwise it yields the offloaded momenta of each bucket that advances
         some, on the device, in the order of `packing_order`. Between the buckets of the constructor
-        and those of `finish`, `ShardedStep` takes the moments of other routes from it.
+        and those of `finish`, `StepParts` takes the moments of other routes from it.
     """
 
     def __init__(
@@ -324,7 +327,7 @@ class PipelineStep:
         }
         self._statistics = pipeline.statistics.new()
         self._missing = MissingGradients(pipeline.plan, pipeline.rank)
-        # For each bucket on its way: waits for its gather, then for its return.
+        # For each bucket on its way: the wait for its gather, later the one for its return.
         self._waits: dict[Bucket, Wait] = {}
         # Buckets update parts with master weights in the buffers that these gathers send.
         for gather in pipeline.part_gathers:
@@ -335,7 +338,7 @@ class PipelineStep:
     def finish(self) -> list[Wait]:
         """Take all other stages, in the order of the module's diagram.
 
-        Return functions that wait for the parts that all ranks have updated, and write them.
+        Return the waits of `part_gathers`, which also write the parts of other ranks to parameters.
         """
         pipeline = self._pipeline
         for portion in pipeline.staying:
@@ -407,9 +410,10 @@ class PipelineStep:
     def _advance_batch(
         self, batch: MomentumBatch, momenta: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Advance momenta in place, or their copies without a gradient.
+        """Advance momenta in place; for parameters without a gradient, advance copies instead.
 
-        Return momenta and gradients in the wider of float32 and the dtype of the momenta.
+        The copies replace their momenta in the list `momenta`. Return momenta and gradients in the
+        wider of float32 and the dtype of the momenta.
         """
         grads = []
         for k, i in enumerate(batch.parameters):
@@ -430,8 +434,8 @@ class PipelineStep:
         settings = self._groups[batch.group].settings
         directions = directions_of(momenta, grads, settings)
         if self._moments is not None and not settings.nesterov:
-            # Here directions are the momenta themselves, and a later transfer batch overwrites
-            # their memory.
+            # Without Nesterov directions are the momenta themselves, and a later transfer batch
+            # overwrites their memory.
             directions = [direction.clone() for direction in directions]
         self._plane_tensors["direction"].update(zip(batch.parameters, directions, strict=True))
         if bucket.input_kinds:
@@ -493,7 +497,8 @@ class PipelineStep:
     def _keep_or_replace(self, old: Tensor, new: Tensor, present: Tensor) -> Tensor:
         """Return the new state of blocks, or the old state if no rank has a gradient.
 
-        A skipped step keeps the old state, too.
+        A skipped step keeps the old state, too. `present`, (blocks,), is above 0 for blocks with a
+        gradient on any rank.
         """
         replaced = present > 0  # (blocks,)
         if self._control.skip is not None:
@@ -504,7 +509,7 @@ class PipelineStep:
     # ----- stage 5: apply ------------------------------------------------------------------------
 
     def _apply(self, bucket: Bucket) -> None:
-        """Wait for a bucket's updates and apply them."""
+        """Wait for a bucket's updates and apply them; store the state of rules that came along."""
         self._wait(bucket)
         bucket.take_state()
         undecided = self._missing.undecided_pieces(bucket)  # copies of what the updates change
@@ -522,6 +527,7 @@ class PipelineStep:
             piece.settle()
 
     def _write_momenta_of_missing_gradients(self) -> None:
+        """Write the copies that have advanced to the momenta of this rank, see `missing_gradients`."""
         if not self._missing.momenta:
             return
         if self._context.memory is not None:
