@@ -53,7 +53,7 @@ class PlannedParameter:
         The layout of its momentum, if different.
     masters
         Whether master weights with the layout of the state take its updates, instead of the
-        elements.
+        elements. False without `state_layout`: master weights then have the layout of the elements.
     """
 
     name: str
@@ -85,8 +85,8 @@ class PlannedParameter:
             layout,
             itemsize=moment_dtype(dtype).itemsize,
             rules=matrix_rules(settings),
-            # `steps` and `gram` only weigh work, and ranks compare them: the first part of a fused
-            # weight speaks for all.
+            # `steps` and `gram` only serve to estimate work, so those of the first part of a fused
+            # weight suffice for all its parts.
             steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
             state_layout=state_layout,
@@ -117,7 +117,10 @@ class PlannedParameter:
         return MatrixLayout(self.shape, self.view, layout)
 
     def block_flops(self) -> list[int]:
-        """Return the work of each part of a matrix; it is the same in all matrices of a batch."""
+        """Return the work [FLOPs] of each part of a matrix, the same in all matrices of a batch.
+
+        These are the blocks of one matrix: block number k of the parameter is part k % len(parts).
+        """
         return [
             newton_schulz_flops(rows, columns, self.steps, gram=self.gram)
             for rows, columns in self.view.block_shapes
@@ -137,13 +140,17 @@ class PlannedParameter:
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
-    """Return the floating-point operations of one orthogonalization, in the form for this shape."""
+    """Return the floating-point operations of one orthogonalization, in the form for this shape.
+
+    X is the matrix (m, n) with m ≤ n, R = X Xᵀ its Gram matrix (m, m), and Q (m, m) the product of
+    the polynomials of steps; see `polar.newton_schulz`.
+    """
     m = min(rows, columns)
     n = max(rows, columns)
     if m == 1:
-        return 4 * n
+        return 4 * n  # a vector is only normalized
     if gram and n >= 2 * m:
-        # Four products of m × m matrices in each step; R = X Xᵀ and X ← Q X three times each.
+        # Four products of m × m matrices in each step; R = X Xᵀ and X ← Q X about three times each.
         return steps * 8 * m**3 + 12 * m * m * n
     # In each step X Xᵀ, its square, and the polynomial times X.
     return steps * (4 * m * m * n + 2 * m**3)
@@ -205,8 +212,9 @@ class Job(NamedTuple):
     bucket
         Number of the bucket that the job travels in; None for a job that stays.
     line_values
-        By rank: how many values per line of the rules' state it holds for this block. Its messages
-        carry them.
+        By rank, how many values it holds for this block of all state tensors with values per line.
+        Its messages carry them. Ranks of all replicas are among them, also if replicas repeat the
+        work.
     """
 
     parameter: int
@@ -218,7 +226,7 @@ class Job(NamedTuple):
     line_values: Mapping[int, int]
 
     def holders(self, leg: Leg) -> Mapping[int, int]:
-        """Return the ranks that send to the owner, or receive from it, and their elements."""
+        """Return the ranks that send to the owner, or receive from it: elements by rank."""
         return self.sources if leg == "gather" else self.destinations
 
 
@@ -251,9 +259,10 @@ class Domain:
     n_buckets
         Number of buckets; the domain's buckets are numbered from 0.
     work
-        Floating-point operations, by rank.
+        By rank [FLOPs].
     gathered_bytes
-        Bytes of the part of the momenta that one rank sends if it `gathers_momenta`; else 0.
+        Bytes of the largest part of the momenta, which every rank sends if the domain
+        `gathers_momenta`; else 0.
     """
 
     ranks: RankSet
@@ -296,7 +305,7 @@ class Domain:
         return 1 + len(values.block_keys) + (values.sums if leg == "gather" else 0)
 
     def n_planes(self, leg: Leg) -> int:
-        """Return the number of values of each element.
+        """Return the number of values that a message has for each element.
 
         The gather has its direction and the inputs that rules request, the return its update.
         """

@@ -17,7 +17,7 @@ VERSION = 4
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The step of this rank's parameters of the Muon route.
+    """Which rank does what in the step of this rank's parameters of the Muon route.
 
     Attributes
     ----------
@@ -54,22 +54,23 @@ class Plan:
     def describe(self, *, owners: bool = False) -> str:
         """Return the plan as text.
 
-        It has balance, bytes and collectives of every domain, and with `owners` every block.
+        It has balance, bytes and collectives of every domain, and with `owners` every block. On one
+        process, it has the number and work of the matrices of each shape instead.
         """
         if len(self.domains) == 1 and len(self.domains[0].ranks) == 1 and not owners:
             return self._describe_one_process()
-        text = []
+        lines = []
         for number, domain in enumerate(self.domains):
-            text.append(f"domain {number}: {self._describe_domain(domain)}")
+            lines.append(f"domain {number}: {self._describe_domain(domain)}")
             if owners:
-                text += self._describe_owners(domain)
-        if not text:
+                lines += self._describe_owners(domain)
+        if not lines:
             return "no matrices to orthogonalize"
-        # Of the domains that this rank knows.
+        # On all ranks, but only in the domains of this rank: it does not know others.
         work = sum(sum(domain.work.values()) for domain in self.domains)
         sent = sum(sum(domain.bytes_sent(self.settings).values()) for domain in self.domains)
-        text.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
-        return "\n".join(text)
+        lines.append(f"a step on all ranks: {work:.4g} FLOPs, {sent:.4g} bytes sent")
+        return "\n".join(lines)
 
     def _describe_one_process(self) -> str:
         """Return the number of matrices and the FLOPs of each shape, the most expensive first."""
@@ -79,13 +80,14 @@ class Plan:
             for shape, work in zip(p.view.block_shapes, p.block_flops(), strict=True):
                 count[shape] += p.view.batch
                 flops[shape] += p.view.batch * work
-        text = [f"one process: {len(self.parameters)} parameters, {sum(count.values())} matrices"]
+        lines = [f"one process: {len(self.parameters)} parameters, {sum(count.values())} matrices"]
         for shape, work in flops.most_common():
-            text.append(f"  {count[shape]} of {shape[0]}x{shape[1]}: {work:.4g} FLOPs")
-        text.append(f"a step: {sum(flops.values()):.4g} FLOPs")
-        return "\n".join(text)
+            lines.append(f"  {count[shape]} of {shape[0]}x{shape[1]}: {work:.4g} FLOPs")
+        lines.append(f"a step: {sum(flops.values()):.4g} FLOPs")
+        return "\n".join(lines)
 
     def _describe_domain(self, domain: Domain) -> str:
+        """Return the sizes, collectives, balance and digest of a domain, in five lines."""
         parameters = [self.parameters[i] for i in domain.parameters]
         layouts = sorted({str(p.layout) for p in parameters})
         n_blocks = len({(job.parameter, job.block) for job in domain.jobs})
@@ -108,13 +110,16 @@ class Plan:
         )
 
     def _describe_owners(self, domain: Domain) -> list[str]:
-        text = []
+        """Return a line for each job: its owner, block and bucket."""
+        lines = []
         for job in domain.jobs:
             p = self.parameters[job.parameter]
             rows, columns = p.view.block_shapes[job.block % len(p.view.block_shapes)]
             way = "stays" if job.bucket is None else f"bucket {job.bucket}"
-            text.append(f"  rank {job.owner}: {p.name} block {job.block} ({rows}x{columns}), {way}")
-        return text
+            lines.append(
+                f"  rank {job.owner}: {p.name} block {job.block} ({rows}x{columns}), {way}"
+            )
+        return lines
 
 
 def _mean_and_extremes(values: Sequence[int]) -> str:

@@ -7,7 +7,8 @@
 2. The blocks of a domain get owners, longest processing time first (R. L. Graham, SIAM J. Appl.
    Math. 17, 416, 1969): in decreasing order of work, each goes to the rank with the least work so
    far; in a tie, to a rank with a piece of it, then to the one with fewer bytes, then to the lower
-   rank. A block that one rank holds whole stays there (`BlockHolders.assign`).
+   rank. A block that is whole on one rank of each replica is owned by one of these ranks
+   (`BlockHolders.assign`).
 3. Jobs with all pieces on their owner stay. The others travel in buckets; each bucket takes at most
    one all-to-all to the owners and one back.
 4. Replicas share the work or repeat it. With `replication` 'auto', steps 2 and 3 are taken for both
@@ -17,7 +18,7 @@
 
 All ranks of a domain must make the same plan of it, although each rank plans only the parameters
 that it has. Two of four ranks, for example, may share a domain that the others do not know. So the
-choices for a domain depend on this domain, and on earlier domains that contain all of its ranks.
+choices for a domain depend only on this domain, and on earlier domains that contain all its ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def make_plan(
     Parameters
     ----------
     parameters
-        In an order that is the same on all ranks; names are unique.
+        Those that this rank has, in an order that is the same on all ranks; names are unique.
     settings
         Settings of the sharded step.
 
@@ -61,6 +62,11 @@ def make_plan(
     -------
     Plan
         Identical on all ranks with identical arguments.
+
+    Raises
+    ------
+    ShardingError
+        When the sets of ranks of two parameters overlap and neither contains the other.
     """
     settings = settings or ShardedSettings()
     _refuse_overlaps(parameters)
@@ -68,8 +74,8 @@ def make_plan(
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize][i] = p
     domains: list[Domain] = []
-    # All ranks of a domain know the work of each in earlier domains, because these have more ranks.
-    # Domains on the same ranks keep the order of their first parameters.
+    # Only earlier domains that contain all ranks of a domain count: all its ranks know them. Domains
+    # on the same ranks keep the order of their first parameters.
     for ranks, itemsize in sorted(members, key=lambda kind: -len(kind[0])):
         earlier_work = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
         unplanned = _UnplannedDomain(
@@ -162,18 +168,22 @@ class _UnplannedDomain(NamedTuple):
 
 
 def _plan_domain(unplanned: _UnplannedDomain, settings: ShardedSettings) -> Domain:
-    """Plan a domain in every way to try, and return the fastest; in a tie the first."""
+    """Plan a domain in every way to try, and return the fastest."""
     domains = [
         _assign_owners(unplanned, settings, spread=spread)
         for spread in _ways_to_try(unplanned, settings)
     ]
     if len(domains) == 1:  # predicting takes time
         return domains[0]
+    # In a tie `min` returns the first.
     return min(domains, key=lambda domain: _predicted_seconds(domain, settings))
 
 
 def _ways_to_try(unplanned: _UnplannedDomain, settings: ShardedSettings) -> list[bool]:
-    """Return the values of `spread` to try: True to share the work, False to repeat it."""
+    """Return the values of `spread` to try: True to share the work, False to repeat it.
+
+    Replicas with momenta in parts that cannot be gathered share the work under every `replication`.
+    """
     replicated_parameters = [p for p in unplanned.parameters.values() if p.has_replicas]
     # To repeat the work, replicas need whole momenta.
     in_parts = any(p.state_layout for p in replicated_parameters)
