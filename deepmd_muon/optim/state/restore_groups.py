@@ -6,14 +6,17 @@ compares and places the state (`load_state`), and at last calls `restore_groups`
 | key of a saved group | restored |
 |---|---|
 | `lr` | always |
-| `initial_lr` | if both groups were constructed with the same learning rate |
+| `initial_lr` | if both groups were constructed with the same learning rate; else it is the present one |
 | other `SCHEDULER_KEYS` such as `max_lr` | always |
 | `SCHEDULED_SETTINGS` such as `momentum` | if both groups were constructed with the same value |
 | the user's own keys | if this package saved the group |
-| other settings | never |
+| other settings | never; `saved_choices` has restored those that `build` had chosen |
 
-`constructed` of a group holds the learning rate and the scheduled settings with which it was
-constructed. For example, a momentum of 0.93 is saved, and the group was constructed with 0.95: a
+Groups saved before they had a key `constructed`, or by another optimizer, count as constructed with
+other values.
+
+`constructed` of a group holds, among others, the learning rate and the scheduled settings with which
+it was constructed. For example, a momentum of 0.93 is saved, and the group was constructed with 0.95: a
 scheduler has changed it. A run that restarts with 0.95 takes 0.93. One that restarts with 0.9 was
 changed on purpose and keeps 0.9.
 """
@@ -47,14 +50,17 @@ _NOT_LOGGED = frozenset(["params", "param_names", "lr", "initial_lr", "construct
 def restore_groups(
     param_groups: Sequence[dict[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Restore learning rates, what schedulers write, and the user's keys; log other differences.
+    """Restore learning rates, what schedulers write, and the user's keys.
 
-    Groups of another Muon restore nothing, and no group does if their number has changed.
+    Log each setting that differs, restored or not, except learning rates. Groups of another Muon
+    restore nothing, and no group does if their number has changed.
 
     Raises
     ------
-    InvalidSettingError, ForeignStateError
-        When a saved value is out of its range, or there is no learning rate; nothing is changed.
+    InvalidSettingError
+        When a saved value is out of its range; nothing is changed.
+    ForeignStateError
+        When a saved group has no learning rate; nothing is changed.
     """
     if is_another_muon(saved_groups):
         log.info("the state is another Muon's: its learning rates and settings are not taken over")
@@ -78,7 +84,7 @@ def restore_groups(
         values = _values_to_restore(present_values, saved_values)
         _log_differences(number, present_values, saved_values, restored=values)
         restored.append(values)
-    # Check all groups before one is changed.
+    # Check all groups before one is changed: `group_settings` raises InvalidSettingError.
     for group, values in zip(param_groups, restored, strict=True):
         group_settings({**group, **values})
     for group, values in zip(param_groups, restored, strict=True):
@@ -89,7 +95,10 @@ def restore_groups(
 
 
 def _values_to_restore(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a present group takes from its saved group."""
+    """Return the values that a present group takes from its saved group, both unfolded.
+
+    A tensor in `lr` becomes a float.
+    """
     constructed = constructed_of(group)
     constructed_alike = {
         key for key, value in constructed_of(saved).items() if value == constructed.get(key)

@@ -3,7 +3,7 @@
 `build` looks at the model and decides what the input omits: it chooses values of settings
 (`CHOSEN_BY_BUILD`), and it adds entries to the user's lists `splits` and `adam_patterns`. A later
 release may choose otherwise. A run that restarts with it would get other routes than its state has,
-so saved choices replace today's choices, and values of the input stay:
+so saved choices replace today's choices, and values that the input sets stay:
 
 | value | saved | now | used |
 |---|---|---|---|
@@ -12,9 +12,13 @@ so saved choices replace today's choices, and values of the input stay:
 | `vector_route`, set by the input then, chosen now | "adamw" | "adam" | "adam" |
 | `splits`, [x] in both inputs, y added now | [x] | [x, y] | [x] |
 | `splits`, [x] in the input then and [z] now, y added now | [x] | [z, y] | [z, y] |
+| `splits`, [x] in the input then, and none now | [x] | [] | [x] |
 
-A group records its *choices* as a list of strings in its key `constructed`, under `CHOSEN`: names
-of settings, and entries that were added to lists.
+The last row: an entry that the input has lost comes back, because only new entries show that the
+input has changed. A group for which `build` chooses nothing now keeps all its values.
+
+A group records its *choices* in its key `constructed`, JSON text, as a list of strings under
+`CHOSEN`: names of settings, and entries that were added to lists.
 """
 
 from __future__ import annotations
@@ -50,9 +54,9 @@ def saved_choices(
 ) -> list[dict[str, Any]]:
     """Return, for each present group, the saved values that replace today's choices.
 
-    With them comes a new value of the group's key `constructed`. A group gets none if its
-    parameters or their shapes differ from the saved ones, and no group does if their number has
-    changed.
+    With them comes a new value of the group's key `constructed`. A group gets no values if its
+    parameters or their shapes differ from the saved ones, if nothing was chosen for it, or if the
+    saved group is not of this package. No group gets any if their number has changed.
     """
     if len(param_groups) != len(saved_groups):
         return [{} for _ in param_groups]
@@ -73,7 +77,7 @@ def _values_that_replace(group: Mapping[str, Any], saved: Mapping[str, Any]) -> 
     former = _former_choices(saved)
     added_since = choices.entries - former.entries
     settings = choices.settings & former.settings
-    # A list stays if the input has given it new entries.
+    # A list stays if the input, not only `build`, has given it new entries.
     lists = [key for key in _LISTS if {*group[key]} - {*saved[key]} <= added_since]
     values = {
         key: saved[key] for key in (*sorted(settings), *lists) if differs(saved[key], group[key])
@@ -84,8 +88,8 @@ def _values_that_replace(group: Mapping[str, Any], saved: Mapping[str, Any]) -> 
         removed = added_since & {entry for key in lists for entry in group[key]}
         constructed[CHOSEN] = [choice for choice in record if choice not in removed]
         if "adam_lr_ratio" in values:
-            # `restore_groups` takes a scheduled setting as changed by a scheduler if it differs
-            # from its value here.
+            # A scheduled setting. `restore_groups` restores it only if `constructed` has the same
+            # value in both groups.
             constructed["adam_lr_ratio"] = values["adam_lr_ratio"]
         values["constructed"] = json.dumps(constructed)
     return values
