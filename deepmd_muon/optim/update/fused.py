@@ -1,26 +1,30 @@
 """The fused Muon route: a few launches step all parameters of a wave.
 
-A *wave* is the parameters of one group, device and dtype, which one step updates. `muon.muon_`
-defines the results; the launches agree with it up to rounding. `fused_tables` explains *blocks*
-(the matrices), *groups* (blocks of one shape) and *chunks* (the elements that one program takes).
+A *wave* is the parameters of one parameter group, device and dtype, which one step updates.
+`muon.muon_` defines the results; the launches agree with it up to rounding. `fused_tables` explains
+*blocks* (the matrices), *groups* (here: blocks of one shape, not parameter groups) and *chunks* (the
+elements that one program takes).
 
 | launch | result | programs |
 |---|---|---|
-| `advance` | momenta; the *directions*, which are orthogonalized | one for each chunk |
-| `polar_factors` | polar factors of the directions, group after group | by the group's size |
+| `advance` | momenta; the *directions*, which are orthogonalized; sums of chunks | one for each chunk |
+| `polar_factors` | polar factors of the directions; several launches | depends on the sizes of groups |
 | `combine` | factors of the blocks (scale · damping); norms for applied groups | one for each block |
-| `apply` | parameters | one for each chunk |
+| `apply` | parameters, but not of applied groups | one for each chunk |
 
-Small groups are orthogonalized on a side stream if the launches are captured in a CUDA graph.
-*Applied* groups consist of large matrices: the last matrix product of their orthogonalization
-updates the parameters itself (`AppliedGroups`), so that no polar factors are written.
+`combine` is launched only for Magma or for applied groups.
+
+Small groups (one program for each matrix) are orthogonalized on a side stream if the launches are
+captured in a CUDA graph and there are other groups. *Applied* groups consist of large matrices: the
+last matrix product of their orthogonalization updates the parameters itself (`AppliedGroups`), so
+that no polar factors are written.
 
     main stream  advance ─┬─ polar_factors of other groups ────────────┬─ applied groups ─ apply
     side stream           └─ combine ─ polar_factors of small groups ──┘
 
-The launches of a step read tables on the device, which are valid until a parameter moves, and a few
-numbers, such as the learning rate. So they can be recorded in a CUDA graph: a later step writes its
-numbers and replays the graph. New addresses of gradients, as after
+The launches of a step read tables on the device, which are valid until a parameter or its state
+moves, and a few numbers, such as the learning rate. So they can be recorded in a CUDA graph: a later
+step writes its numbers and replays the graph. New addresses of gradients, as after
 ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one
 launch; neither synchronizes.
 """
@@ -73,7 +77,7 @@ TYPES = {
 # large models.
 _SHORT = 1024
 _LONG = 4096
-SMALL = 4 * 2**20  # elements of a small model
+SMALL = 4 * 2**20  # most elements of a small model
 # A step of a large model is recorded once more than this number were launched: a caller that
 # captures whole training steps needs no graph here.
 _STEPS_BEFORE_RECORDING = 10
@@ -83,7 +87,7 @@ _CHUNKS_AT_A_TIME = 256  # that a program of `combine` reads
 
 
 class Directions(NamedTuple):
-    """The buffer of all directions, and its batches (b, rows, columns) by group."""
+    """The buffer of all directions (elements,), and views of it, (b, rows, columns) by group."""
 
     flat: Tensor
     matrices: list[Tensor]
@@ -114,9 +118,9 @@ class FusedMuon:
     Attributes
     ----------
     elements
-        Of all parameters.
+        Number of elements of all parameters.
     records
-        `recording`, until a recording fails; false on a CPU.
+        Whether steps are recorded: `recording`, until a recording fails; False on a CPU.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class FusedMuon:
         self._settings = settings
         self._device = params[0].device
         self._dtype = params[0].dtype
-        self._wide = moment_dtype(self._dtype)  # of the computation
+        self._wide = moment_dtype(self._dtype)  # dtype of the computation
         self._magma = bool(scores)
         self.elements = sum(p.numel() for p in params)
         self._is_small = self.elements <= SMALL
@@ -151,12 +155,13 @@ class FusedMuon:
         self._gradients = AddressTable(len(params), self._device)
         self._results = AddressTable(len(self._groups), self._device)  # of the polar factors
         self._directions: Directions | None = None  # kept for small models
-        # Scale, scale · damping and Σ u² of each block (blocks,), the last in the order of groups.
+        # Scale, scale · damping and Σ u² (u: direction) of each block (blocks,); the last in the
+        # order of groups, the others by number of the block.
         self._scales = self._scales_of(settings).to(self._device)
         self._factors = torch.empty_like(self._scales) if self._magma else self._scales
         self._squares = torch.zeros(len(locations), dtype=torch.float64, device=self._device)
 
-        # Three kinds of groups.
+        # Three kinds of groups: applied, on the main stream, on the side stream.
         self._applied = self._make_applied(locations)
         applied = [] if self._applied is None else self._applied.group_numbers
         self._on_main_stream, self._on_side_stream = self._divide_between_streams(applied)
@@ -167,7 +172,7 @@ class FusedMuon:
             )
             self._chunks_to_apply = self._chunks[~is_applied].contiguous()
         self._needs_sums = self._magma or self._applied is not None
-        self._sums = self._scales  # an argument that no kernel reads
+        self._sums = self._scales  # an argument that no kernel reads or writes
         if self._needs_sums:
             self._sums = torch.zeros(
                 len(self._chunks), int(SUMS.value), dtype=torch.float64, device=self._device
@@ -213,7 +218,7 @@ class FusedMuon:
             if settings.lr_adjust_coeff != self._settings.lr_adjust_coeff:
                 self._scales.copy_(self._scales_of(settings))
             self._settings = settings
-        # Of a graph that the caller captures.
+        # Whether the caller captures a graph.
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         gradients = captured_addresses(grads) if capturing else self._gradients.of(grads)
         grad_dtype = grads[0].dtype
@@ -244,22 +249,22 @@ class FusedMuon:
 
     def _record(self, gradients: Tensor, grad_dtype: torch.dtype) -> None:
         """Record the launches of a step, which are replayed from the next step on."""
-        recording = try_record(
+        graph_and_result = try_record(
             lambda: self._launch(gradients, grad_dtype, capturing=True),
             self._device,
             "a fused step",
         )
-        if recording is None:
+        if graph_and_result is None:
             self.records = False
             return
-        graph, _ = recording  # the launches return nothing
+        graph, _ = graph_and_result  # the launches return nothing
         self._recorded[grad_dtype] = graph
 
     def _launch(self, gradients: Tensor, grad_dtype: torch.dtype, *, capturing: bool) -> None:
         """Launch all kernels of a step, in the order that the diagram of this file shows.
 
-        `gradients` has the gradients' addresses. If the launches are not `capturing`, all are on
-        the current stream.
+        `gradients` has the gradients' addresses, int64. `capturing` says that a graph is being
+        captured, by this object or by the caller. If not, all launches are on the current stream.
         """
         directions = self._direction_buffers()
         matrices = directions.matrices
@@ -369,7 +374,8 @@ class FusedMuon:
     def _make_applied(self, locations: Sequence[BlockLocation]) -> AppliedGroups | None:
         """Return the applied groups.
 
-        None for small models and other precisions, without suitable groups, and if a launch fails.
+        None for small models, without `flash_muon`, with a precision other than 'auto' and
+        'float16', without suitable groups, and if a launch fails.
         """
         settings = self._settings
         uses_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
@@ -406,9 +412,9 @@ class FusedMuon:
     def _divide_between_streams(self, applied: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the numbers of the groups on the main stream, and of those on the side stream.
 
-        The kernels of the side stream have one program for each matrix. These programs do not wait
-        for each other, so they cannot block the cooperative kernels of the main stream, whose
-        programs do.
+        `applied` has the numbers of the applied groups, which are in neither list. The kernels of
+        the side stream have one program for each matrix. These programs do not wait for each other,
+        so they cannot block the cooperative kernels of the main stream, whose programs do.
         """
         side = [
             number for number, group in enumerate(self._groups) if self._takes_one_program(group)
@@ -429,4 +435,5 @@ class FusedMuon:
 
 
 def _addresses_of(*lists: Sequence[Tensor]) -> list[int]:
+    """Return the addresses of the tensors in all lists."""
     return list(map(Tensor.data_ptr, itertools.chain(*lists)))

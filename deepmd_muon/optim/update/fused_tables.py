@@ -4,7 +4,7 @@ A *block* is a matrix that is orthogonalized alone: a parameter, an element of i
 of a fused weight. Blocks are numbered through all parameters, in the order of Magma's scores.
 Blocks of one shape form a *group*, whose directions are one batch (b, rows, columns) in the buffer
 of directions. (`MatrixView.groups` is something else: interleaved parts of a weight.) A program
-takes a *chunk*: some adjacent elements of one block.
+takes a *chunk*: some consecutive elements of one block, row by row.
 
 A block is stored in *runs*: `run_length` adjacent elements, with `stride` from the start of one run
 to that of the next. For example, a weight (4, 6) is split into the blocks a and b:
@@ -17,7 +17,8 @@ to that of the next. For example, a weight (4, 6) is split into the blocks a and
     a a a a b b      b b b b b b
 
 On the left, a has four runs of 4 and b four runs of 2, both with stride 6. On the right, both have
-two runs of 6 with stride 12. Without a split, a block is one run.
+two runs of 6 with stride 12. Without a split, a block is one run. So is a block of whole rows that
+are adjacent ("rows 2+2").
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ class BlockLocation(NamedTuple):
     run_length, stride
         See above.
     offset
-        First element of the block in the parameter.
+        Number of the block's first element in the parameter.
     parameter, momentum
         Addresses of these tensors.
     tensor
-        Number of the parameter.
+        Number of the parameter in the wave.
     block
         Number of the block.
     plain
@@ -133,8 +134,8 @@ def locate_blocks(
             offset = matrix * matrix_size
             for rows, columns in view.block_shapes:
                 size = rows * columns
-                # A run is the block's share of an interleaved part; if columns are split, of a row
-                # of that part.
+                # The matrix consists of `view.groups` equal sections of rows or of columns, and the
+                # block has a share of each. A run is one share; if columns are split, one row of it.
                 if view.axis == "columns":
                     run_length = columns // view.groups
                     stride = view.columns // view.groups
@@ -172,7 +173,7 @@ class Chunks(NamedTuple):
 
 
 def divide_into_chunks(locations: Sequence[BlockLocation], width: int) -> Chunks:
-    """Divide blocks into chunks of `width` elements."""
+    """Divide blocks into chunks of `width` elements; the last one of a block may have fewer."""
     blocks = torch.tensor(
         [(0, *location) for location in locations], dtype=torch.int64, device="cpu"
     )
@@ -188,7 +189,7 @@ def divide_into_chunks(locations: Sequence[BlockLocation], width: int) -> Chunks
 def block_table(chunks: Chunks, groups: Sequence[BlockGroup], scores: Sequence[Tensor]) -> Tensor:
     """Return the rows (blocks, BLOCK_ROW) that `combine` reads, int64, in host memory.
 
-    `scores` are Magma's, float32, a tensor for each parameter; none without Magma.
+    `scores` are Magma's, contiguous, float32, a tensor for each parameter; none without Magma.
     """
     count = len(chunks.of_blocks)
     addresses = [
