@@ -157,7 +157,7 @@ def _checksum(x: Tensor) -> Tensor:
     elements = x.contiguous().view(-1).view(_SAME_SIZE_INTEGERS[x.itemsize])
     n_rows = x.shape[0] if x.ndim else 1
     row_sums = elements.view(n_rows, -1).sum(1, dtype=torch.int64)  # wraps around
-    # Odd, so that a change of a row sum vanishes in the checksum only if 2**_CHECKSUM_BITS divides it.
+    # Odd: a change of a row sum vanishes in the checksum only if 2**_CHECKSUM_BITS divides it.
     weights = 2 * torch.arange(n_rows, device=x.device) + 1
     checksum: Tensor = (row_sums * weights).sum() & (2**_CHECKSUM_BITS - 1)
     return checksum

@@ -14,8 +14,8 @@ what the update changes:
     end        writes the copy to the momentum for blocks with a gradient      `write_momenta`
                on any rank
 
-The answer stays on the device: tensors are chosen with `torch.where`. The host waits only for momenta
-or master weights that are offloaded to host memory.
+The answer stays on the device: tensors are chosen with `torch.where`. The host waits only for
+momenta or master weights that are offloaded to host memory.
 
 Headers come from the ranks of one replica of the momentum. `StepComparison` checks that the other
 replicas have gradients of the same parameters, so these headers hold for all ranks.

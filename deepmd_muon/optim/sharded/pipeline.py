@@ -22,7 +22,8 @@ return; `_apply` is the last stage.
 4. **return**: pack the pieces of the updates, and start their way back.
 5. **apply**: p ← p (1 − lr λ) − lr · update.
 
-m is the momentum, g the gradient and p the parameter; β is the setting `momentum`, λ `weight_decay`.
+m is the momentum, g the gradient and p the parameter. β is the setting `momentum`, and λ is
+`weight_decay`.
 
 For example, ranks 0 and 1 have 4 rows each of a matrix (8, 6), and rank 0 owns it:
 
@@ -527,7 +528,7 @@ class PipelineStep:
             piece.settle()
 
     def _write_momenta_of_missing_gradients(self) -> None:
-        """Write the copies that have advanced to the momenta of this rank, see `missing_gradients`."""
+        """Write the copies that have advanced to this rank's momenta; see `missing_gradients`."""
         if not self._missing.momenta:
             return
         if self._context.memory is not None:

@@ -6,7 +6,7 @@ compares and places the state (`load_state`), and at last calls `restore_groups`
 | key of a saved group | restored |
 |---|---|
 | `lr` | always |
-| `initial_lr` | if both groups were constructed with the same learning rate; else it is the present one |
+| `initial_lr` | if both groups were constructed with the same learning rate; else the present one |
 | other `SCHEDULER_KEYS` such as `max_lr` | always |
 | `SCHEDULED_SETTINGS` such as `momentum` | if both groups were constructed with the same value |
 | the user's own keys | if this package saved the group |
@@ -15,10 +15,10 @@ compares and places the state (`load_state`), and at last calls `restore_groups`
 Groups saved before they had a key `constructed`, or by another optimizer, count as constructed with
 other values.
 
-`constructed` of a group holds, among others, the learning rate and the scheduled settings with which
-it was constructed. For example, a momentum of 0.93 is saved, and the group was constructed with 0.95: a
-scheduler has changed it. A run that restarts with 0.95 takes 0.93. One that restarts with 0.9 was
-changed on purpose and keeps 0.9.
+`constructed` of a group holds, among others, the learning rate and the scheduled settings with
+which it was constructed. For example, a momentum of 0.93 is saved, and the group was constructed
+with 0.95: a scheduler has changed it. A run that restarts with 0.95 takes 0.93. One that restarts
+with 0.9 was changed on purpose and keeps 0.9.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 A *wave* is the parameters of one parameter group, device and dtype, which one step updates.
 `muon.muon_` defines the results; the launches agree with it up to rounding. `fused_tables` explains
-*blocks* (the matrices), *groups* (here: blocks of one shape, not parameter groups) and *chunks* (the
-elements that one program takes).
+*blocks* (the matrices), *groups* (here blocks of one shape, not parameter groups) and *chunks*
+(the elements that one program takes).
 
 | launch | result | programs |
 |---|---|---|
-| `advance` | momenta; the *directions*, which are orthogonalized; sums of chunks | one for each chunk |
-| `polar_factors` | polar factors of the directions; several launches | depends on the sizes of groups |
-| `combine` | factors of the blocks (scale · damping); norms for applied groups | one for each block |
+| `advance` | momenta; *directions*, which are orthogonalized; sums of chunks | one for each chunk |
+| `polar_factors` | polar factors of the directions | several launches, by the sizes of groups |
+| `combine` | factors of blocks (scale · damping); norms for applied groups | one for each block |
 | `apply` | parameters, but not of applied groups | one for each chunk |
 
 `combine` is launched only for Magma or for applied groups.
@@ -23,8 +23,8 @@ that no polar factors are written.
     side stream           └─ combine ─ polar_factors of small groups ──┘
 
 The launches of a step read tables on the device, which are valid until a parameter or its state
-moves, and a few numbers, such as the learning rate. So they can be recorded in a CUDA graph: a later
-step writes its numbers and replays the graph. New addresses of gradients, as after
+moves, and a few numbers, such as the learning rate. So they can be recorded in a CUDA graph: a
+later step writes its numbers and replays the graph. New addresses of gradients, as after
 ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one
 launch; neither synchronizes.
 """

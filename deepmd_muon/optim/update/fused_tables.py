@@ -135,7 +135,7 @@ def locate_blocks(
             for rows, columns in view.block_shapes:
                 size = rows * columns
                 # The matrix consists of `view.groups` equal sections of rows or of columns, and the
-                # block has a share of each. A run is one share; if columns are split, one row of it.
+                # block has a share of each. A run is one share, or with columns one row of a share.
                 if view.axis == "columns":
                     run_length = columns // view.groups
                     stride = view.columns // view.groups

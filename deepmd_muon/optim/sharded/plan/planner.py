@@ -74,8 +74,8 @@ def make_plan(
     for i, p in enumerate(parameters):
         members[p.layout.sorted_ranks, p.itemsize][i] = p
     domains: list[Domain] = []
-    # Only earlier domains that contain all ranks of a domain count: all its ranks know them. Domains
-    # on the same ranks keep the order of their first parameters.
+    # Earlier domains count if they contain all ranks of this domain: then all its ranks know them.
+    # Domains on the same ranks keep the order of their first parameters.
     for ranks, itemsize in sorted(members, key=lambda kind: -len(kind[0])):
         earlier_work = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
         unplanned = _UnplannedDomain(
