@@ -96,8 +96,8 @@ class Chunk:
         Numbers of the frames `(nframes,)`, rising.
     values
         By name as in `FrameStore.tensors`, without "first_atom": rows of frames, or of real atoms.
-        Also "box" `(nframes, 3, 3)` [Å], and "periodic" `(nframes,)`: which frames have
-        cells. A label and its "has_…", or "box", may be left out if no frame has one.
+        Also "box" `(nframes, 3, 3)` [Å], and "periodic" `(nframes,)`: which frames have cells. A
+        label and its "has_…", or "box", may be left out if no frame has one.
     flat
         Numbers of the frames whose cell is so flat that the host checks it.
     """
