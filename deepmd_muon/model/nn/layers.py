@@ -5,6 +5,13 @@ A layer is y = f(h)∘idt + copies of x with h = x·W + b (`deepmd_muon.model.nn
 loss, as in `four_passes`. `keep` holds the values that the derivatives of f need: f(h) or h, see
 `Activation`.
 
+| symbol  | argument | shape         | meaning                                                |
+|---------|----------|---------------|--------------------------------------------------------|
+| x, y, h |          | (rows, width) | input, output, and what f is applied to                |
+| W, b    | `layer`  |               | `matrix` and `bias` of `LayerTensors`                  |
+| idt     | `idt`    | (n,)          | time step; None for 1                                  |
+|         | `copies` |               | copies of x that y contains side by side: 0, 1 or 2    |
+
 Where kernels know f, the element-wise part of a function here is one launch on a GPU
 (`layer_kernels`). Elsewhere it is a few of torch's operations, which define the result.
 """
@@ -25,12 +32,12 @@ from deepmd_muon.model.nn.networks import Copies, LayerTensors
 
 
 def repeat(x: Tensor, copies: Copies) -> Tensor:
-    """Return copies of x side by side, as a residual layer adds them."""
+    """Return 1 or 2 copies of x side by side, as a residual layer adds them."""
     return torch.cat([x, x], dim=1) if copies == 2 else x
 
 
 def fold(x: Tensor, copies: Copies) -> Tensor:
-    """Apply the transpose of `repeat`."""
+    """Apply the transpose of `repeat`; with 1 copy, return x itself."""
     if copies != 2:
         return x
     half = x.shape[1] // 2
@@ -123,7 +130,7 @@ def cotangents(
         out = kernels.cotangents(keep, idt, h_dot, y_hat=y_hat, y_bar=y_bar, formula=f.formula)
         if idt is None:
             return out, out[0].sum(0), None
-        idt_hat, bias_hat = out[:2].sum(1)
+        idt_hat, bias_hat = out[:2].sum(1)  # before ĥ and h̄, `out` has the terms of idt's gradient
         return out[1:], bias_hat, idt_hat
     pair = torch.stack([y_hat, y_bar])
     idt_hat = None
@@ -131,17 +138,18 @@ def cotangents(
         terms = torch.addcmul(f.value_of(keep) * y_hat, f.times_slope(keep, h_dot), pair[1])
         idt_hat = terms.sum(0)
         pair *= idt
-    f.pull_back_(keep, h_dot, pair)
+    f.pull_back_(keep, h_dot, pair)  # in place: ŷ and ȳ become ĥ and h̄
     return pair, pair[0].sum(0), idt_hat
 
 
 def down(
     h_bar: Tensor, layer: LayerTensors, y_bar: Tensor, copies: Copies, out: Tensor | None = None
 ) -> Tensor:
-    """Return x̄ = h̄·Wᵀ + the transpose of the copies of ȳ."""
+    """Return x̄ = h̄·Wᵀ + the transpose of the copies of ȳ, in `out` if it is given."""
     if not copies:
         return torch.mm(h_bar, layer.matrix.t(), out=out)
     if copies == 2 and out is None:
+        # In place: with two copies, `fold` returns a new tensor.
         return fold(y_bar, copies).addmm_(h_bar, layer.matrix.t())
     return torch.addmm(fold(y_bar, copies), h_bar, layer.matrix.t(), out=out)
 
@@ -161,7 +169,7 @@ def plain_values(
 
 
 class Tape(NamedTuple):
-    """Tensors for the backward pass of `values`: input and `keep` of each layer."""
+    """Tensors for the gradients of `values`: input and `keep` of each layer."""
 
     inputs: list[Tensor]
     keeps: list[Tensor]
@@ -183,7 +191,11 @@ def values(
 def plain_gradient(
     f: Activation, layer: LayerTensors, x: Tensor, keep: Tensor, y_hat: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return ĥ, and the gradients of idt, bias and matrix, from ŷ alone."""
+    """Return ĥ, and the gradients of idt, bias and matrix, from ŷ alone.
+
+    They are in the reverse order of `LayerTensors`: callers go through layers from the last to the
+    first, and reverse all gradients at the end.
+    """
     idt_hat = None if layer.idt is None else (f.value_of(keep) * y_hat).sum(0)
     h_hat = slope(f, keep, layer.idt, y_hat)
     return h_hat, [idt_hat, h_hat.sum(0), torch.mm(x.t(), h_hat)]
@@ -196,7 +208,10 @@ def pull_values(
     layers: Sequence[LayerTensors],
     y_hat: Tensor,
 ) -> list[Tensor | None]:
-    """Return the gradients of matrix, bias and idt of every layer from that of the features."""
+    """Return the gradients of matrix, bias and idt of every layer from that of the features.
+
+    Inputs of the first layer get none.
+    """
     gradients: list[Tensor | None] = []
     for index in reversed(range(len(layers))):
         layer = layers[index]

@@ -6,7 +6,7 @@ each sorted by type. For example, two frames with the types B A B and A B, padde
     read      B A B   A B −      coord (2, 3, 3)   force (2, 3, 3)   energy (2,)
     packed    A B B A B          coord (5, 3)      force (5, 3)      energy (2, 1)
 
-Threads make chunks with NumPy alone.
+Threads read and pack chunks. Nothing here uses torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.frames import ATOM_LABELS, LABELS
 
-#: Atoms of a chunk, about.
+#: Atoms of a chunk with padding, about.
 CHUNK_ATOMS = 1 << 16
 #: Names of values that belong to atoms; others belong to frames.
 PER_ATOM = frozenset(["coord", "atype", "aparam", *ATOM_LABELS])
 # Volume of a cell over the cube of its largest component. Cells up to this ratio are *flat*: the
-# host checks them. It rejects ratios up to 1e-12, and cells with too many images.
+# host checks them. The host rejects ratios up to 1e-12, and cells with too many images.
 _FLAT = 1e-6
 
 
@@ -70,7 +70,7 @@ class Numbering:
     def by_system(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the index of each system of some frames, with the frames' rows in it.
 
-        `numbers` rise.
+        `numbers` rise, and there is at least one.
         """
         systems = self.systems_of(numbers)
         for in_one_system in np.split(numbers, np.flatnonzero(np.diff(systems)) + 1):
@@ -78,7 +78,10 @@ class Numbering:
             yield k, in_one_system - self.first[k]
 
     def cut(self, numbers: np.ndarray, atoms: int = CHUNK_ATOMS) -> Iterator[np.ndarray]:
-        """Yield the numbers of chunks of about so many atoms; `numbers` rise."""
+        """Cut rising numbers into chunks of about so many atoms; yield the numbers of each.
+
+        Only the last frame of a chunk may exceed `atoms`, which count with padding.
+        """
         chunk_of_frame = starts_of(self.natoms_of(numbers)) // atoms
         yield from np.split(numbers, np.flatnonzero(np.diff(chunk_of_frame)) + 1)
 
@@ -90,10 +93,11 @@ class Chunk:
     Attributes
     ----------
     numbers
-        Of the frames `(nframes,)`.
+        Numbers of the frames `(nframes,)`, rising.
     values
-        By name as in `FrameStore.tensors`, rows of frames or atoms; a label, its "has_…" or a "box"
-        [Å] may be left out if no frame has it. Also "periodic": which frames have cells.
+        By name as in `FrameStore.tensors`, without "first_atom": rows of frames, or of real atoms.
+        Also "box" `(nframes, 3, 3)` [Å], and "periodic" `(nframes,)`: which frames have cells. A
+        label and its "has_…", or "box", may be left out if no frame has one.
     flat
         Numbers of the frames whose cell is so flat that the host checks it.
     """
@@ -109,7 +113,7 @@ class Chunk:
 
 
 def read_chunk(numbering: Numbering, numbers: np.ndarray, ntypes: int) -> Chunk:
-    """Read frames, whose numbers rise, and pack them."""
+    """Read frames, whose numbers rise, and pack them for a model of `ntypes` types."""
     chunks = []
     for k, rows in numbering.by_system(numbers):
         system = numbering.systems[k]
@@ -119,7 +123,7 @@ def read_chunk(numbering: Numbering, numbers: np.ndarray, ntypes: int) -> Chunk:
 
 
 def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int) -> Chunk:
-    """Pack frames of one system."""
+    """Pack frames of one system, with their numbers in a `Numbering`, rising."""
     nframes, natoms = frames.atype.shape
     atoms = _AtomsByType(frames.atype, mixed=system.mixed)
     values = {
@@ -134,7 +138,7 @@ def pack_frames(system: System, frames: Frames, numbers: np.ndarray, ntypes: int
     for name in frames.labels:
         label = getattr(frames, name)
         present = frames.present(name)
-        if not present.all():
+        if not present.all():  # the others hold NaN
             ones = (1,) * (label.ndim - 1)
             label = np.where(present.reshape(-1, *ones), label, 0.0)
         values[f"has_{name}"] = present
@@ -172,8 +176,12 @@ class _AtomsByType:
 
     def __init__(self, atype: np.ndarray, *, mixed: bool) -> None:
         nframes, natoms = atype.shape
-        self._columns: np.ndarray | None = None  # of sorted atoms, equal in all frames (natoms,)
-        self._rows: np.ndarray | None = None  # of sorted real atoms in all frames (real atoms,)
+        # Sorted order of the atoms, equal in all frames (natoms,); None if they are sorted already,
+        # or if `_rows` is set.
+        self._columns: np.ndarray | None = None
+        # Rows of the sorted real atoms among the atoms of all frames (real atoms,); None if all
+        # frames have the same types and no padding.
+        self._rows: np.ndarray | None = None
         has_equal_frames = not mixed or bool((atype == atype[0]).all())
         if has_equal_frames and bool((atype[0] >= 0).all()):
             self.natoms = np.full(nframes, natoms)
@@ -197,7 +205,7 @@ class _AtomsByType:
 def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
     """Return which frames the host must check because of their cell `(nframes,)`.
 
-    `System` checks the lengths of cell vectors.
+    `System` has checked the lengths of cell vectors, so that their cubes do not overflow.
     """
     if not system.pbc or frames.box is None:
         return np.zeros(frames.nframes, dtype=bool)
@@ -233,7 +241,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def starts_of(natoms: np.ndarray) -> np.ndarray:
-    """Return the first atom of each of some frames that are adjacent."""
+    """Return the row of the first atom of each frame, if frames follow one another `(nframes,)`."""
     starts: np.ndarray = natoms.cumsum() - natoms
     return starts
 

@@ -3,9 +3,10 @@
 From them follows the shape that a batch needs. The host chooses it before a step, which reads the
 frames themselves on the device.
 
-Frames with the same atoms of each type and the same periodicity have one *composition*. Of
-neighbours, only the largest numbers in any frame of a composition are kept, so batches of one
-composition need one shape.
+Frames with the same number of atoms of each type and the same periodicity have one *composition*.
+Of neighbours, only the largest numbers in any frame of a composition are kept. Therefore two
+batches of one composition need the same shape if they have the same number of frames, all with the
+same labels. The shape grows when a frame with more neighbours is recorded.
 """
 
 from __future__ import annotations
@@ -33,27 +34,29 @@ class NeighborCounts(NamedTuple):
     # cut-off (nframes, ntypes + 1 + ninner).
     max_neighbors: np.ndarray
     n_edges: np.ndarray  # neighbours of all atoms together (nframes,)
-    nearest_squared: np.ndarray  # squared distance of the nearest two atoms [Å²] (nframes,)
+    # Squared distance of the nearest two atoms [Å²] (nframes,); some number beyond the squared
+    # cut-off, or infinite, if no atoms are within it.
+    nearest_squared: np.ndarray
 
 
 class FrameSizes:
-    """What is known of frames; each is recorded when it is written to the device.
+    """Sizes and labels of frames; `FrameStore.take` records each when it writes it to the device.
 
     Parameters
     ----------
     nframes
         Frames of all systems.
     label_names
-        Labels that a system has.
+        Labels that any system has.
     cache
         Says which neighbours the model reads.
 
     Attributes
     ----------
     composition, natoms
-        Composition and atoms of every frame `(nframes,)`.
+        Composition and real atoms of every frame `(nframes,)`; −1 and 0 until it is recorded.
     present
-        Which frames have each label `(nframes,)`.
+        By label: which of the recorded frames have it `(nframes,)`.
     type_counts, periodic
         Atoms of each type `(ncompositions, ntypes)`, and which compositions have cells
         `(ncompositions,)`.
@@ -119,7 +122,7 @@ class FrameSizes:
     # ----- shapes of batches ---------------------------------------------------------------------
 
     def shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
-        """Return the least shape that holds each batch, from the numbers of its frames."""
+        """Return the shape that each batch needs, as `shape_of`."""
         # Batches of as many frames, all of one kind, have one shape.
         sizes = [len(numbers) for numbers in batches]
         kinds = self._kinds_of(np.concatenate(batches))
@@ -147,7 +150,10 @@ class FrameSizes:
         return kinds
 
     def shape_of(self, numbers: np.ndarray) -> Shape:
-        """Return the least shape that holds one batch."""
+        """Return the least shape that holds the frames `numbers` as a batch.
+
+        Room for neighbours is rounded up, so that few shapes occur.
+        """
         cache = self._cache
         ntypes = cache.ntypes
         limits = group_limits(cache.sel, cache.by_type, ntypes)
@@ -169,6 +175,7 @@ class FrameSizes:
             labels=labels,
             partial=frozenset(name for name in labels if not present[name].all()),
             composition=int(compositions[0]) if len(compositions) == 1 else None,
+            # The least power of two that holds the neighbours of all types.
             capacity=1
             << max(_LEAST_CAPACITY_EXPONENT, int(max_neighbors[ntypes] - 1).bit_length()),
             edges=-(-edges // _EDGE_STEP) * _EDGE_STEP,

@@ -47,10 +47,10 @@ from deepmd_muon.train.batches.neighbor_counts import count_in_chunk
 
 
 class Room(NamedTuple):
-    """Capacity of a store."""
+    """Capacity of a store, without the missing frame."""
 
     frames: int
-    atoms: int
+    atoms: int  # rows of the tensors of atoms
 
 
 class FrameStore:
@@ -65,12 +65,12 @@ class FrameStore:
     device
         Device of the tensors; an attribute, too.
     room
-        Capacity for data that pass through; None keeps all data.
+        Capacity for data that pass through; None for data that stay.
 
     Attributes
     ----------
     stays
-        Whether all data are kept.
+        Whether all frames stay once they have been taken.
     numbering
         The numbers of the frames.
     sizes
@@ -81,8 +81,9 @@ class FrameStore:
         Slot of the missing frame.
     tensors
         By name. Of every slot `(slots, …)`: "first_atom", "natoms", "type_counts" (atoms of each
-        type), labels and "fparam" of frames, and "has_…" for each label; of every atom `(atoms,
-        …)`: the names in `PER_ATOM`. Zeros if a frame lacks a label.
+        type), labels and "fparam" of frames, and "has_…" for every label, also those of atoms. Of
+        every atom `(atoms, …)`: the names in `PER_ATOM`. Labels and parameters are float64 with an
+        axis of values, only those that the data have. Zeros if a frame lacks a label.
     cells
         Of all slots; None if no system is periodic.
     """
@@ -149,6 +150,8 @@ class FrameStore:
     def take(self, chunks: Sequence[Chunk]) -> None:
         """Write frames into their slots; data that pass through replace all that was there.
 
+        The frames of one call must fit into `room`.
+
         Raises
         ------
         NeighborError
@@ -207,7 +210,7 @@ class FrameStore:
         return values
 
     def _prepare_cells(self, values: dict[str, Tensor]) -> Cells | None:
-        """Return the cells of a chunk; zeros, which move nothing, for frames without one."""
+        """Return the cells of a chunk, as `Cells.of_some`; None if no system is periodic."""
         if self.cells is None:
             return None
         box = values.get("box")
@@ -216,7 +219,10 @@ class FrameStore:
         return Cells.of_some(box, self.cache.rcut)
 
     def _check(self, chunk: Chunk, counts: NeighborCounts) -> None:
-        """Raise NeighborError if atoms are at one place or have too many neighbours."""
+        """Raise NeighborError if atoms are at one place or have too many neighbours.
+
+        The host decides about atoms at one place, in the first frame that seems to have them.
+        """
         same_place = np.flatnonzero(counts.nearest_squared < SAME_PLACE**2)
         if len(same_place):
             self._check_on_host(int(chunk.numbers[same_place[0]]))
@@ -268,7 +274,7 @@ class FrameStore:
 
 
 def store_bytes(systems: Sequence[System], ntypes: int) -> int:
-    """Return the memory of all frames of systems on a device [bytes]."""
+    """Return the memory of all frames of systems in a `FrameStore` without `room` [bytes]."""
     labels = {name for system in systems for name in system.labels}
     parameters = systems[0].parameters
     # In numbers of 8 bytes.

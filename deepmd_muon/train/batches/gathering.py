@@ -104,23 +104,25 @@ class Gathering:
         self._place = upload(place.astype(np.int64), store.device)
         self._frame = upload(frame.astype(np.int64), store.device)
 
-        # On the host: bounds of the shape take the place of each atom's counts. Lists are full up
-        # to their width, and within the shorter cut-offs up to `inner`.
+        # On the host, `Structures.filled` (nsections, nsorted) and `inner` (ninner, nsorted).
+        # Bounds of the shape take the place of each atom's counts: lists are full up to their
+        # width, and within the shorter cut-offs up to `Shape.inner`.
         self._filled = np.repeat(np.array(shape.widths)[:, None], nsorted, axis=1)
         self._inner = np.repeat(np.array(shape.inner, dtype=np.int64)[:, None], nsorted, axis=1)
 
     def find_real(self, slots: Tensor) -> RealAtoms:
         """Return which places have an atom, for frames in slots `(frames of the shape,)`, int64."""
         natoms = self._store.select("natoms", slots)
-        place = torch.arange(self.shape.natoms, device=slots.device)  # in its frame
-        source = self._store.select("first_atom", slots).unsqueeze(1) + place  # (frames, natoms)
+        place_in_frame = torch.arange(self.shape.natoms, device=slots.device)
+        first_atom = self._store.select("first_atom", slots)
+        source = first_atom.unsqueeze(1) + place_in_frame  # (frames, natoms)
         if self.shape.composition is not None:
             return RealAtoms(natoms, source.flatten(), mask=None)
-        mask = place < natoms.unsqueeze(1)
+        mask = place_in_frame < natoms.unsqueeze(1)
         return RealAtoms(natoms, torch.where(mask, source, 0).flatten(), mask)
 
     def structures(self, slots: Tensor, real: RealAtoms) -> Structures:
-        """Return the structures of the batch, with their neighbours."""
+        """Return the structures of the batch, spare frames included, with their neighbours."""
         store = self._store
         shape = self.shape
         coord = self._with_spare(self._of_atoms("coord", real))
@@ -163,7 +165,10 @@ class Gathering:
         )
 
     def labels(self, slots: Tensor, real: RealAtoms) -> dict[str, Tensor | None]:
-        """Return the labels as `TrainingBatch` has them; `find_` tells which frames have one."""
+        """Return the labels as `TrainingBatch` has them, without spare frames.
+
+        Labels that no frame has are left out. `find_` tells which frames have a partial one.
+        """
         store = self._store
         labels: dict[str, Tensor | None] = {}
         for name, width in LABELS.items():
@@ -179,7 +184,7 @@ class Gathering:
         return labels
 
     def _of_atoms(self, name: str, real: RealAtoms) -> Tensor:
-        """Return values of atoms `(frames, natoms, width)`, zero if there is none."""
+        """Return values of atoms `(frames, natoms, width)`; zeros in places without an atom."""
         gathered = self._store.select(name, real.source)
         gathered = gathered.view(self.shape.frames, self.shape.natoms, -1)
         if real.mask is None:
@@ -194,7 +199,7 @@ class Gathering:
         return torch.nn.functional.pad(values, padding)
 
     def _sort(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return place and frame of every sorted atom `(nsorted,)`.
+        """Return place and frame of every sorted atom `(nsorted,)`, without a composition.
 
         `counts` are the atoms of each type `(frames, ntypes)`.
         """

@@ -14,14 +14,14 @@ from deepmd_muon.train.batches.frame_sizes import NeighborCounts
 
 
 def count_in_chunk(natoms: np.ndarray, packed: Atoms, cache: NeighborCache) -> NeighborCounts:
-    """Count the neighbours of frames, and wait for the result.
+    """Count the neighbours of frames on the current stream, and wait for the result.
 
     Parameters
     ----------
     natoms
         Atoms of each frame `(nframes,)`.
     packed
-        The same frames on the device, without padding.
+        The same frames on the device, one after the other without padding.
     cache
         Says which neighbours the model reads.
     """
@@ -31,7 +31,8 @@ def count_in_chunk(natoms: np.ndarray, packed: Atoms, cache: NeighborCache) -> N
         n_edges=np.zeros(nframes, dtype=np.int64),
         nearest_squared=np.full(nframes, np.inf),
     )
-    # Frames of similar sizes together, by powers of two: each is padded to the largest.
+    # Frames with sizes between the same two powers of two are counted together: each is padded to
+    # the largest of them.
     size_class = np.frexp(natoms)[1]
     for one_class in np.unique(size_class[natoms > 0]):
         rows = np.flatnonzero(size_class == one_class)
@@ -42,12 +43,12 @@ def count_in_chunk(natoms: np.ndarray, packed: Atoms, cache: NeighborCache) -> N
 
 
 def _count_padded(
-    natoms: np.ndarray, packed: Atoms, rows: np.ndarray, cache: NeighborCache
+    all_natoms: np.ndarray, packed: Atoms, rows: np.ndarray, cache: NeighborCache
 ) -> NeighborCounts:
     """Count the neighbours of the frames `rows`, padded to the largest of them."""
     device = packed.coord.device
-    starts = starts_of(natoms)[rows]
-    natoms = natoms[rows]
+    starts = starts_of(all_natoms)[rows]
+    natoms = all_natoms[rows]
     width = int(natoms.max())
     # Of every atom of these frames (natoms.sum(),): its frame among them, its row in `packed`, and
     # its place among the padded frames.

@@ -8,7 +8,7 @@
 
 A batch is padded to one of a few shapes (`shapes`). A step is recorded in a CUDA graph for each
 shape, or tuple of shapes if it accumulates batches. Each replay of a graph gathers another batch,
-because to read the table advances its row.
+because reading the table advances its row.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def why_not_on_device(systems: Sequence[System]) -> str | None:
 
 
 class _DrawnBatch(NamedTuple):
+    """A batch of the current window before it is handed out."""
+
     plan: Plan
     numbers: np.ndarray  # of its frames
     needed: Shape  # the least shape that holds it
@@ -61,8 +63,8 @@ class _DrawnBatch(NamedTuple):
 class ResidentBatches:
     """Batches of a loader gathered on the device, in the loader's order.
 
-    Data within the budget [bytes] are read once and stay; larger ones pass through, window after
-    window.
+    Data whose frames need at most `budget` [bytes] of the device's memory are read once and stay.
+    Larger ones pass through, window after window.
     """
 
     def __init__(self, loader: DataLoader, device: torch.device, budget: int = 1 << 30) -> None:
@@ -77,6 +79,8 @@ class ResidentBatches:
         self._windows = WindowReader(loader, self._store)
         self._drawn: deque[_DrawnBatch] = deque()  # of the current window, not yet handed out
         self._n_handed_out = 0
+        # This records the sizes of frames. Where data pass through, it keeps only them: each `take`
+        # replaces the frames of the one before.
         for chunk in self._windows.read_sample():
             self._store.take([chunk.result()])
 
@@ -85,7 +89,7 @@ class ResidentBatches:
         if not self._drawn:
             self._begin_window()
         elif self._n_handed_out == self._loader.batches_per_step:
-            # To draw and read further windows would have delayed the first step.
+            # The second step begins. Drawing further windows earlier would have delayed the first.
             self._windows.look_ahead()
         drawn = self._drawn.popleft()
         self._n_handed_out += 1
@@ -124,8 +128,9 @@ class ResidentBatches:
             self._log(needed)
 
     def _log(self, needed: Sequence[Shape]) -> None:
+        """Log the shapes of the first window, and how much of their sorted atoms is padding."""
         shapes = [self._shapes.of(shape) for shape in needed]
-        places = sum(sum(shape.counts) for shape in shapes)
+        padded_atoms = sum(sum(shape.counts) for shape in shapes)
         atoms = sum(sum(shape.counts) for shape in needed)
         log.info(
             "training data %s the device: %d frames, batches of %d shapes, "
@@ -133,7 +138,7 @@ class ResidentBatches:
             "live on" if self._store.stays else "pass through",
             self._store.numbering.nframes,
             len(set(shapes)),
-            100.0 * (1.0 - atoms / max(1, places)),
+            100.0 * (1.0 - atoms / max(1, padded_atoms)),
         )
 
 
@@ -144,7 +149,7 @@ class ResidentFeed:
     gathering: Gathering
     origin: Origin
     table: SlotTable
-    numbers: np.ndarray
+    numbers: np.ndarray  # of its frames, for the sizes that the host knows
     store: FrameStore
 
     @property
@@ -173,7 +178,8 @@ class ResidentFeed:
     def read(self) -> TrainingBatch:
         """Gather the batch, and advance the row of the table on the device.
 
-        So every feed must be read once, in order, before the next window begins.
+        So every feed must be read once, in order, before the next window begins: by this call, or
+        by the replay of a graph that has recorded one. Recording does not run it.
         """
         gathering = self.gathering
         slots = self.table.read()[: gathering.shape.frames]
@@ -200,7 +206,10 @@ class SlotTable:
         self._table = torch.zeros(rows, width, dtype=torch.int64, device=store.device)
 
     def write(self, batches: Sequence[np.ndarray]) -> None:
-        """Take the slots of these batches, on the host."""
+        """Write the slots of a window's batches, and go back to the first row.
+
+        Steps that have been launched read the old slots.
+        """
         values = np.full((len(batches), self._table.shape[1]), self._store.missing, dtype=np.int64)
         for row, slots in enumerate(batches):
             values[row, : len(slots)] = slots

@@ -1,8 +1,9 @@
 """Draw the batches of a run in windows, and read their frames in threads.
 
 A *window* is some batches whose frames are written to the device together: a thousand, or fewer if
-many frames have to be read for them. While steps use one window, threads read the frames of the
-next two. Once all frames of data that stay have been read, a window is drawn when it is needed.
+many atoms have to be read for them. While steps use one window, threads read the frames of the next
+two. After a window without frames to read, the next one is drawn when it is needed. Once all frames
+of data that stay have been read, no window has any to read.
 
 `ResidentBatches` calls `WindowReader`, in the thread that takes the steps:
 
@@ -37,7 +38,7 @@ _READ_AHEAD = 2
 READERS = 2
 #: Cost of all data, in atoms, up to which they are read before the first step: a second or two.
 AT_ONCE = 1 << 22
-# Reading a frame and a system takes as long as so many atoms more.
+# Costs of a frame and of a system, in atoms: reading takes this much longer for each of them.
 _FRAME_COST = 64
 _SYSTEM_COST = 1024
 
@@ -48,7 +49,7 @@ class Window(NamedTuple):
     plans: list[Plan]
     batches: list[np.ndarray]  # numbers of the frames of each batch
     to_read: np.ndarray  # numbers of the frames that have to be read, rising (nframes,)
-    chunks: list[Future[Chunk]]  # these frames, being read
+    chunks: list[Future[Chunk]]  # the frames `to_read`, cut into chunks that threads read
 
 
 def most_batches(loader: DataLoader) -> int:
@@ -83,7 +84,10 @@ class WindowReader:
         self._last_reads = False  # whether the window drawn last has frames to read
 
     def read_sample(self) -> list[Future[Chunk]]:
-        """Read small data whole, or a fixed sample, which gives the shapes of most batches."""
+        """Begin to read small data whole, else a sample, which gives the shapes of most batches.
+
+        The sample is the same in every run. Data that pass through are always sampled.
+        """
         store = self._store
         natoms = self._numbering.natoms
         largest = int(natoms.max())

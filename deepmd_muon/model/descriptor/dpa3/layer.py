@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
     """Which features later layers still use; only `sequential_update` computes the others."""
 
     edge: bool
-    angle: bool
+    angle: bool  # never without edges
 
 
 class RepflowLayer(torch.nn.Module):
@@ -198,7 +198,8 @@ class RepflowLayer(torch.nn.Module):
         """Return the features after the layer with `sequential_update`.
 
         The edges are updated first, then the angles, the edges by angles, and the nodes. Each
-        update reads the newest features.
+        update reads the newest features. The settings require `update_angle`, and "res_residual",
+        where α is 1 and ρ are the parameters.
         """
         _, update, _ = self._run_edges(
             features, graph, force=force, with_message=False, with_update=True
@@ -233,8 +234,8 @@ class RepflowLayer(torch.nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the results of `edges`: the message to each node, the update of edges, moments.
 
-        They are m, y[M:] and H there. Without messages m has 0 columns; without an update y[M:] is
-        None.
+        They are m `(nreal, heads·n_dim)`, y[M:] `(nreal, nnei, e_dim)` and H `(nreal, 3, e_dim +
+        n_dim)` there. Without messages m has 0 columns; without an update y[M:] is None.
         """
         n = self.repflow.n_dim
         layers = [self.node_edge_linear] if with_message else []
@@ -242,6 +243,7 @@ class RepflowLayer(torch.nn.Module):
             layers.append(self.edge_self_linear)
         matrix, bias = join(layers)
         centre_rows, neighbor_rows, edge_rows = matrix.split([n, n, self.repflow.e_dim])
+        # p, q and the table [q, node] are those of `edges`.
         p = torch.addmm(bias, features.node, centre_rows)
         q = torch.mm(features.node, neighbor_rows)
         table = torch.cat([q, features.node], 1)
@@ -319,7 +321,8 @@ class RepflowLayer(torch.nn.Module):
         """Return the results m and a′ of `angles`: messages to edges, the angles after the layer.
 
         Each slot gets a message: `(nslots, e_dim)`, or `(nslots, 0)` without. Without an update the
-        angles come back as they are.
+        angles come back as they are. u and t are the terms of `angles` for the first and second
+        edge; u contains the term of the centre.
         """
         repflow = self.repflow
         assert features.angle is not None
@@ -341,7 +344,8 @@ class RepflowLayer(torch.nn.Module):
             # Slices, by `pad`: unlike index_select, its backward needs no atomic additions.
             n_near = graph.plan.blocks[0].width
             _, n_slots, e_dim = features.edge.shape
-            padding = (0, edge_columns - e_dim, 0, n_near - n_slots)  # 0 or negative
+            # Pairs for the last two axes, columns first; 0, or negative to slice.
+            padding = (0, edge_columns - e_dim, 0, n_near - n_slots)
             edge = torch.nn.functional.pad(features.edge, padding).flatten(0, 1)
             edge = self._compressed(edge)
             first_term = torch.mm(edge, first_rows).view(-1, n_near, matrix.shape[1])
@@ -369,7 +373,7 @@ class RepflowLayer(torch.nn.Module):
         return message, angle if with_update else features.angle
 
     def _compressed(self, edge: Tensor) -> Tensor:
-        """Return the features of edges `(n, …)` that enter angles, after the linear map if any."""
+        """Return the features of edges `(rows, …)` that enter angles, after a linear map if any."""
         if self.a_compress_e_linear is None:
             return edge
         return torch.mm(edge, self.a_compress_e_linear.matrix)
@@ -426,7 +430,10 @@ class RepflowLayer(torch.nn.Module):
         return edge_new.view_as(edge)  # type: ignore[no-any-return]
 
     def _update_by_angles(self, edge: Tensor, graph: Graph, angle_message: Tensor) -> Tensor:
-        """Return the update of the edges by the messages of the angles, f(linear(message))."""
+        """Return the update of the edges by the messages of the angles, f(linear(message)).
+
+        It has the shape of `edge` `(nreal, nnei, e_dim)`; messages `(nslots, e_dim)`.
+        """
         f = self.activation.value
         linear = self.edge_angle_linear2
         slot = graph.plan.slot
@@ -451,7 +458,7 @@ def join(layers: list[Layer]) -> tuple[Tensor, Tensor]:
 
 
 def kernels_fit(x: Tensor, activation: Activation) -> bool:
-    """Return whether kernels can be used on features x, and know the activation."""
+    """Return whether kernels can run on features x, if there are any, and know the activation."""
     return activation.formula is not None and x.numel() > 0 and triton_support.usable(x.device)
 
 

@@ -22,10 +22,13 @@ which only the nearest edges have.
 
 In `edges` and `angles` y, m, a, W and ρ mean other things.
 
-torch computes the products a_l·W_l. `push_kernel` then computes passes 1 and 3, `pull_kernel` passes
-2 and 4. Passes and accents are those of `nn.four_passes`, except in `pull_kernel`: there a hat
-(`_hat`) marks the derivatives that the running pass propagates, a bar (`_bar`) derivatives of the
-energy that pass 4 reads. `_pull` writes bars for both passes; in pass 4 they are hats.
+torch computes the products with W_l, kernels the rest. Passes 1 and 3 call `push_kernel` after the
+products, passes 2 and 4 call `pull_kernel` before them. In pass 4, each program of `pull_kernel`
+writes its part of the sums over rows, and `add_parts` adds the parts.
+
+Passes and accents are those of `nn.four_passes`, except in `pull_kernel`: there a hat (`_hat`)
+marks the derivatives that the running pass propagates, a bar (`_bar`) derivatives of the energy
+that pass 4 reads. `_pull` writes bars for both passes; in pass 4 they are hats.
 
 The kernels take contiguous tensors. x and the terms are made contiguous for them. z come from
 torch.addmm, biases and step sizes are parameters or new, cotangents and tangents come contiguous.
@@ -102,7 +105,7 @@ class ResidualSum(FourPasses):
     n_slots, n_near
         Rows of an atom in x, and in each layer's input.
     first_layer_reads_x
-        Whether a₀ is x.
+        Whether a₀ is x; then n_near is n_slots.
     """
 
     activation: Activation
@@ -183,8 +186,8 @@ class ResidualSum(FourPasses):
     ) -> Nested:
         """Pass 4: return the gradients of all inputs in the order of `ResidualSumInputs`.
 
-        Each is the gradient of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩. The second term, from the loss on forces, is there
-        only if passes 2 and 3 have run with tangents.
+        Each is the gradient of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩. The second term is from the loss on forces.
+        Without one pass 3 has not run, and `adjoint_saved` and `tangent_saved` are both None.
         """
         (y_hat,) = cotangents
         term_hats = tuple(torch.empty_like(y_hat) for _ in inputs.terms)
@@ -299,9 +302,9 @@ class Sizes(NamedTuple):
 class Tile(NamedTuple):
     """The elements of a program (rows, columns)."""
 
-    index: Any  # flat, in (atoms·slots, width)
+    index: Any  # int64, flat, in (atoms·slots, width)
     mask: Any  # false past the last row or column
-    z_index: Any  # flat, in z (atoms·near, width)
+    z_index: Any  # int64, flat, in z (atoms·near, width); invalid where `z_mask` is false
     z_mask: Any  # false also in slots without a row in z
     is_near: Any  # (rows, 1): whether the slot has a row in z
     column: Any  # (1, columns)
@@ -374,9 +377,11 @@ def push_kernel(
         total += _load_by_column(term_steps[k], tile) * _load(terms[k], tile)
     for layer in tl.static_range(len(z)):
         f, slope, _ = curve(_load_z(z[layer], biases[layer], tile), kind, curve_constants)
-        if z_dots is not None:
-            f = slope * tl.load(z_dots[layer] + tile.z_index, tile.z_mask, 0.0)  # ḟ
-        total += _load_by_column(layer_steps[layer], tile) * f
+        if z_dots is None:
+            update = f
+        else:
+            update = slope * tl.load(z_dots[layer] + tile.z_index, tile.z_mask, 0.0)  # ḟ
+        total += _load_by_column(layer_steps[layer], tile) * update
     tl.store(y + tile.index, total, tile.mask)
 
 
