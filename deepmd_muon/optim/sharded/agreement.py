@@ -52,8 +52,9 @@ from deepmd_muon.optim.state.schema import State
 
 _LISTED_NAMES = 10  # in an error
 _CHECKSUM_BITS = 62  # so that checksums and their negatives are int64
-# By bytes of an element.
-_SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# By bytes of an element. One of 8 bytes counts as two integers: its sign would be above the bits of
+# a checksum.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def check_routes_and_settings(
@@ -150,11 +151,10 @@ def _replica_error(
 def _checksum(x: Tensor) -> Tensor:
     """Return a non-negative int64 scalar: the sum of the bits of all elements, weighted by row.
 
-    It does not depend on the order of elements in a row. Of 8-byte elements it ignores the two
-    highest bits: of a float64, the sign and whether the absolute value is at least 2.
+    It does not depend on the order of elements in a row.
     """
     # The bits as integers, without a copy of a contiguous tensor.
-    elements = x.contiguous().view(-1).view(_SAME_SIZE_INTEGERS[x.itemsize])
+    elements = x.contiguous().view(-1).view(_INTEGERS[x.itemsize])
     n_rows = x.shape[0] if x.ndim else 1
     row_sums = elements.view(n_rows, -1).sum(1, dtype=torch.int64)  # wraps around
     # Odd: a change of a row sum vanishes in the checksum only if 2**_CHECKSUM_BITS divides it.

@@ -12,10 +12,10 @@ so saved choices replace today's choices, and values that the input sets stay:
 | `vector_route`, set by the input then, chosen now | "adamw" | "adam" | "adam" |
 | `splits`, [x] in both inputs, y added now | [x] | [x, y] | [x] |
 | `splits`, [x] in the input then and [z] now, y added now | [x] | [z, y] | [z, y] |
-| `splits`, [x] in the input then, and none now | [x] | [] | [x] |
+| `splits`, [x] in the input then, and none now | [x] | [] | [] |
+| `splits`, x added then, not now | [x] | [] | [x] |
 
-The last row: an entry that the input has lost comes back, because only new entries show that the
-input has changed. A group for which `build` chooses nothing now keeps all its values.
+A group for which `build` chooses nothing now keeps all its values.
 
 A group records its *choices* in its key `constructed`, JSON text, as a list of strings under
 `CHOSEN`: names of settings, and entries that were added to lists.
@@ -77,8 +77,13 @@ def _values_that_replace(group: Mapping[str, Any], saved: Mapping[str, Any]) -> 
     former = _former_choices(saved)
     added_since = choices.entries - former.entries
     settings = choices.settings & former.settings
-    # A list stays if the input, not only `build`, has given it new entries.
-    lists = [key for key in _LISTS if {*group[key]} - {*saved[key]} <= added_since]
+    # A list stays if the input, not only `build`, has given it new entries or taken some away.
+    lists = [
+        key
+        for key in _LISTS
+        if {*group[key]} - {*saved[key]} <= added_since
+        and {*saved[key]} - {*group[key]} <= former.entries
+    ]
     values = {
         key: saved[key] for key in (*sorted(settings), *lists) if differs(saved[key], group[key])
     }
@@ -108,12 +113,12 @@ def _former_choices(saved: Mapping[str, Any]) -> _Choices:
     is_version_0_1_0 = "adam_weight_decay" not in saved and saved["vector_route"] == "adamw"
     if not is_version_0_1_0:
         return _from_record(constructed_of(saved).get(CHOSEN, ()))
-    # Version 0.1.0 recorded no choices. A setting that it may have chosen counts as chosen, but
+    # Version 0.1.0 recorded no choices. What it may have chosen counts as chosen, but
     # `adamw_patterns` without one of the defaults can only come from the input.
     settings = {*CHOSEN_BY_BUILD}
     if not {*DEFAULT_ADAMW_PATTERNS} <= {*saved["adamw_patterns"]}:
         settings.remove("adamw_patterns")
-    return _Choices(settings, entries=set())
+    return _Choices(settings, entries={entry for key in _LISTS for entry in saved[key]})
 
 
 def _shapes_by_name(group: Mapping[str, Any]) -> dict[str, Shape]:

@@ -173,6 +173,8 @@ def test_a_run_of_an_earlier_release_goes_on_bitwise(caplog):
         ("vector_route", "adamw", [], "adam", ["vector_route"], "adam"),
         ("splits", ["x"], [], ["x", "y"], ["y"], ["x"]),
         ("splits", ["x"], [], ["z", "y"], ["y"], ["z", "y"]),
+        ("splits", ["x"], [], [], ["vector_route"], []),
+        ("splits", ["x"], ["x"], [], ["vector_route"], ["x"]),
     ],
 )
 def test_the_table_of_saved_choices(key, saved, chosen_then, now, chosen_now, used):

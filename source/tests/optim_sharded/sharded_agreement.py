@@ -257,6 +257,12 @@ def replicas_that_differ():
                 ReplicaMismatchError,
                 rf"values of '{changed}' differ.*local_patterns",
             )
+    # The highest bits of a float64: its sign, and whether it is 2 or 0.
+    for copies in ([1.5, -1.5], [0.0, 2.0]):
+        wide = nn.Parameter(torch.tensor(copies[min(rank, 1)], dtype=torch.float64))
+        optimizer = HybridMuon([("wide", wide)], replicas=mesh)
+        gradients([wide])
+        refused(optimizer, [wide], ReplicaMismatchError, "values of 'wide' differ")
     w = nn.Parameter(same["w"].clone())
     optimizer = HybridMuon([("w", w)], replicas=mesh)
     gradients([w])
