@@ -221,7 +221,7 @@ class Bucket:
     def bind(self, local_params: Mapping[int, LocalParameter]) -> None:
         """Create all views of parameters and state.
 
-        `local_params` has at least `parameters`, by position in the plan. Call `use_buffers` before.
+        `local_params` has at least `parameters`, by position in the plan. Call `use_buffers` first.
         """
         state = {i: param.state for i, param in local_params.items()}
         self._rule_state = HeldRuleState(self._rank_jobs, self.exchange, state, self._device)

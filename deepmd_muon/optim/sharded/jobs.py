@@ -123,7 +123,7 @@ class MatrixPlace(NamedTuple):
 
 
 def matrix_places(stacks: Sequence[Stack]) -> dict[int, MatrixPlace]:
-    """Return the place of every owned matrix by job number, in the order of `MatrixPlace.number`."""
+    """Return the places of owned matrices by job number, in the order of `MatrixPlace.number`."""
     places: dict[int, MatrixPlace] = {}
     for stack_number, stack in enumerate(stacks):
         for index_in_stack, job_number in enumerate(stack.job_numbers):

@@ -1,9 +1,9 @@
 """The owner's half of a bucket: matrices assembled from pieces, updates divided into pieces.
 
-Two sides of an `Exchange` concern the owner: holders' pieces arrive in `arriving`, and pieces of the
-updates leave from `leaving`. Both may use the same buffer, so `assemble` copies everything out of it
-before `pack_updates` overwrites it. Between the two the owner keeps whole matrices in a workspace
-that all buckets share.
+Two sides of an `Exchange` concern the owner: holders' pieces arrive in `arriving`, and pieces of
+the updates leave from `leaving`. Both may use the same buffer, so `assemble` copies everything out
+of it before `pack_updates` overwrites it. Between the two the owner keeps whole matrices in a
+workspace that all buckets share.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class Piece(NamedTuple):
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block: of its momentum in the gather, of its update in the return."""
+    """Return a rank's piece of a block.
+
+    In the gather it is a piece of the momentum, in the return a piece of what the rank updates.
+    """
     return piece_in(plan.parameters[parameter].matrices(leg), parameter, block, rank)
 
 
