@@ -22,14 +22,15 @@ block
     One matrix of a parameter: the parameter itself, one expert of a batched weight, one part of a
     fused weight.
 direction
-    What is orthogonalized: the momentum, or Nesterov's combination of momentum and gradient.
+    What is sent to be orthogonalized: the momentum, or Nesterov's combination of momentum and
+    gradient. If a rule replaces the momentum, the direction is the gradient.
 piece
     The part of a block that one rank holds. A block's pieces make up the whole matrix.
 owner
     The rank that orthogonalizes a block.
 holder
     A rank that has a piece of a block's momentum (a *source*), or updates a piece of its elements
-    (a *destination*).
+    (a *destination*). A destination may have only rules' state of the block; its piece is empty.
 replica
     One complete copy of a parameter, on one rank or several.
 job
@@ -71,7 +72,7 @@ group
 position in the plan
     The index of a parameter in `Plan.parameters`. Jobs and pieces call it `parameter`, loops `i`.
 slot
-    The two buffers of one bucket in flight.
+    The two buffers of one bucket on its way: one as a holder, one as an owner.
 sums, statistics
     What rules such as Magma measure on whole blocks. Each holder sends the sums over its piece; the
     owner combines the sums of a block into one statistic.

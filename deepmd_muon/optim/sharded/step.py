@@ -23,8 +23,8 @@ Between steps `HybridMuon` makes these:
 
 The ways of a step
 ------------------
-The plan chooses a way for each domain of matrices, and the layout of a parameter for the Adam
-routes:
+The plan chooses a way for each domain of matrices. On the Adam routes, the layout of a parameter
+and of its state determines the way:
 
     layout of parameters                              Muon route                Adam routes
     DTensors (FSDP, tensor parallelism)               `Pipeline`                `ElementwiseStep`
@@ -126,7 +126,7 @@ def sharded_step(
 class ShardedStep:
     """The step of the parameters that live on several ranks, given in the optimizer's order.
 
-    They are on one device.
+    They must be on one device, which is not checked.
 
     Attributes
     ----------
@@ -176,7 +176,7 @@ class ShardedStep:
         # Set by `prepare` for the following steps.
         self._groups: Sequence[Group] = ()
         self._state: State = {}
-        # By group: its settings without the numbers that schedulers change.
+        # By group: its settings, with defaults for the numbers that schedulers change.
         self._structures: list[HybridMuonConfig] = []
         self._error: ShardingError | None = None  # of this rank; `agree` raises it
         self._ever_with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
