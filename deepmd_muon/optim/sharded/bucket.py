@@ -25,12 +25,14 @@ handles all jobs at once, with a few operations on lists of views. The owner's h
 
 When views are created
 ----------------------
-The plan fixes sizes and places, so views are created once, not in every step:
+The plan fixes sizes and places, so views are created once. Only views of directions and inputs are
+created in every step, because these are new tensors.
 
     __init__       the sizes of messages and workspace. `Pipeline` needs those of all buckets to
                    allocate the memory that buckets share.
     use_buffers    views of this memory
-    bind           views of parameters and state; again when these are other tensors
+    bind           views of parameters, state and buffers; again when parameters or state are other
+                   tensors
 """
 
 from __future__ import annotations
@@ -65,11 +67,12 @@ class LocalParameter:
     Attributes
     ----------
     p, momentum, state
-        The elements that this rank updates, its momentum, and its rules' state by key.
+        The elements that this rank updates, its local momentum, and the local state of its rules
+        by key.
     group
         Number of its parameter group.
     first_statistics_row
-        Its first row in the table of statistics, which has a row for each block of each momentum.
+        Its first row in the table of statistics (`rule_statistics`).
     """
 
     p: Tensor
@@ -132,12 +135,14 @@ class Bucket:
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their
         momenta advance on every replica, even if another replica's momentum is sent.
     input_kinds
-        The inputs that rules request besides directions; each is one more plane.
+        The inputs that rules request besides directions; each is one more plane of the gather.
     measuring_rules, n_sums
-        The rules with statistics in the headers, and the number of values of these statistics.
+        The rules with statistics, and the number of their sums in a header.
     stacks, matrices, inputs
         The matrices that this rank owns; see `OwnedMatrices`. The last two are set by
         `use_buffers`.
+    workspace_words
+        Words of the workspace that it needs.
     updated_pieces
         The pieces that this rank updates, in the order of the messages.
     update_lists
@@ -146,10 +151,10 @@ class Bucket:
         For each of `updated_pieces`: views of the parameter and of the master weight, if any, that
         its update changes; empty for a piece without elements. Set by `bind`.
     momentum_batches
-        Of the momenta of `parameters`, those that no earlier bucket has advanced. Set by `Pipeline`
-        for its own use, like `statistics_rows`.
+        Of the momenta of `parameters`, those that no earlier bucket advances. Set by `Pipeline` for
+        its own use.
     statistics_rows
-        The rows of these momenta in the table of statistics.
+        The rows of these momenta in the table of statistics. Set by `StatisticsTable`.
     """
 
     # Set by `use_buffers`.
@@ -214,7 +219,10 @@ class Bucket:
         self.inputs = self._owned_matrices.inputs
 
     def bind(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create all views of this rank's parameters, by position in the plan."""
+        """Create all views of parameters and state.
+
+        `local_params` has at least `parameters`, by position in the plan. Call `use_buffers` first.
+        """
         state = {i: param.state for i, param in local_params.items()}
         self._rule_state = HeldRuleState(self._rank_jobs, self.exchange, state, self._device)
         self._bind_elements(local_params)
@@ -222,7 +230,7 @@ class Bucket:
         self._bind_updates(local_params)
 
     def _bind_elements(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the views of directions and inputs that `pack` copies to the buffer."""
+        """Create the views of the buffer that `pack` fills, and note what it copies to them."""
         side = self.exchange.packing
         self._sources = [
             _PackedSource.of(self._rank_jobs.plan, piece, local_params[piece.parameter].momentum)
@@ -251,12 +259,12 @@ class Bucket:
             if not rule_values(planned.rules).sums:
                 continue
             # In the order of rows of the table in `rule_statistics`: parts, then matrices.
-            batch, _, _ = local_shape(plan, piece.parameter, piece.rank, "gather")
+            n_matrices, _, _ = local_shape(plan, piece.parameter, piece.rank, "gather")
             part_number = piece.block % len(planned.view.block_shapes)
             matrix, _, _ = piece.local_index
             first_row = local_params[piece.parameter].first_statistics_row
             measured_pieces.append(k)
-            statistics_rows.append(first_row + part_number * batch + matrix)
+            statistics_rows.append(first_row + part_number * n_matrices + matrix)
         self._measured_headers = header_rows(
             measured_pieces, len(self._packed_pieces), self._device
         )
@@ -369,7 +377,7 @@ class _PackedSource(NamedTuple):
         return cls(piece.parameter, shape, None if is_whole else piece.local_index)
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the elements of the piece."""
+        """Return the elements of the piece, (rows, columns); a whole tensor keeps its shape."""
         if self.local_index is None:
             return tensor
         return tensor.reshape(self.shape)[self.local_index]

@@ -40,12 +40,15 @@ class RankJobs:
 
     @property
     def peers(self) -> RankSet:
-        """The ranks at the other end of its messages, ascending; itself included."""
+        """The ranks at the other end of its messages, ascending, itself included.
+
+        In a portion the rank has messages to itself only.
+        """
         return (self.rank,) if self.bucket is None else self.domain.ranks
 
     @property
     def full_dtype(self) -> torch.dtype:
-        """Element type of matrices and updates outside messages."""
+        """Element type of directions, matrices and updates outside messages."""
         return _FULL_PRECISION[self.domain.itemsize]
 
 
@@ -66,7 +69,7 @@ def travelling_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
 
 
 def staying_jobs(plan: Plan, domain: Domain, rank: int) -> list[RankJobs]:
-    """Return the jobs that stay on a rank, in portions of at most a bucket's size or of one job."""
+    """Return the jobs that stay on a rank, in portions of at most `bucket_bytes`, or of one job."""
     portions: list[list[Job]] = []
     free_bytes = 0  # of the last portion
     for job in domain.jobs:
@@ -85,7 +88,7 @@ class Stack(NamedTuple):
     """Matrices of one parameter group and shape that a rank orthogonalizes together."""
 
     group: int  # number of the parameter group
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # rows and columns of one matrix
     job_numbers: list[int]  # of the jobs, one per matrix
 
     @property
@@ -96,7 +99,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(rank_jobs: RankJobs, group_numbers: Mapping[int, int]) -> list[Stack]:
-    """Return the stacks of all matrices that a rank owns.
+    """Return the stacks of all matrices that a rank owns in these jobs.
 
     `group_numbers` has the parameter group of each parameter, by position in the plan.
     """
@@ -120,7 +123,7 @@ class MatrixPlace(NamedTuple):
 
 
 def matrix_places(stacks: Sequence[Stack]) -> dict[int, MatrixPlace]:
-    """Return the place of every owned matrix by job number, in the order of `MatrixPlace.number`."""
+    """Return the places of owned matrices by job number, in the order of `MatrixPlace.number`."""
     places: dict[int, MatrixPlace] = {}
     for stack_number, stack in enumerate(stacks):
         for index_in_stack, job_number in enumerate(stack.job_numbers):

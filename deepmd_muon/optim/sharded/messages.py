@@ -6,8 +6,8 @@ and read them, and `rule_state` does so for the state of rules.
 The format of a message
 -----------------------
 In each leg of an exchange a rank has one message to, or from, every rank of the domain, itself
-included. Its messages are one behind the other in a float64 buffer. A message is a row of 8-byte
-words, and a header is a row of words, too:
+included; in a portion only to itself. Its messages are one behind the other in a float64 buffer. A
+message is a row of 8-byte words, and a header is a row of words, too:
 
     message    header of piece 0 | … | lines of piece 0 | … | elements of piece 0 | …
     header     PRESENCE | scores of rules, from FIRST_STATE on | sums of rules, from `first_sum` on
@@ -18,8 +18,8 @@ plane is (rows, columns). The end of the message is padded to a whole word.
 
 Example
 -------
-Ranks 0 and 1 have 4 rows each of a matrix (8, 6) in float32, and rank 0 is its owner. No rule has
-state, so a header is one word. A piece has 24 elements of 4 bytes, which are 12 words. `Side`
+Ranks 0 and 1 have 4 rows each of a matrix (8, 6) in float32, and rank 0 is its owner. There are no
+rules, so a header is one word. A piece has 24 elements of 4 bytes, which are 12 words. `Side`
 describes the messages of the gather:
 
                        rank 0, packing       rank 1, packing       rank 0, arriving
@@ -46,6 +46,7 @@ from deepmd_muon.optim.sharded.jobs import RankJobs
 from deepmd_muon.optim.sharded.pieces import Piece, piece_of
 from deepmd_muon.optim.sharded.plan import WORD_BYTES, Domain, Leg, rule_values
 
+# By value of `gather_dtype` or `return_dtype`; 'full' is not among them.
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Words of a header.
@@ -72,8 +73,8 @@ class MessagePiece(NamedTuple):
 class Side:
     """The sending or the receiving side of one leg: the places of all pieces in a rank's messages.
 
-    With `owns` the rank acts as owner, and its peers hold the pieces; otherwise it holds them. The
-    four sides of an `Exchange` are
+    With `owns` the rank acts as owner, and its peers hold the pieces. Otherwise it acts as holder,
+    and its peers are the owners. The four sides of an `Exchange` are
 
                   gather                 return
         holder    packing (sends)        applying (receives)
@@ -84,10 +85,10 @@ class Side:
     wire_dtype
         Element type on the wire: full precision unless the settings name a narrower one.
     n_planes
-        Number of planes: directions, then the inputs that rules request; in the return one.
+        Number of planes: in the gather directions, then the inputs that rules request; in the
+        return one, the updates.
     pieces
-        The pieces in the order of the messages, which is the same for sender and receiver: by peer,
-        then by job.
+        The pieces, by peer, then by job. So a message has the same order for sender and receiver.
     splits
         Words of the message to or from each of `RankJobs.peers`, as `all_to_all_single` takes them.
         The message of this rank to itself is among them, although it does not leave the rank.
@@ -152,7 +153,7 @@ class Side:
         return self.buffer[self.header_index]
 
     def write_headers(self, headers: Tensor) -> None:
-        """Write the headers of all pieces."""
+        """Write the headers of all pieces, (pieces, words of a header)."""
         self.buffer[self.header_index] = headers
 
     def element_views(self, plane: int = 0) -> list[Tensor]:
@@ -171,7 +172,10 @@ class Side:
 
 
 def header_rows(positions: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
-    """Return the index of some of `count` headers; of all headers a slice, which makes a view."""
+    """Return an index for the headers at these positions, of `count` in all.
+
+    For all headers it is a slice: indexing with it makes a view, and costs no kernel.
+    """
     if len(positions) == count:
         return slice(None)
     return torch.tensor(positions, dtype=torch.int64, device=device)
@@ -179,22 +183,30 @@ def header_rows(positions: Sequence[int], count: int, device: torch.device) -> s
 
 @dataclasses.dataclass
 class CopyList:
-    """Pairs of views of equal shapes: elements are copied between `buffer` and `local` memory."""
+    """Pairs of views of equal shapes, between which elements are copied.
 
-    buffer: list[Tensor] = dataclasses.field(default_factory=list)
+    Attributes
+    ----------
+    in_buffer
+        Views of the messages.
+    local
+        Views of other memory of this rank: matrices, or the state of rules.
+    """
+
+    in_buffer: list[Tensor] = dataclasses.field(default_factory=list)
     local: list[Tensor] = dataclasses.field(default_factory=list)
 
     def add(self, in_buffer: Tensor, local: Tensor) -> None:
         """Add a pair."""
-        self.buffer.append(in_buffer)
+        self.in_buffer.append(in_buffer)
         self.local.append(local)
 
     def write_buffer(self) -> None:
         """Copy from the local memory to the buffer."""
-        if self.buffer:
-            torch._foreach_copy_(self.buffer, self.local)
+        if self.in_buffer:
+            torch._foreach_copy_(self.in_buffer, self.local)
 
     def read_buffer(self) -> None:
         """Copy from the buffer to the local memory."""
-        if self.buffer:
-            torch._foreach_copy_(self.local, self.buffer)
+        if self.in_buffer:
+            torch._foreach_copy_(self.local, self.in_buffer)

@@ -1,8 +1,9 @@
 """The owner's half of a bucket: matrices assembled from pieces, updates divided into pieces.
 
-Two buffers of an `Exchange` concern the owner: holders' pieces arrive in `arriving`, and pieces of
-the updates leave from `leaving`. Between them the owner keeps whole matrices in a workspace that
-all buckets share.
+Two sides of an `Exchange` concern the owner: holders' pieces arrive in `arriving`, and pieces of
+the updates leave from `leaving`. Both may use the same buffer, so `assemble` copies everything out
+of it before `pack_updates` overwrites it. Between the two the owner keeps whole matrices in a
+workspace that all buckets share.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class OwnedBlocks:
     present
         Positive if any piece had a gradient, float64 (matrices,).
     measured
-        Statistics of rules, (matrices,).
+        Statistics by rule, (matrices,).
     state
         State of rules by key: (matrices,) per block; per line (matrices, lines), or
-        (matrices, lines, values) if the rule keeps vectors.
+        (matrices, lines, values) if the rule keeps vectors. The caller of `assemble` replaces these
+        tensors by the new state.
     """
 
     present: list[Tensor]
@@ -54,10 +56,14 @@ class OwnedMatrices:
 
     Parameters
     ----------
+    rank_jobs, stacks
+        The jobs of the bucket, and the stacks of the matrices that this rank owns.
     exchange
-        The exchange of the bucket; it has its buffers.
+        The exchange of the bucket, after its `use_buffers`.
     workspace
         Float64 memory of at least `workspace_words`.
+    device
+        The device of buffers and workspace.
 
     Attributes
     ----------
@@ -94,18 +100,25 @@ class OwnedMatrices:
             rank_jobs, exchange, stacks=stacks, places=self._places, device=device
         )
 
-        # Headers come in the order of messages. These indices relate it to `MatrixPlace.number`.
+        # Headers come in the order of messages. These indices relate it to `MatrixPlace.number`:
+        # (matrices, most pieces of a matrix) of `arriving`, and (pieces,) of `leaving`.
         self._headers_of_matrix = torch.tensor(
             self._padded_arriving_pieces(), dtype=torch.int64, device=device
         )
         self._matrix_of_leaving = torch.tensor(
-            [self._places[x.job_number].number for x in exchange.leaving.pieces],
+            [
+                self._places[message_piece.job_number].number
+                for message_piece in exchange.leaving.pieces
+            ],
             dtype=torch.int64,
             device=device,
         )
 
     def _element_copies(self, side: Side, planes: Sequence[Sequence[Tensor]]) -> CopyList:
-        """Return the copies between the elements of a side's pieces and the matrices of planes."""
+        """Return the copies between the elements of a side's pieces and the matrices of planes.
+
+        `planes` has one tensor (matrices, rows, columns) for each plane and, in it, each stack.
+        """
         copies = CopyList()
         for plane, tensors_of_stacks in enumerate(planes):
             views = side.element_views(plane)
@@ -130,7 +143,10 @@ class OwnedMatrices:
         return [row + [len(pieces)] * (longest - len(row)) for row in rows]
 
     def assemble(self) -> OwnedBlocks:
-        """Copy the pieces that have arrived to `matrices` and `inputs`; return their properties."""
+        """Copy the pieces that have arrived to `matrices` and `inputs`.
+
+        Return what their headers and lines say of the matrices.
+        """
         self._arriving_elements.read_buffer()
         headers = self._exchange.arriving.read_headers()
         padding = headers.new_zeros(1, headers.shape[1])

@@ -2,13 +2,13 @@
 
 For example, ranks 0 and 1 have a parameter of shape (8, 6). Its rows are in two equal parts, and a
 strided shard (`ShardPlacement(0, stride=2)`) divides each of them among the ranks. Rank 1 has rows
-2, 3, 6 and 7. Its piece of the only block is
+2, 3, 6 and 7. Its piece of the only block is as follows; intervals exclude their end:
 
     batch_index    0
     rows           0 … 4 of the local tensor, runs (2, 4) and (6, 8) of the block
     columns        0 … 6 of the local tensor, run (0, 6) of the block
 
-and has two rectangles: rows 0 … 2 of the piece are rows 2 … 4 of the block, and 2 … 4 are 6 … 8.
+It has two rectangles: rows 0 … 2 of the piece are rows 2 … 4 of the block, and 2 … 4 are 6 … 8.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ class Piece(NamedTuple):
     parameter: int  # position in the plan
     block: int  # number in the parameter: matrix · (parts of each matrix) + part
     rank: int  # that holds the piece
-    batch_index: int | None  # of the matrix in the rank's local view; None if it has none of it
-    rows: Overlap  # in the local view, and in the block
+    # Index of the matrix in the local tensor (batch, rows, columns). None if the batch of this rank
+    # does not have the matrix; a piece with an index may have no elements, too.
+    batch_index: int | None
+    rows: Overlap  # in the local tensor, and in the block
     columns: Overlap
 
     @property
@@ -44,13 +46,16 @@ class Piece(NamedTuple):
 
     @property
     def local_index(self) -> tuple[int, slice, slice]:
-        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
+        """Index of a piece with elements in the local tensor (batch, rows, columns)."""
         assert self.batch_index is not None
         return self.batch_index, self.rows.local_slice, self.columns.local_slice
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block's momentum, for the gather, or of its update."""
+    """Return a rank's piece of a block.
+
+    In the gather it is a piece of the momentum, in the return a piece of what the rank updates.
+    """
     return piece_in(plan.parameters[parameter].matrices(leg), parameter, block, rank)
 
 
@@ -79,7 +84,10 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(piece: Piece) -> Iterator[Rectangle]:
-    """Yield the rectangles of a piece; strided shards and folded dimensions give several."""
+    """Yield the rectangles of a piece: none without elements, and one for a plain shard.
+
+    Strided shards and folded dimensions give several.
+    """
     if not piece.elements:
         return
     for rows_in_piece, rows_in_block in run_slices(piece.rows.runs):
@@ -106,10 +114,10 @@ def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, i
 
 def part_slices_of(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:
     """Return, for each part of a matrix, its rows and columns in the local momentum."""
-    p = plan.parameters[parameter]
+    planned = plan.parameters[parameter]
     slices = []
     # The first blocks are the parts of the first matrix; the parts of all matrices are alike.
-    for block in range(len(p.view.block_shapes)):
+    for block in range(len(planned.view.block_shapes)):
         piece = piece_of(plan, parameter, block, rank, "gather")
         slices.append((piece.rows.local_slice, piece.columns.local_slice))
     return slices

@@ -2,7 +2,8 @@
 
 A rule's state has one number per block (a *score*) or values per row or column (*lines*). Scores
 are in the headers of pieces, lines between the headers and the elements. Both are float64 on the
-way. `Bucket` calls, in this order,
+way. Master weights, which have the shape of the parameter, do not travel. `Bucket` calls the
+methods of `HeldRuleState`, and `OwnedMatrices` those of `OwnedRuleState`, in this order:
 
     method         class             from                              to
     pack           HeldRuleState     state on this rank                headers, buffer of `packing`
@@ -10,7 +11,9 @@ way. `Bucket` calls, in this order,
     pack_updates   OwnedRuleState    new state of owned matrices       headers, buffer of `leaving`
     take           HeldRuleState     headers, buffer of `applying`     state on this rank
 
-All holders of a block have the same score. Of lines, each holder sends the ones that it keeps.
+All holders of a block have the same score, and each sends it. Each holder sends the lines that it
+keeps. If several holders keep the same lines, as with columns of a matrix with sharded rows, their
+values are equal.
 """
 
 from __future__ import annotations
@@ -51,14 +54,17 @@ LocalState = Mapping[int, Mapping[str, Tensor]]
 
 
 class _Scores(NamedTuple):
-    """The scores of one key, of those of this rank's pieces whose parameters have them."""
+    """The scores of one key, for the pieces with parameters that have this key."""
 
-    rows: slice | Tensor  # index of their headers
-    views: list[Tensor]  # of the state on this rank, (1,) for each of these pieces
+    rows: slice | Tensor  # index of the headers of these pieces
+    views: list[Tensor]  # for each of these pieces its score, a view (1,) of the local state
 
 
 class HeldRuleState:
-    """The state on this rank of the blocks that it has pieces of."""
+    """The local state of the blocks that this rank has pieces of.
+
+    The exchange has been given its buffers (`use_buffers`).
+    """
 
     def __init__(
         self, rank_jobs: RankJobs, exchange: Exchange, state: LocalState, device: torch.device
@@ -81,9 +87,10 @@ class HeldRuleState:
             for position, message_piece in enumerate(side.pieces):
                 piece = message_piece.piece
                 if key in state[piece.parameter]:
-                    elements = self._plan.parameters[piece.parameter].matrices()
-                    blocks = score_runs_by_rank(elements)[piece.rank]
-                    index = overlap(blocks, piece.block, piece.block + 1).start
+                    # Scores have the layout of the elements, even if momenta are in parts.
+                    matrices = self._plan.parameters[piece.parameter].matrices()
+                    score_runs = score_runs_by_rank(matrices)[piece.rank]
+                    index = overlap(score_runs, piece.block, piece.block + 1).start
                     positions.append(position)
                     views.append(state[piece.parameter][key][index : index + 1])
             rows = header_rows(positions, len(side.pieces), self._device)
@@ -108,7 +115,7 @@ class HeldRuleState:
         self._packed_lines.write_buffer()
 
     def take(self) -> None:
-        """Take the state from the headers and the buffer of `applying`."""
+        """Write the returned state, from headers and buffer of `applying`, to the local state."""
         if any(scores.views for scores in self._returned_scores):
             headers = self._applying.read_headers()  # costs a kernel on a GPU
             for column, scores in enumerate(self._returned_scores, start=FIRST_STATE):
@@ -124,7 +131,8 @@ class HeldRuleState:
 class OwnedRuleState:
     """The state of the matrices that this rank owns, from their arrival until they have left.
 
-    `places` has the place of each matrix by job number. The exchange has its buffers.
+    `places` has the place of each matrix by job number. The exchange has been given its buffers
+    (`use_buffers`).
     """
 
     def __init__(
@@ -141,7 +149,8 @@ class OwnedRuleState:
         self._keys = rule_values(rules).block_keys  # in the order of the headers
         self._full_dtype = rank_jobs.full_dtype
         self._stack_sizes = [len(stack.job_numbers) for stack in stacks]
-        # By stack and key, (matrices, lines, values). Whole lines: the pieces' lines fill them.
+        # By stack and key, float64 (matrices, lines, values). A matrix has all of its lines; those
+        # of its pieces are copied into them.
         self._lines: list[dict[str, Tensor]] = []
         for stack in stacks:
             rows, columns = stack.shape
@@ -161,9 +170,9 @@ class OwnedRuleState:
         copies = CopyList()
         for message_piece, key, lines, in_buffer in _lines_in_buffer(plan, side):
             place = places[message_piece.job_number]
-            of_matrix = self._lines[place.stack][key][place.index_in_stack]
+            lines_of_matrix = self._lines[place.stack][key][place.index_in_stack]
             for in_piece, in_block in run_slices(lines.overlap.runs):
-                copies.add(in_buffer[in_piece], of_matrix[in_block])
+                copies.add(in_buffer[in_piece], lines_of_matrix[in_block])
         return copies
 
     def assemble(self, headers: Tensor) -> list[dict[str, Tensor]]:
@@ -175,24 +184,29 @@ class OwnedRuleState:
         state: list[dict[str, Tensor]] = []
         for lines in self._lines:
             stack_state = {}
-            for key, x in lines.items():
+            for key, values in lines.items():
                 tensor = self._tensors[key]
                 if tensor.along is None:
-                    x = x[:, :, 0]
+                    values = values[:, :, 0]  # one number per line
                 # A copy: `pack_updates` writes the new state to `_lines`.
-                stack_state[key] = x.to(tensor.dtype_for(self._full_dtype), copy=True)
+                stack_state[key] = values.to(tensor.dtype_for(self._full_dtype), copy=True)
             state.append(stack_state)
         for column, key in enumerate(self._keys, start=FIRST_STATE):
             scores = headers[:, column].to(self._tensors[key].dtype_for(self._full_dtype))
-            for stack_state, x in zip(state, scores.split(self._stack_sizes), strict=True):
-                stack_state[key] = x
+            scores_by_stack = scores.split(self._stack_sizes)
+            for stack_state, scores_of_stack in zip(state, scores_by_stack, strict=True):
+                stack_state[key] = scores_of_stack
         return state
 
     def pack_updates(self, state: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Write the lines to the buffer; return the scores by key, float64 (matrices,)."""
+        """Write the lines to the buffer of `leaving`, and return the scores.
+
+        `state` is the new state by stack and key. The scores are float64 (matrices,) for each key,
+        in the order of the headers; matrices are counted stack by stack.
+        """
         for lines, stack_state in zip(self._lines, state, strict=True):
-            for key, x in lines.items():
-                x.copy_(stack_state[key].view(x.shape))
+            for key, values in lines.items():
+                values.copy_(stack_state[key].view(values.shape))
         self._leaving_lines.write_buffer()
         return [
             torch.cat([stack_state[key] for stack_state in state]).double() for key in self._keys
@@ -211,7 +225,7 @@ class Lines(NamedTuple):
         Of the rank's local state tensor: (batch, lines, blocks that a line crosses, values).
     batch_index, overlap, part_number
         The block's lines in this tensor, as indices of its first three dimensions. `overlap` also
-        has their indices in the block. `batch_index` is None if the rank has none of the matrix.
+        has their indices in the block. `batch_index` is None as in `Piece`.
     values_per_line
         Fewer than the last dimension if other blocks of the matrix have longer vectors.
 
@@ -236,7 +250,7 @@ class Lines(NamedTuple):
 
 
 def lines_of(plan: Plan, piece: Piece, tensor: StateTensor) -> Lines:
-    """Return the rows or columns of a piece's block that its rank keeps the values of."""
+    """Return the lines of a piece's block for which its rank keeps values of this state tensor."""
     axis = cast("Axis", tensor.extent)
     matrices = with_whole_lines(plan.parameters[piece.parameter].matrices("gather"), axis)
     line_piece = piece_in(matrices, piece.parameter, piece.block, piece.rank)
@@ -264,7 +278,10 @@ class _LinesInBuffer(NamedTuple):
 
 
 def _lines_in_buffer(plan: Plan, side: Side) -> Iterator[_LinesInBuffer]:
-    """Yield the lines in the messages of one side, piece by piece and tensor by tensor."""
+    """Yield the lines in the messages of one side, piece by piece and tensor by tensor.
+
+    Tensors without values for a piece are left out.
+    """
     for message_piece in side.pieces:
         piece = message_piece.piece
         start = message_piece.line_start

@@ -2,24 +2,29 @@
 
 The protocol
 ------------
-`HybridMuon` makes a `ShardedStep` with `sharded_step` whenever parameters or routes have changed.
+`HybridMuon` makes a `ShardedStep` with `sharded_step` when it routes parameters: at first, when
+parameters or routes have changed, and when a state dict is loaded.
 In each step `CompiledStep` makes these calls, on all ranks:
 
     call       when                                 what                             communication
     prepare    gradients, settings, parameters      checks this rank, and keeps      none
                or state have changed                its error
-    agree      every step                           compares ranks, raises errors    small all-reduce
-    run        every step                           takes the step                   the exchanges
+    agree      every step                           compares ranks, raises errors    one all-reduce
+    run        every step                           takes the step                   all others
+
+The first `agree` also takes the checks of the first step, a few collectives. The all-reduce is
+small, and left out if there is nothing to compare (`StepComparison`).
 
 Between steps `HybridMuon` makes these:
 
     start             optional: starts the gathers of momenta for the next step
     raise_deferred    before state is read or replaced: raises what `agree` learns one step late
-    reset             when state is replaced or moves to other memory: releases it
+    reset             when state has moved to other memory: releases it
 
 The ways of a step
 ------------------
-The plan chooses a way for each domain of matrices:
+The plan chooses a way for each domain of matrices. On the Adam routes, the layout of a parameter
+and of its state determines the way:
 
     layout of parameters                              Muon route                Adam routes
     DTensors (FSDP, tensor parallelism)               `Pipeline`                `ElementwiseStep`
@@ -29,7 +34,8 @@ The plan chooses a way for each domain of matrices:
 
 If the last row holds for all parameters, a `ShardedStep` only agrees, and each process takes the
 step of a single process with all its fast paths. Otherwise `run` steps all parameters
-(`StepParts`), those of the last row by the `Pipeline`, in which their jobs stay.
+(`StepParts`). Then the `Pipeline` also has the matrices of the last row, with jobs that stay, and
+`ElementwiseStep` the other parameters of the last row.
 """
 
 from __future__ import annotations
@@ -84,9 +90,11 @@ def sharded_step(
 
     Raises
     ------
-    ShardingError, UnsupportedTransportError
-        When a parameter has a dtype, or a sharding of its state, that cannot be stepped on several
-        ranks.
+    ShardingError
+        When the blocks of a parameter are interleaved in groups, or when the sets of ranks that
+        hold parameters only overlap.
+    UnsupportedTransportError
+        When a parameter has a dtype that cannot be stepped on several ranks.
     """
     sharded_params = []
     for group_number, group in enumerate(groups):
@@ -118,7 +126,7 @@ def sharded_step(
 class ShardedStep:
     """The step of the parameters that live on several ranks, given in the optimizer's order.
 
-    They are on one device.
+    They must be on one device, which is not checked.
 
     Attributes
     ----------
@@ -168,7 +176,8 @@ class ShardedStep:
         # Set by `prepare` for the following steps.
         self._groups: Sequence[Group] = ()
         self._state: State = {}
-        self._structures: list[HybridMuonConfig] = []  # settings that are bound, by group
+        # By group: its settings, with defaults for the numbers that schedulers change.
+        self._structures: list[HybridMuonConfig] = []
         self._error: ShardingError | None = None  # of this rank; `agree` raises it
         self._ever_with_gradient: set[Tensor] = set()  # matrices that ever had a gradient
         # Set by the first `agree`.
@@ -184,7 +193,7 @@ class ShardedStep:
     # ----- before a step -------------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state; `agree` raises the errors.
+        """Check and keep parameters, gradients and state; `agree` raises the errors.
 
         `same_tensors` says that parameters and state are the same tensors as in the last step.
         """
@@ -204,23 +213,25 @@ class ShardedStep:
         self._state = state
 
     def agree(self, flags: Tensor | None, *, same_gradients: bool = False) -> Tensor | None:
-        """Agree with the other ranks to take a step; return the maximum of their flags.
+        """Agree with the other ranks to take a step; return the maximum of all ranks' flags.
 
-        The other ranks are those of the largest set of ranks that hold a parameter of this rank.
-        With `same_gradients` gradients are not compared, and settings in the first step only.
+        The ranks are those of the largest set of ranks that hold a parameter of this rank. Flags
+        are float32, of any shape; their maxima are (n,), or None without flags. With
+        `same_gradients` gradients are not compared, and settings in the first step only.
 
         Raises
         ------
         ShardingError
-            When a parameter or its state cannot be exchanged; nothing is changed. In the first step
-            on all ranks. Later on this rank: the collectives of the others fail when its process
-            ends, or by timeout.
+            When a parameter or its state cannot be exchanged; nothing is changed. In the first
+            step, all ranks of the first check that includes this rank raise it. Later only this
+            rank does. The collectives of the others fail when its process ends, or by timeout.
         MissingGradientError
             On all ranks, when only some replicas have a gradient of a parameter; on a GPU in the
             next step, or by `raise_deferred`.
         PlanMismatchError
-            On all ranks, when parameters or routes differ in the first step, or settings of groups
-            then or later.
+            When parameters, routes or settings of groups differ in the first step: on all ranks of
+            the check. Later, when settings of groups differ: on all ranks, like
+            MissingGradientError.
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
@@ -251,8 +262,11 @@ class ShardedStep:
     def _check_first_step(self) -> None:
         """Make the process groups of the plan, and check that all ranks take the same step.
 
-        Each check is a collective that shares the errors of all ranks, so all ranks raise together
-        in the same check. A check returns if all ranks have the same error.
+        Each check is a collective that shares the errors of its ranks, so these raise together in
+        the same check: those of a domain, then those of the largest set. If a domain has fewer
+        ranks than the largest set, the other ranks of this set wait in the next check until the
+        processes of the domain end, or for the timeout. A check returns if all of its ranks have
+        the same error.
         """
         params = self._sharded_params
         device = self._device
@@ -285,7 +299,10 @@ class ShardedStep:
         return compared
 
     def start(self) -> None:
-        """Start the gathers of momenta for the next step, which need no gradient, if possible."""
+        """Start the gathers of momenta for the next step, which need no gradient.
+
+        Before the first step, and after a change of tensors or gradients, `run` starts them.
+        """
         if self._parts is not None and self._parts.repeated is not None and self._changed is None:
             self._parts.repeated.start()
 
@@ -301,7 +318,9 @@ class ShardedStep:
                 self._process_groups,
                 pipelined=self._pipelined,
                 repeated=self._repeated,
-                elementwise=[x for x in self._sharded_params if x.entry.route != "muon"],
+                elementwise=[
+                    param for param in self._sharded_params if param.entry.route != "muon"
+                ],
                 device=self._device,
             )
         if self._changed == "tensors":
@@ -314,7 +333,10 @@ class ShardedStep:
     # ----- between steps -------------------------------------------------------------------------
 
     def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step; without communication."""
+        """Raise deferred errors from the previous step; start no collective.
+
+        Also wait for the gathers of momenta that `start` has started: the caller may replace state.
+        """
         if self._parts is not None and self._parts.repeated is not None:
             self._parts.repeated.wait()
         if self._comparison is not None:

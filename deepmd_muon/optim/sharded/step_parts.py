@@ -9,13 +9,18 @@ The order of a step hides collectives behind the work of other parts:
 
     1  start the gathers of momenta                                      `RepeatedMuon.start`
     2  pack the first buckets and start their gathers                    `PipelineStep`
-    3  step the Adam routes                                              `ElementwiseStep.step`
+    3  step the Adam routes, and start the gathers of their parts        `ElementwiseStep.step`
     4  step the matrices with gathered momenta                           `RepeatedMuon.step`
     5  orthogonalize and apply these buckets, then step all others       `PipelineStep.finish`
     6  wait for the gathers of parts that ranks have updated             `Wait`s of 3 and 5
 
-It is the same on all ranks, which therefore start their collectives in the same order. Offloaded
-moments come from one iterator: steps 2 to 5 take them in this order.
+It is the same on all ranks, which therefore start their collectives in the same order. There are
+two variants:
+
+- With offload, 4 also starts the gathers of momenta. Offloaded moments come from one iterator, and
+  2 to 5 take them in this order.
+- On a GPU, without a `Pipeline` and without offload, 4 comes before 3 if the Adam routes are small.
+  These then run on a second stream (`_step_on_two_streams`).
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ class StepParts:
     Attributes
     ----------
     elements, pipeline, repeated
-        The parts; None for a part without matrices.
+        The parts. The last two are None if they have no matrices.
     """
 
     def __init__(
@@ -79,14 +84,14 @@ class StepParts:
             self.repeated = RepeatedMuon(list(repeated.values()), collectives)
         self.elements = ElementwiseStep(elementwise, collectives)
 
-        # Small Adam routes run beside the matrices if all matrices have gathered momenta.
+        # Without a `Pipeline`, small Adam routes run beside the matrices of `RepeatedMuon`.
         self._side_stream: SideStream | None = None
         is_small = sum(param.p.numel() for param in elementwise) <= MOST_BESIDE
         if device.type == "cuda" and is_small and repeated and not pipelined:
             self._side_stream = SideStream(device)
 
     def bind(self, context: StepContext) -> None:
-        """Create missing state of matrices, and all views of parameters and state."""
+        """Create missing state of matrices, and all views of these and of their state."""
         if self.pipeline is not None:
             self.pipeline.bind(context)
         if self.repeated is not None:
@@ -95,7 +100,7 @@ class StepParts:
     def choose_with_gradient(self, context: StepContext) -> None:
         """Choose the parameters that have a gradient; create missing state of the Adam routes.
 
-        The pipeline chooses in every step.
+        The pipeline does not need this: it reads gradients in every step.
         """
         self.elements.compile(context)
         if self.repeated is not None:
@@ -148,7 +153,7 @@ class StepParts:
     def _step_on_two_streams(
         self, side_stream: SideStream, control: StepControl, step_matrices: StepMatrices
     ) -> None:
-        """Step the matrices with gathered momenta, and beside them the Adam routes."""
+        """Step the matrices with gathered momenta, and on a second stream the Adam routes."""
         assert self.repeated is not None
         control = control.on(self._device)  # before the fork: both streams read it
         side_stream.fork()
