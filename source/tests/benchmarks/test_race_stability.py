@@ -241,7 +241,12 @@ def test_the_page_shows_the_tables_of_the_published_runs(tmp_path):
     raw = BENCHMARKS / "raw" / "stability"
     page = "".join(
         (BENCHMARKS / name).read_text(encoding="utf-8")
-        for name in ("stability.md", "stability_routes.md", "stability_dpa3.md")
+        for name in (
+            "stability.md",
+            "stability_routes.md",
+            "stability_dpa3.md",
+            "stability_tried.md",
+        )
     )
     potentials, checks = table.read_results([raw / "stability.csv", raw / "checks.csv"])
     for make in (
