@@ -127,11 +127,6 @@ SETTINGS = {
     ),
     "spectral_cap": muon(rules=[SpectralCap.name]),
     "first_layer_rate": muon(rules=[FirstLayerRate.name]),
-    "power_0.25": muon(rules=[QuarterPower.name]),
-    "power_0.5": muon(rules=[HalfPower.name]),
-    "power_0.75": muon(rules=[ThreeQuarterPower.name]),
-    "first_power_0.25": muon(rules=[FirstQuarterPower.name]),
-    "first_power_0.5": muon(rules=[FirstHalfPower.name]),
     "projection": Setting({"optimizer": {"rules": [FarProjection.name]}}, anchors=Projection()),
     # One net on the data and on structures that an ensemble's mean labels, which `distill.py` writes.
     "distilled": Setting(distilled=True),
@@ -177,6 +172,19 @@ SETTINGS |= {
 }
 
 SETTINGS["none_c6_r3"] = muon(lr_adjust_coeff=6.0, adam_lr_ratio=3.0)
+#: Fractional powers of the singular values, of all matrices or of the first layer of the fitting net.
+POWERS = {
+    "power_0.25": QuarterPower.name,
+    "power_0.5": HalfPower.name,
+    "power_0.75": ThreeQuarterPower.name,
+    "first_power_0.25": FirstQuarterPower.name,
+    "first_power_0.5": FirstHalfPower.name,
+}
+SETTINGS |= {name: muon(rules=[rule]) for name, rule in POWERS.items()}
+# Powers make steps shorter: the rate of long runs, three times as high.
+SETTINGS |= {
+    f"{name}_c12.96": muon(rules=[rule], lr_adjust_coeff=12.96) for name, rule in POWERS.items()
+}
 #: Few Newton–Schulz steps, which leave small singular values small: n of them multiply these by 3.4445^n.
 DEPTHS = (1, 2, 3)
 SETTINGS |= {

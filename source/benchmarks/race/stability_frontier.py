@@ -64,8 +64,9 @@ PARTS |= {"types": "type embedding", "edges": "first edges"}
 #: Other directions of Muon's step, and a net that learns from a mean, with their names in their table.
 DIRECTIONS = {
     "power_0.25": "U Σ^¼ Vᵀ",
+    "power_0.25_c12.96": "U Σ^¼ Vᵀ, coefficient 12.96",
     "power_0.5": "U Σ^½ Vᵀ",
-    "power_0.75": "U Σ^¾ Vᵀ",
+    "power_0.5_c12.96": "U Σ^½ Vᵀ, coefficient 12.96",
     "first_power_0.25": "first layer U Σ^¼ Vᵀ",
     "first_power_0.5": "first layer U Σ^½ Vᵀ",
     "projection": "projection off far anchors",

@@ -241,14 +241,21 @@ def test_the_page_shows_the_tables_of_the_published_runs(tmp_path):
     raw = BENCHMARKS / "raw" / "stability"
     page = "".join(
         (BENCHMARKS / name).read_text(encoding="utf-8")
-        for name in ("stability.md", "stability_routes.md", "stability_dpa3.md")
+        for name in (
+            "stability.md",
+            "stability_routes.md",
+            "stability_dpa3.md",
+            "stability_tried.md",
+        )
     )
     potentials, checks = table.read_results([raw / "stability.csv", raw / "checks.csv"])
     for make in (
         frontier.goal_table,
+        frontier.longest_table,
         frontier.sets_table,
         frontier.lengths_table,
         frontier.routes_table,
+        frontier.directions_table,
         frontier.dpa3_table,
     ):
         assert "\n".join(make(potentials)) in page
