@@ -70,10 +70,10 @@ from deepmd_muon.optim.sharded.params import (
 )
 from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.process_groups import (
-    RankGroup,
     Statement,
     check_statements,
     group_of,
+    largest_group,
     largest_set,
 )
 from deepmd_muon.optim.sharded.repeated import StepMatrices
@@ -262,21 +262,20 @@ class ShardedStep:
     def _check_first_step(self) -> None:
         """Make the process groups of the plan, and check that all ranks take the same step.
 
-        Each check is a collective that shares the errors of its ranks, so these raise together in
-        the same check: those of a domain, then those of the largest set. If a domain has fewer
-        ranks than the largest set, the other ranks of this set wait in the next check until the
-        processes of the domain end, or for the timeout. A check returns if all of its ranks have
-        the same error.
+        Each check is a collective of all ranks that share a parameter with this one, and shares
+        their errors, so that they raise together. A check returns if all ranks have the same error.
         """
         params = self._sharded_params
         device = self._device
         self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
-        for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
-            if process_group is not None:
-                rank_group = RankGroup(domain.ranks, process_group, device)
-                texts = self.plan.statements(domain)
-                statements = [Statement(domain.ranks, text) for text in texts]
-                check_statements(statements, rank_group, self._error)
+        rank_group = largest_group([param.layout.sorted_ranks for param in params], device)
+        if rank_group is not None:
+            statements = [
+                Statement(domain.ranks, text)
+                for domain in self.plan.domains
+                for text in self.plan.statements(domain)
+            ]
+            check_statements(statements, rank_group, self._error)
         check_routes_and_settings(self._state, self._groups, params, device, error=self._error)
         if self._error is not None:
             raise self._error

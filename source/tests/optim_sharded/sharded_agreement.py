@@ -12,10 +12,15 @@ from sharded_cases import drawn, finished_step, mesh_of, named_mesh, place, refu
 from spawn_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.errors import InvalidParameterError, PlanMismatchError, ReplicaMismatchError
+from deepmd_muon.optim.errors import (
+    InvalidParameterError,
+    PlanMismatchError,
+    ReplicaMismatchError,
+    ShardingError,
+)
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
 from deepmd_muon.optim.sharded import ShardedSettings, agreement, step
 from deepmd_muon.optim.sharded.agreement import StepComparison
@@ -293,6 +298,23 @@ def replicas_on_some_ranks():
         ReplicaMismatchError,
         match if rank < 2 else f"rank 0 cannot step: the {match}",
     )
+
+
+@on_ranks(4, 8)
+def error_of_some_ranks():
+    """An error of a matrix on two ranks ends the step of all ranks that share another parameter."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = named_mesh((world // 2, 2), ("dp", "fsdp"))
+    w = nn.Parameter(place(random(8, 6), mesh["fsdp"], [Shard(0)]))
+    b = nn.Parameter(place(random(8), mesh_of((world,)), [Shard(0)]))
+    optimizer = HybridMuon([("w", w), ("b", b)])
+    gradients([w, b])
+    if rank == 0:
+        w.grad = DTensor.from_local(random(8, 6), mesh["fsdp"], [Partial()])
+    match = "(?s)'w'.*its gradient is .Partial"
+    if rank != 0:
+        match = match.replace("(?s)", "(?s)rank 0 cannot step.*")
+    refused(optimizer, [w, b], ShardingError, match)
 
 
 @on_ranks(2, 8)
