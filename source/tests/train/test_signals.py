@@ -16,6 +16,7 @@ from deepmd_muon.train.process.signals import StopSignals
 
 # Trains once for every input. A save stops before its first byte, and goes on when a line comes from outside.
 CHILD = """
+import select
 import signal
 import sys
 import torch
@@ -30,6 +31,10 @@ def paused(*args, **kwargs):
     if waiting:
         waiting = False
         print("writing", flush=True)
+        # Without the timeout, the handler of a signal that comes just before the call that waits
+        # would not run before a line comes.
+        while not select.select([sys.stdin], [], [], 0.05)[0]:
+            pass
         sys.stdin.readline()
     return save(*args, **kwargs)
 
