@@ -129,8 +129,14 @@ def test_pages_show_what_was_measured(scripts):
 
     folder = TOP / "doc" / "benchmarks"
     calls = ("h100x4", "h200x4", "h200x2", "optimizer_h200x4")
-    content = read([folder / "raw" / f"several_gpus_{call}_2026-11-28.json" for call in calls])
-    assert training_table(content) in (folder / "several_gpus.md").read_text(encoding="utf-8")
+
+    def read_calls(*calls):
+        return read([folder / "raw" / f"several_gpus_{call}_2026-11-28.json" for call in calls])
+
+    content = read_calls(*calls)
+    page = (folder / "several_gpus.md").read_text(encoding="utf-8")
+    assert training_table(content) in page
+    assert training_table(read_calls("h200x4_second")) in page
     assert optimizer_table(content) in (folder / "sharded_step.md").read_text(encoding="utf-8")
 
 
