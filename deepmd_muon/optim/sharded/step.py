@@ -49,7 +49,12 @@ from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, ShardedSettings
 from deepmd_muon.optim.cuda import is_capturing
-from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
+from deepmd_muon.optim.errors import (
+    CaptureError,
+    PlanMismatchError,
+    ShardingError,
+    UnsupportedTransportError,
+)
 from deepmd_muon.optim.groups.param_groups import Group
 from deepmd_muon.optim.routing.routes import is_local
 from deepmd_muon.optim.sharded.agreement import (
@@ -70,10 +75,10 @@ from deepmd_muon.optim.sharded.params import (
 )
 from deepmd_muon.optim.sharded.plan import Plan, PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.process_groups import (
+    RankGroup,
     Statement,
     check_statements,
     group_of,
-    largest_group,
     largest_set,
 )
 from deepmd_muon.optim.sharded.repeated import StepMatrices
@@ -217,23 +222,23 @@ class ShardedStep:
 
         The ranks are those of the largest set of ranks that hold a parameter of this rank. Flags
         are float32, of any shape; their maxima are (n,), or None without flags. With
-        `same_gradients` gradients are not compared, and settings in the first step only.
+        `same_gradients` gradients are not compared, and settings in the first step only. These
+        ranks raise errors together, with one exception.
 
         Raises
         ------
         ShardingError
-            When a parameter or its state cannot be exchanged; nothing is changed. In the first
-            step, all ranks of the first check that includes this rank raise it. Later only this
-            rank does. The collectives of the others fail when its process ends, or by timeout.
+            When a parameter or its state cannot be exchanged; nothing is changed. The exception: after
+            the first step only this rank raises it, and the collectives of the others fail when its
+            process ends, or by timeout.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter; on a GPU in the
-            next step, or by `raise_deferred`.
+            When only some replicas have a gradient of a parameter; on a GPU in the next step, or by
+            `raise_deferred`.
         PlanMismatchError
-            When parameters, routes or settings of groups differ in the first step: on all ranks of
-            the check. Later, when settings of groups differ: on all ranks, like
-            MissingGradientError.
+            When parameters, routes or settings of groups differ in the first step. Later, when
+            settings of groups differ; it comes as late as MissingGradientError.
         ReplicaMismatchError
-            On all ranks, in the first step, when replicas differ.
+            In the first step, when replicas differ.
         CaptureError
             During the capture of a CUDA graph, if no step was taken before or `run` has to bind
             again.
@@ -262,23 +267,27 @@ class ShardedStep:
     def _check_first_step(self) -> None:
         """Make the process groups of the plan, and check that all ranks take the same step.
 
-        Each check is a collective of all ranks that share a parameter with this one, and shares
-        their errors, so that they raise together. A check returns if all ranks have the same error.
+        The ranks of each domain compare their plans. Errors are shared by the following checks,
+        which are collectives of all ranks that share a parameter with this one, so that they raise
+        together. A check returns if all ranks have the same error.
         """
         params = self._sharded_params
         device = self._device
+        error = self._error
         self._process_groups = [group_of(domain.ranks, device) for domain in self.plan.domains]
-        rank_group = largest_group([param.layout.sorted_ranks for param in params], device)
-        if rank_group is not None:
-            statements = [
-                Statement(domain.ranks, text)
-                for domain in self.plan.domains
-                for text in self.plan.statements(domain)
-            ]
-            check_statements(statements, rank_group, self._error)
-        check_routes_and_settings(self._state, self._groups, params, device, error=self._error)
-        if self._error is not None:
-            raise self._error
+        for domain, process_group in zip(self.plan.domains, self._process_groups, strict=True):
+            if process_group is None:
+                continue
+            texts = self.plan.statements(domain)
+            statements = [Statement(domain.ranks, text) for text in texts]
+            try:
+                check_statements(statements, RankGroup(domain.ranks, process_group, device))
+            except PlanMismatchError as mismatch:
+                # Raised below: ranks outside of this domain must learn of it.
+                error = error or mismatch
+        check_routes_and_settings(self._state, self._groups, params, device, error=error)
+        if error is not None:
+            raise error
         check_replicas(self._state, params, device)
         self._has_checked = True
 

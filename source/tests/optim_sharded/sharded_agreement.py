@@ -302,19 +302,30 @@ def replicas_on_some_ranks():
 
 @on_ranks(4, 8)
 def error_of_some_ranks():
-    """An error of a matrix on two ranks ends the step of all ranks that share another parameter."""
+    """Errors of a matrix on two ranks end the step of all ranks that share another parameter."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = named_mesh((world // 2, 2), ("dp", "fsdp"))
-    w = nn.Parameter(place(random(8, 6), mesh["fsdp"], [Shard(0)]))
-    b = nn.Parameter(place(random(8), mesh_of((world,)), [Shard(0)]))
+
+    def parameters():
+        w = nn.Parameter(place(random(8, 6), mesh["fsdp"], [Shard(0)]))
+        b = nn.Parameter(place(random(8), mesh_of((world,)), [Shard(0)]))
+        gradients([w, b])
+        return w, b
+
+    w, b = parameters()
     optimizer = HybridMuon([("w", w), ("b", b)])
-    gradients([w, b])
     if rank == 0:
         w.grad = DTensor.from_local(random(8, 6), mesh["fsdp"], [Partial()])
-    match = "(?s)'w'.*its gradient is .Partial"
-    if rank != 0:
-        match = match.replace("(?s)", "(?s)rank 0 cannot step.*")
+    first = "" if rank == 0 else "rank 0 cannot step.*"
+    match = f"(?s){first}'w'.*its gradient is .Partial"
     refused(optimizer, [w, b], ShardingError, match)
+
+    w, b = parameters()
+    settings = ShardedSettings(slots=2 if rank == 0 else 3)
+    optimizer = HybridMuon([("w", w), ("b", b)], sharded=settings)
+    first = "" if rank < 2 else "rank 0 cannot step.*"
+    match = f"(?s){first}ranks 0 and 1 do not take the same step.*slots=2.*slots=3"
+    refused(optimizer, [w, b], PlanMismatchError, match)
 
 
 @on_ranks(2, 8)
