@@ -72,7 +72,7 @@ def check_routes_and_settings(
     Raises
     ------
     ShardingError
-        On all ranks, when some have an `error`. If all have the same one, the caller raises it.
+        On all ranks, when some have an `error`; on a single rank the caller raises it.
     PlanMismatchError
         On all ranks, with the first parameter or setting that differs, and its value on two ranks.
     """
@@ -91,6 +91,8 @@ def check_routes_and_settings(
         for key, value in _settings_of(group, lr=float(group.values["lr"])).items():
             settings.append(Statement(shared.ranks, f"{key} of {shared.label} is {value!r}"))
     check_statements(routes, rank_group, error)
+    if error is not None:  # the same on all ranks
+        raise error
     check_statements(settings, rank_group)
 
 

@@ -269,7 +269,7 @@ class ShardedStep:
 
         The ranks of each domain compare their plans. Errors are shared by the following checks,
         which are collectives of all ranks that share a parameter with this one, so that they raise
-        together. A check returns if all ranks have the same error.
+        together.
         """
         params = self._sharded_params
         device = self._device
@@ -286,7 +286,7 @@ class ShardedStep:
                 # Raised below: ranks outside of this domain must learn of it.
                 error = error or mismatch
         check_routes_and_settings(self._state, self._groups, params, device, error=error)
-        if error is not None:
+        if error is not None:  # on a single rank
             raise error
         check_replicas(self._state, params, device)
         self._has_checked = True
